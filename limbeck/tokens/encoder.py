@@ -1,0 +1,300 @@
+"""Text to ids with exact byte ends; no text ever yields a special token.
+
+The encoder works on a twin of the tokenizer in which the content of every special token is replaced by an alias that
+nobody can type. Plain text therefore passes as text whatever it contains, while a renderer that *means* a special token
+writes its alias. Everything else (splitting, merges, normaliser) is the tokenizer's own, in one pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from limbeck.tokens.rendering import Rendering, Segment
+from limbeck.tokens.vocab import ByteVocab, backend_spec, byte_alphabet
+from limbeck.utils.errors import TokenizerError
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+# Supplementary private-use characters: no normaliser touches them and no text has a reason to hold them.
+_ALIAS_OPEN, _ALIAS_CLOSE = "\U000f5a17", "\U000f5a18"
+
+
+def _alias_twin(spec: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """A copy of the tokenizer whose special tokens answer to aliases, and special content -> alias."""
+    spec = copy.copy(spec)
+    nonce = secrets.token_hex(8)
+    added = spec.get("added_tokens") or []
+    aliases = {a["content"]: f"{_ALIAS_OPEN}{nonce}{a['id']:x}{_ALIAS_CLOSE}" for a in added if a["special"]}
+    spec["added_tokens"] = [{**a, "content": aliases.get(a["content"], a["content"])} for a in added]
+    model = dict(spec["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {aliases.get(token, token): i for token, i in vocab.items()}
+    else:
+        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in aliases:
+        model["unk_token"] = aliases[model["unk_token"]]
+    spec.update(model=model, post_processor=None, truncation=None, padding=None)
+    return Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)), aliases
+
+
+def _char_byte_starts(text: str) -> IntArray:
+    """``[len(text) + 1]`` byte offset at which each character begins in UTF-8."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    lengths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+
+
+def _group_starts(text: str, offsets: IntArray) -> tuple[BoolArray, IntArray]:
+    """Split tokens into groups that partition the text's characters.
+
+    Tokens whose character spans overlap (pieces of one character, a dummy prefix) form a group. A gap between two
+    groups goes to the earlier one up to its first white space and to the later one from there: composed characters
+    leave their marks behind, splitters drop the space in front of a word.
+
+    Returns:
+        first: ``[n]`` bool, the token opens a group; start: ``[n]`` the character at which the token's group begins.
+    """
+    n = len(offsets)
+    reach = np.maximum.accumulate(offsets[:, 1])
+    first = np.ones(n, dtype=bool)
+    first[1:] = (offsets[1:, 0] >= reach[:-1]) & (offsets[1:, 1] > reach[:-1])
+    start = np.where(first, offsets[:, 0], 0)
+    start[0] = 0
+    gaps = np.flatnonzero(first)[1:]
+    gaps = gaps[offsets[gaps, 0] > reach[gaps - 1]]
+    for i in gaps.tolist():
+        gap = text[reach[i - 1] : offsets[i, 0]]
+        space = next((k for k, c in enumerate(gap) if c.isspace()), len(gap))
+        start[i] = reach[i - 1] + space
+    return first, np.maximum.accumulate(start)
+
+
+class TextEncoder:
+    """Encodes text with one tokenizer and proves, token by token, that bytes and text agree.
+
+    Attributes:
+        vocab: the tokenizer's :class:`ByteVocab`.
+        aliases: content of each special token -> the string that stands for it in :meth:`encode_aliased`.
+        bos_id, eos_id: the tokenizer's own begin and end of a document, or None.
+        adds_bos: whether the tokenizer puts its begin token in front of a text by default.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        spec = backend_spec(tokenizer)
+        self.vocab = ByteVocab.from_tokenizer(tokenizer)
+        self._backend, self.aliases = _alias_twin(spec)
+        self._alias_ids = {alias: self._backend.token_to_id(alias) for alias in self.aliases.values()}
+        original = {a["content"]: a["id"] for a in spec.get("added_tokens") or []}
+        moved = [c for c, alias in self.aliases.items() if self._alias_ids[alias] != original[c]]
+        if moved:
+            raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
+        self._is_byte_level = self.vocab.family == "byte_level"
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Any) -> TextEncoder:
+        """The encoder of a tokenizer, built once and kept with the tokenizer object."""
+        encoder = _CACHE.get(tokenizer)
+        if encoder is None:
+            encoder = _CACHE[tokenizer] = cls(tokenizer)
+        return encoder
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> Rendering:
+        """Render a plain text: every token of it is a target, in one segment of kind ``text``.
+
+        With ``bos`` or ``eos`` the document's begin or end token is added, where the tokenizer has one; the end token
+        is a target (segment kind ``eot``), the begin token is not.
+        """
+        return self.encode_batch([text], bos=bos, eos=eos)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, bos: bool = False, eos: bool = False) -> list[Rendering]:
+        """:meth:`encode` of several texts; they do not influence each other."""
+        for text in texts:
+            if not text.isascii():
+                _check_text(text)
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        plain = [self._locate(e.ids, text) or self._resync(text) for text, e in zip(texts, encodings, strict=True)]
+        return [self._frame(r, bos=bos, eos=eos) for r in plain]
+
+    def encode_aliased(self, text: str) -> Rendering:
+        """Render a text in which aliases stand for special tokens; nothing is a target yet."""
+        _check_text(text)
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        source = text
+        for alias in self._alias_ids:
+            if alias in source:
+                source = source.replace(alias, "")
+        rendering = self._locate(ids, source) or self._resync(text)
+        return Rendering(
+            rendering.ids,
+            rendering.ends,
+            rendering.source,
+            rendering.exact,
+            rendering.special,
+            np.zeros(len(ids), dtype=bool),
+            (),
+            rendering.dropped,
+        )
+
+    def encode_bytes_ids(self, data: bytes) -> list[int]:
+        """Ids of raw bytes, without splitting rules or an added space: how this vocabulary spells one token.
+
+        Bytes that the vocabulary cannot spell give an empty list.
+        """
+        if self._is_byte_level:
+            return [t.id for t in self._backend.model.tokenize(_byte_display(data))]
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            ids = [self._backend.token_to_id(f"<0x{b:02X}>") for b in data]
+            return [] if None in ids else ids
+        display = text.replace(" ", "\u2581") if self.vocab.family == "sentencepiece" else text
+        ids = [t.id for t in self._backend.model.tokenize(display)]
+        return ids if self.vocab.join(ids) == data else []
+
+    def _locate(self, ids: list[int], text: str) -> Rendering | None:
+        """The rendering when joined token bytes equal the text's; None otherwise."""
+        source = text.encode("utf-8")
+        if b"".join(map(self.vocab.token_bytes.__getitem__, ids)) != source:
+            return None
+        array = np.array(ids, dtype=np.int64)
+        ends = np.cumsum(self.vocab.byte_len[array])
+        return self._plain(array, ends, source, np.ones(len(array), dtype=bool), {})
+
+    def _resync(self, aliased: str) -> Rendering:
+        """Place tokens by character offsets where a normaliser changed the text; changed groups are not exact."""
+        encoding = self._backend.encode(aliased, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int64)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        source = aliased.encode("utf-8")
+        dropped: dict[str, int] = {}
+        if not len(ids):
+            if source:
+                dropped["unencoded_bytes"] = len(source)
+            empty = np.zeros(0, dtype=np.int64)
+            return self._plain(ids, empty, source, np.zeros(0, dtype=bool), dropped)
+        first, start = _group_starts(aliased, offsets)
+        byte_at = _char_byte_starts(aliased)
+        group = np.cumsum(first) - 1
+        group_start = byte_at[start[first]]
+        group_end = np.append(group_start[1:], len(source))
+        lengths = self.vocab.byte_len[ids]
+        joined = np.frombuffer(self.vocab.join(ids.tolist()), dtype=np.uint8)
+        cum = np.cumsum(lengths)
+        joined_end = cum[np.append(np.flatnonzero(first)[1:] - 1, len(ids) - 1)]
+        joined_start = np.append(0, joined_end[:-1])
+        same = (joined_end - joined_start) == (group_end - group_start)
+        same = _equal_spans(joined, np.frombuffer(source, np.uint8), joined_start, group_start, group_end, same)
+        exact = same[group]
+        # Inside a changed group no inner boundary is known, so all its tokens end where the group ends.
+        ends = np.where(exact, cum - joined_start[group] + group_start[group], group_end[group])
+        return self._without_aliases(aliased, ids, ends, exact, dropped)
+
+    def _without_aliases(
+        self, aliased: str, ids: IntArray, ends: IntArray, exact: BoolArray, dropped: dict[str, int]
+    ) -> Rendering:
+        """Move byte ends from the aliased text to the text without aliases."""
+        source = aliased.encode("utf-8")
+        cuts: list[tuple[int, int]] = []
+        if _ALIAS_OPEN in aliased:
+            for alias in self._alias_ids:
+                needle, at = alias.encode("utf-8"), -1
+                while (at := source.find(needle, at + 1)) >= 0:
+                    cuts.append((at, len(needle)))
+        if cuts:
+            keep = np.ones(len(source), dtype=bool)
+            for at, length in cuts:
+                keep[at : at + length] = False
+            kept = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(keep)])
+            ends = kept[ends]
+            source = np.frombuffer(source, np.uint8)[keep].tobytes()
+        changed = int(np.count_nonzero(~exact & ~self.vocab.special[ids]))
+        if changed:
+            dropped["inexact_tokens"] = changed
+        return self._plain(ids, ends, source, exact | self.vocab.special[ids], dropped)
+
+    def _plain(
+        self, ids: IntArray, ends: IntArray, source: bytes, exact: BoolArray, dropped: dict[str, int]
+    ) -> Rendering:
+        special = self.vocab.special[ids] if len(ids) else np.zeros(0, dtype=bool)
+        segments = (Segment(0, "text", 0, len(source), 0, len(ids)),)
+        return Rendering(ids, ends, source, exact, special, np.ones(len(ids), dtype=bool), segments, dropped)
+
+    def _frame(self, r: Rendering, *, bos: bool, eos: bool) -> Rendering:
+        front = [self.bos_id] if bos and self.bos_id is not None else []
+        back = [self.eos_id] if eos and self.eos_id is not None else []
+        if not front and not back:
+            return r
+        n, size = len(r.ids), len(r.source)
+        shift = len(front)
+        segments = [Segment(0, "text", 0, size, shift, shift + n)]
+        if back:
+            segments.append(Segment(0, "eot", size, size, shift + n, shift + n + 1))
+        edges = len(front), len(back)
+        return Rendering(
+            np.concatenate([np.array(front, np.int64), r.ids, np.array(back, np.int64)]),
+            np.pad(r.ends, edges, constant_values=(0, size)),
+            r.source,
+            np.pad(r.exact, edges, constant_values=True),
+            np.pad(r.special, edges, constant_values=True),
+            np.pad(r.target, edges, constant_values=(False, True)),
+            tuple(segments),
+            r.dropped,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"a text holds the lone surrogate {text[error.start]!r} at character {error.start}, which no UTF-8 text "
+            "can; mend the text or drop the record."
+        ) from None
+
+
+def _byte_display(data: bytes) -> str:
+    table = _DISPLAY
+    return "".join(map(table.__getitem__, data))
+
+
+def _equal_spans(
+    joined: npt.NDArray[np.uint8],
+    source: npt.NDArray[np.uint8],
+    joined_start: IntArray,
+    source_start: IntArray,
+    source_end: IntArray,
+    candidate: BoolArray,
+) -> BoolArray:
+    """Which of the candidate spans (equal lengths on both sides) hold equal bytes; vectorised over all bytes."""
+    which = np.flatnonzero(candidate)
+    lengths = (source_end - source_start)[which]
+    total = int(lengths.sum())
+    if not total:
+        return candidate
+    owner = np.repeat(np.arange(len(which)), lengths)
+    inner = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    differ = joined[joined_start[which][owner] + inner] != source[source_start[which][owner] + inner]
+    result = candidate.copy()
+    result[which[np.unique(owner[differ])]] = False
+    return result
+
+
+_DISPLAY = {b: c for c, b in byte_alphabet().items()}
+_CACHE: weakref.WeakKeyDictionary[Any, TextEncoder] = weakref.WeakKeyDictionary()

@@ -1,0 +1,77 @@
+"""One text as one token sequence, with the place of every token in the text's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of target text: byte span in the rendering's source and the tokens that lie wholly inside it.
+
+    ``kind`` is ``text``, ``content``, ``reasoning``, ``tool_call`` or ``eot``; ``message`` is the index of the message
+    it comes from, 0 for a plain text. An ``eot`` segment has no bytes and one special token.
+    """
+
+    message: int
+    kind: str
+    start: int
+    end: int
+    token_start: int
+    token_end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rendering:
+    """Token ids of one text with exact byte ends.
+
+    Attributes:
+        ids: ``[n]`` token ids.
+        ends: ``[n]`` byte offset in ``source`` at which each token ends; non-decreasing.
+        source: UTF-8 bytes of the text that the tokens stand for; special tokens contribute none.
+        exact: ``[n]`` bool; False where the tokenizer's normaliser changed a token's bytes.
+        special: ``[n]`` bool.
+        target: ``[n]`` bool; tokens that are supervised.
+        segments: the target stretches, in order.
+        dropped: what was left out, counted by reason.
+    """
+
+    ids: IntArray
+    ends: IntArray
+    source: bytes
+    exact: BoolArray
+    special: BoolArray
+    target: BoolArray
+    segments: tuple[Segment, ...] = ()
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def truncated(self, length: int) -> Rendering:
+        """The first ``length`` tokens; segments are cut or dropped with them. The source keeps its full text."""
+        if length >= len(self):
+            return self
+        end_byte = int(self.ends[length - 1]) if length else 0
+        segments = []
+        for s in self.segments:
+            if s.token_start >= length and not (s.kind != "eot" and s.token_start == s.token_end and s.end <= end_byte):
+                continue
+            segments.append(replace(s, end=min(s.end, max(end_byte, s.start)), token_end=min(s.token_end, length)))
+        cut = slice(0, length)
+        return replace(
+            self,
+            ids=self.ids[cut],
+            ends=self.ends[cut],
+            exact=self.exact[cut],
+            special=self.special[cut],
+            target=self.target[cut],
+            segments=tuple(segments),
+            dropped={**self.dropped, "truncated_tokens": len(self) - length},
+        )
