@@ -1,0 +1,1 @@
+"""Tests; `tests.zoo` fetches the real tokenizers that they use."""
