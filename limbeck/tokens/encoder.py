@@ -159,8 +159,8 @@ class TextEncoder:
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError:
-            ids = [self._backend.token_to_id(f"<0x{b:02X}>") for b in data]
-            return [] if None in ids else ids
+            spelled = [self._backend.token_to_id(f"<0x{b:02X}>") for b in data]
+            return [i for i in spelled if i is not None] if None not in spelled else []
         display = text.replace(" ", "\u2581") if self.vocab.family == "sentencepiece" else text
         ids = [t.id for t in self._backend.model.tokenize(display)]
         return ids if self.vocab.join(ids) == data else []

@@ -1,0 +1,148 @@
+"""Shared byte boundaries of two token sequences, as pure array code.
+
+Both sides cut the same bytes. A *boundary* is a byte offset at which both sides have a token edge; a *chunk* is what
+lies between two consecutive boundaries. Everything is linear in tokens and bytes, without tables or search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Aligned chunks of one sample, in order.
+
+    All arrays are ``[C]``. Token spans are half open indices into the two sequences; byte spans are offsets in the
+    student rendering's source. ``exact``: both sides' token bytes equal the text's. ``role``: a pair of special tokens
+    of one role, which has no bytes.
+    """
+
+    student_start: IntArray
+    student_end: IntArray
+    teacher_start: IntArray
+    teacher_end: IntArray
+    byte_start: IntArray
+    byte_end: IntArray
+    exact: BoolArray
+    role: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.student_start)
+
+    @property
+    def student_pred_pos(self) -> IntArray:
+        """``[C]`` position whose logits predict the chunk's first student token; -1 where there is none."""
+        return self.student_start - 1
+
+    @property
+    def teacher_pred_pos(self) -> IntArray:
+        """``[C]`` position whose logits predict the chunk's first teacher token; -1 where there is none."""
+        return self.teacher_start - 1
+
+    def kinds(self) -> list[str]:
+        """``1:1``, ``1:n``, ``n:1`` or ``n:m`` for each chunk (student first)."""
+        one_s = (self.student_end - self.student_start) == 1
+        one_t = (self.teacher_end - self.teacher_start) == 1
+        names = np.array(["n:m", "n:1", "1:n", "1:1"])
+        return [str(k) for k in names[2 * one_s + one_t]]
+
+    def select(self, which: IntArray | BoolArray | slice) -> Chunks:
+        """The chunks at ``which``."""
+        return Chunks(*(getattr(self, f.name)[which] for f in fields(self)))
+
+    def mirrored(self) -> Chunks:
+        """The same chunks with student and teacher exchanged; byte spans stay."""
+        return Chunks(
+            self.teacher_start,
+            self.teacher_end,
+            self.student_start,
+            self.student_end,
+            self.byte_start,
+            self.byte_end,
+            self.exact,
+            self.role,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: list[Chunks]) -> Chunks:
+        """Chunks of several stretches as one list, ordered by student token."""
+        if not parts:
+            none = np.zeros(0, dtype=np.int64)
+            return cls(none, none, none, none, none, none, none.astype(bool), none.astype(bool))
+        if len(parts) == 1:
+            return parts[0]
+        joined = cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        order = np.argsort(joined.student_start, kind="stable")
+        return joined.select(order)
+
+
+def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> IntArray:
+    """Sorted offsets that occur in both non-decreasing lists of edges."""
+    if not len(student_edges) or not len(teacher_edges):
+        return np.zeros(0, dtype=np.int64)
+    low = int(min(student_edges[0], teacher_edges[0]))
+    high = int(max(student_edges[-1], teacher_edges[-1]))
+    mark = np.zeros(high - low + 1, dtype=np.uint8)
+    mark[student_edges - low] = 1
+    mark[teacher_edges - low] |= 2
+    return np.flatnonzero(mark == 3) + low
+
+
+def _all_within(flag: BoolArray, start: IntArray, end: IntArray) -> BoolArray:
+    """Whether ``flag`` holds for all tokens of each half-open span."""
+    if flag.all():
+        return np.ones(len(start), dtype=bool)
+    misses = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(~flag)])
+    return misses[start] == misses[end]
+
+
+def chunk_stretch(
+    student_ends: IntArray,
+    teacher_ends: IntArray,
+    student_exact: BoolArray,
+    teacher_exact: BoolArray,
+    *,
+    student_begin: int = 0,
+    teacher_begin: int = 0,
+) -> Chunks:
+    """Chunks of one stretch of text that both sides cut.
+
+    Args:
+        student_ends: ``[n]`` byte end of each student token, in coordinates common to both sides.
+        teacher_ends: ``[m]`` likewise.
+        student_exact: ``[n]`` whether a token's bytes are the text's.
+        teacher_exact: ``[m]`` likewise.
+        student_begin: byte at which the first student token begins; ``teacher_begin`` likewise.
+
+    Returns:
+        Chunks with token indices relative to the stretch. Tokens before the first or after the last shared boundary
+        are in no chunk.
+    """
+    shared = shared_boundaries(
+        np.concatenate([[student_begin], student_ends]), np.concatenate([[teacher_begin], teacher_ends])
+    )
+    # A token belongs to the chunk in which it ends, so tokens that share an end stay together.
+    s_at = np.searchsorted(student_ends, shared, side="right")
+    t_at = np.searchsorted(teacher_ends, shared, side="right")
+    s_start, s_end, t_start, t_end = s_at[:-1], s_at[1:], t_at[:-1], t_at[1:]
+    exact = _all_within(student_exact, s_start, s_end) & _all_within(teacher_exact, t_start, t_end)
+    return Chunks(s_start, s_end, t_start, t_end, shared[:-1], shared[1:], exact, np.zeros(len(exact), dtype=bool))
+
+
+def role_pairs(student_at: IntArray, teacher_at: IntArray, byte_at: IntArray) -> Chunks:
+    """Chunks for special tokens of one role at one place; always 1:1 and without bytes."""
+    true = np.ones(len(student_at), dtype=bool)
+    return Chunks(student_at, student_at + 1, teacher_at, teacher_at + 1, byte_at, byte_at, true, true)
+
+
+def last_fitting(chunks: Chunks, student_length: int, teacher_length: int) -> int:
+    """Number of leading chunks that end within both lengths."""
+    fits = (chunks.student_end <= student_length) & (chunks.teacher_end <= teacher_length)
+    return len(fits) if fits.all() else int(np.argmin(fits))
