@@ -1,0 +1,206 @@
+"""Run files: YAML with ``key.sub=value`` overrides in, validated models out.
+
+Each component owns its config model; this module only loads, merges, validates and explains what is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from limbeck.utils.errors import ConfigError
+from limbeck.utils.paths import safe_join
+
+__all__ = ["apply_overrides", "dump_yaml", "load_config", "merge", "near_name", "parse_yaml", "resolve", "safe_join"]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, with ``1e-5`` read as a number and a key given twice refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen and key != "<<":
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"key {key!r} is given twice, the second time on line {line}")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; ``where`` names it in errors."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from e
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge: mappings are merged key by key, everything else (lists too) is replaced by ``over``."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a run file and apply overrides such as ``policy.optimizer.kwargs.lr=1e-5``.
+
+    A run file may name others it builds on, relative to itself: ``defaults: base.yaml`` or a list of them.
+    """
+    return apply_overrides(_load_file(Path(path), ()), overrides)
+
+
+def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in chain:
+        raise ConfigError(f"run file {str(path)!r} names itself in 'defaults'; break the circle")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"run file {str(path)!r} cannot be read: {e}") from e
+    data = parse_yaml(text, f"run file {str(path)!r}")
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"run file {str(path)!r} holds a {type(data).__name__}; expected 'key: value' lines")
+    bases = data.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = merge(merged, _load_file(path.parent / str(base), (*chain, path)))
+    return merge(merged, data)
+
+
+def apply_overrides(config: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set dotted keys; values are read as YAML (``true``, ``3``, ``1e-5``, ``[1, 2]``, ``null``, text)."""
+    out = copy.deepcopy(dict(config))
+    for item in overrides:
+        key, eq, raw = item.partition("=")
+        parts = key.strip().split(".")
+        if not eq or not all(parts):
+            raise ConfigError(f"override {item!r} is not of the form key.sub=value")
+        _set(out, parts, parse_yaml(raw, f"override {item!r}"), item)
+    return out
+
+
+def _set(root: dict[str, Any], parts: list[str], value: Any, item: str) -> None:
+    node: Any = root
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth])
+        key: Any = part
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise ConfigError(f"override {item!r}: {here!r} is a list of {len(node)} and has no item {part!r}")
+            key = int(part)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"override {item!r}: {here!r} is the value {node!r} and has no keys")
+        if depth == len(parts) - 1:
+            node[key] = value
+        elif isinstance(node, list) or node.get(key) is not None:
+            node = node[key]
+        else:
+            node[key] = {}
+            node = node[key]
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a misspelt one, if any is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Every config model that may appear inside an annotation (Optional, unions, lists, dicts)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) is not None or isinstance(annotation, types.UnionType):
+        return [m for arg in typing.get_args(annotation) for m in _models_in(arg)]
+    return []
+
+
+def _keys_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
+    """Keys that the models at a dotted path accept."""
+    level = [model]
+    for part in path:
+        if isinstance(part, int):
+            continue
+        below: list[type[BaseModel]] = []
+        for m in level:
+            field = m.model_fields.get(str(part))
+            if field is not None:
+                below += _models_in(field.annotation)
+        # a union's error path also names the member tried: not a key, so stay where we are
+        level = below or level
+    return [name for m in level for name in m.model_fields]
+
+
+def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
+    loc = list(error["loc"])
+    dotted = ".".join(str(p) for p in loc)
+    if error["type"] == "extra_forbidden":
+        near = near_name(str(loc[-1]), _keys_at(model, loc[:-1]))
+        hint = f"did you mean {near!r}?" if near else "it is not a key there"
+        return f"unknown key {dotted!r}: {hint}"
+    if error["type"] == "missing":
+        return f"key {dotted!r} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not dotted:
+        return message
+    return f"{dotted!r} is {error.get('input')!r}: {message}"
+
+
+def resolve(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
+    """Validate ``data`` as ``model``; all that is wrong becomes one ``ConfigError`` with full dotted paths.
+
+    An unknown key is an error that suggests the near name (the models forbid extra keys).
+    """
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as e:
+        raise ConfigError("; ".join(_explain(model, err) for err in e.errors(include_url=False))) from e
+
+
+def dump_yaml(config: BaseModel | Mapping[str, Any]) -> str:
+    """The resolved configuration as YAML that ``load_config`` reads back to the same values."""
+    data = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Strings that our loader would read as numbers are quoted."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # outside of double quotes the dumper would fold Unicode line breaks to spaces
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_str)

@@ -1,0 +1,310 @@
+"""Checkpoints that a kill at any moment cannot spoil.
+
+A checkpoint is written to ``tmp_step_N``, flushed, and renamed to ``step_N``: the rename is the commit. Older ones are
+removed afterwards, by rename to ``del_step_N`` first, so that no half-deleted folder bears a checkpoint's name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+
+from limbeck.utils.errors import CheckpointError, ConfigError
+from limbeck.utils.paths import fsync_path, fsync_tree, write_atomic
+
+INFO_NAME = "training_info.json"
+_STEP = re.compile(r"step_(\d+)$")
+_OLD = re.compile(r"old_step_(\d+)$")
+_LEFTOVER = re.compile(r"(tmp|del)_step_\d+$")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CheckpointingConfig(BaseModel):
+    """When and where to save, and what to keep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    checkpoint_dir: str | None = None
+    """Default: ``checkpoints`` inside the run folder."""
+    metric_name: str | None = None
+    """Metric that ranks checkpoints, as logged (``val/bpb``; the published form ``val:loss`` is read too)."""
+    higher_is_better: bool = False
+    keep_top_k: int | None = Field(default=3, ge=1)
+    """Best k by the metric (latest k without one) and always the latest; null keeps all."""
+    save_period: int = Field(default=0, ge=0)
+    """Save every this many steps; 0: only at the end, by time or on a signal."""
+    save_every_minutes: float | None = Field(default=None, gt=0)
+    checkpoint_must_save_by: str | None = None
+    """``DD:HH:MM:SS`` (or shorter, ``MM:SS``) after start: save then, and stop the run."""
+    save_on_sigterm: bool = True
+
+
+def parse_duration(text: str) -> float:
+    """``[[DD:]HH:]MM:SS`` to seconds."""
+    parts = text.split(":")
+    if not 2 <= len(parts) <= 4 or not all(p.isdigit() for p in parts):
+        raise ConfigError(f"duration {text!r} is not of the form DD:HH:MM:SS; write for example '00:03:45:00'")
+    return float(sum(int(p) * unit for p, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+
+
+def _dist() -> Any | None:
+    import torch.distributed as dist
+
+    return dist if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Libraries wrap the system's error or only keep its text, so look along the chain and at the words."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class CheckpointManager:
+    """Decides when to save, writes atomically, keeps the best, finds the latest.
+
+    >>> manager = CheckpointManager({"checkpoint_dir": "run/checkpoints", "save_period": 100})   # doctest: +SKIP
+    >>> with manager.saving(step=100, info={"step": 100, "val/bpb": 1.7}) as folder:             # doctest: +SKIP
+    ...     policy.save_checkpoint(folder / "policy" / "weights")
+
+    Under torch.distributed every rank makes the same calls; rank 0 renames after a barrier.
+    """
+
+    def __init__(self, config: CheckpointingConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> None:
+        self.config = config if isinstance(config, CheckpointingConfig) else CheckpointingConfig(**config)
+        folder = self.config.checkpoint_dir
+        if folder is None:
+            if run_dir is None:
+                raise ConfigError("checkpointing.checkpoint_dir is not set and there is no run folder; set one of them")
+            folder = str(Path(run_dir) / "checkpoints")
+        self.checkpoint_dir = Path(folder)
+        self.save_on_signal = False
+        self._start = self._last_save = time.monotonic()
+        by = self.config.checkpoint_must_save_by
+        self._deadline = None if by is None else parse_duration(by)
+        if self.config.enabled and self._rank() == 0:
+            self._make_dir()
+            self._clean()
+        self._barrier()
+
+    def _make_dir(self) -> None:
+        try:
+            self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"cannot make checkpoint folder {str(self.checkpoint_dir)!r}: {e}") from e
+
+    @staticmethod
+    def _rank() -> int:
+        d = _dist()
+        return d.get_rank() if d else 0
+
+    @staticmethod
+    def _barrier() -> None:
+        d = _dist()
+        if d:
+            d.barrier()
+
+    @staticmethod
+    def _agree(flag: bool) -> bool:
+        """True on all ranks if it is on any: clocks and signals differ between ranks, the decision must not."""
+        d = _dist()
+        if d is None:
+            return flag
+        import torch
+
+        device = "cuda" if d.get_backend() == "nccl" else "cpu"
+        value = torch.tensor(int(flag), device=device)
+        d.all_reduce(value, op=d.ReduceOp.MAX)
+        return bool(value.item())
+
+    def _clean(self) -> None:
+        """Remove what a killed run left behind; put back a checkpoint that was about to be replaced."""
+        for path in self.checkpoint_dir.iterdir():
+            if _LEFTOVER.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif m := _OLD.match(path.name):
+                whole = self.checkpoint_dir / f"step_{m.group(1)}"
+                if whole.exists():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.rename(whole)
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    def install_signal_handler(self) -> None:
+        """Let SIGTERM ask for a checkpoint and a clean stop instead of ending the process."""
+        if self.config.save_on_sigterm:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        self.save_on_signal = True
+
+    def should_stop(self) -> bool:
+        """Whether the run must end now, after saving: SIGTERM arrived or the deadline passed. Collective."""
+        late = self._deadline is not None and time.monotonic() - self._start >= self._deadline
+        return self._agree(self.save_on_signal or late)
+
+    def should_save(self, step: int, *, last: bool = False, stop: bool = False) -> bool:
+        """Whether to save after ``step``. Pass ``stop=should_stop()``. Collective where time decides."""
+        if not self.config.enabled:
+            return False
+        period = self.config.save_period
+        by_time = False
+        if self.config.save_every_minutes is not None:
+            by_time = self._agree(time.monotonic() - self._last_save >= 60 * self.config.save_every_minutes)
+        return last or stop or by_time or (period > 0 and step % period == 0)
+
+    # -- write ------------------------------------------------------------------------------------------------------
+
+    def init_tmp_checkpoint(
+        self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Make ``tmp_step_N`` with the counters and metrics of this step, and return it for the caller to fill."""
+        if not self.config.enabled:
+            raise CheckpointError("checkpointing is disabled in this run; set checkpointing.enabled=true to save")
+        tmp = self.checkpoint_dir / f"tmp_step_{step}"
+        if self._rank() == 0:
+            if tmp.exists():
+                shutil.rmtree(tmp)
+            tmp.mkdir(parents=True)
+            info = {**training_info, "step": step}
+            write_atomic(tmp / INFO_NAME, json.dumps(info, indent=1, sort_keys=True))
+            if run_config is not None:
+                write_atomic(tmp / "config.json", json.dumps(run_config, indent=1, sort_keys=True, default=str))
+        self._barrier()
+        return tmp
+
+    def finalize_checkpoint(self, tmp: str | Path) -> Path:
+        """Flush ``tmp_step_N``, give it its name, then remove what need not be kept."""
+        tmp = Path(tmp)
+        final = self.checkpoint_dir / tmp.name.removeprefix("tmp_")
+        self._barrier()
+        if self._rank() == 0:
+            fsync_tree(tmp)
+            if final.exists():
+                old = self.checkpoint_dir / f"old_{final.name}"
+                if old.exists():
+                    shutil.rmtree(old)
+                final.rename(old)
+                tmp.rename(final)
+                fsync_path(self.checkpoint_dir)
+                shutil.rmtree(old)
+            else:
+                tmp.rename(final)
+                fsync_path(self.checkpoint_dir)
+            self.remove_old_checkpoints()
+        self._barrier()
+        self._last_save = time.monotonic()
+        return final
+
+    @contextmanager
+    def saving(self, step: int, info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Iterator[Path]:
+        """``with`` block that yields the folder to fill; it becomes ``step_N`` only if the block succeeds."""
+        tmp = self.checkpoint_dir / f"tmp_step_{step}"
+        try:
+            yield self.init_tmp_checkpoint(step, info, run_config)
+            self.finalize_checkpoint(tmp)
+        except (OSError, RuntimeError, SafetensorError, CheckpointError) as e:
+            if not _is_disk_full(e):
+                raise
+            shutil.rmtree(tmp, ignore_errors=True)
+            free = shutil.disk_usage(self.checkpoint_dir).free
+            last = self.latest()
+            raise CheckpointError(
+                f"no space left to save step {step} in {str(self.checkpoint_dir)!r} ({free / 2**20:.0f} MiB free); "
+                f"{'the checkpoint ' + last.name + ' is intact' if last else 'no earlier checkpoint exists'}; "
+                "free some space or lower checkpointing.keep_top_k, then resume"
+            ) from e
+        finally:
+            # gone after a success; after any failure nothing of the attempt stays
+            shutil.rmtree(tmp, ignore_errors=True)
+
+    def remove_old_checkpoints(self) -> None:
+        """Keep the best ``keep_top_k`` and the latest; remove the rest."""
+        if self.config.keep_top_k is None:
+            return
+        found = self.checkpoints()
+        best = sorted(found, key=self._rank_key)[: self.config.keep_top_k]
+        keep = {*best, found[-1]} if found else set()
+        for path in found:
+            if path not in keep:
+                dead = self.checkpoint_dir / f"del_{path.name}"
+                path.rename(dead)
+                shutil.rmtree(dead, ignore_errors=True)
+
+    def _rank_key(self, path: Path) -> tuple[float, float]:
+        """Smaller is better; a checkpoint without the metric comes after all that have it; ties go to the later one."""
+        value = self.metric(path)
+        step = -float(self._step(path))
+        if value is None or value != value:
+            return (float("inf"), step)
+        return (-value if self.config.higher_is_better else value, step)
+
+    # -- read -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _step(path: Path) -> int:
+        m = _STEP.match(path.name)
+        if m is None:
+            raise CheckpointError(f"{str(path)!r} is not named step_N, so it is no checkpoint of this run")
+        return int(m.group(1))
+
+    def checkpoints(self) -> list[Path]:
+        """All whole checkpoints, by step."""
+        if not self.checkpoint_dir.is_dir():
+            return []
+        found = [p for p in self.checkpoint_dir.iterdir() if _STEP.match(p.name) and (p / INFO_NAME).is_file()]
+        return sorted(found, key=self._step)
+
+    def latest(self) -> Path | None:
+        """The checkpoint with the highest step, or None."""
+        found = self.checkpoints()
+        return found[-1] if found else None
+
+    def best(self) -> Path | None:
+        """The best checkpoint by ``metric_name`` (the latest where there is no metric), or None."""
+        found = self.checkpoints()
+        return min(found, key=self._rank_key) if found else None
+
+    get_latest_checkpoint_path = latest
+    get_best_checkpoint_path = best
+
+    def load_training_info(self, path: str | Path | None = None) -> dict[str, Any] | None:
+        """Counters and metrics stored with a checkpoint (default: the latest); None where there is none."""
+        folder = Path(path) if path is not None else self.latest()
+        if folder is None:
+            return None
+        try:
+            info = json.loads((folder / INFO_NAME).read_text())
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{str(folder / INFO_NAME)!r} cannot be read ({e}); take another checkpoint") from e
+        if not isinstance(info, dict):
+            raise CheckpointError(f"{str(folder / INFO_NAME)!r} holds no object; take another checkpoint")
+        return info
+
+    def metric(self, path: Path) -> float | None:
+        """Value of ``metric_name`` stored with a checkpoint, if any."""
+        name = self.config.metric_name
+        if name is None:
+            return None
+        info = self.load_training_info(path) or {}
+        value = info.get(name, info.get(name.replace(":", "/", 1)))
+        return float(value) if isinstance(value, int | float) else None

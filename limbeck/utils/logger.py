@@ -1,0 +1,316 @@
+"""Metrics of a run: ``metrics.jsonl`` (one object per step), TensorBoard, optional wandb and trackio, a progress bar.
+
+Metrics travel as ``(sum, count)`` pairs and become means here, at the last moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from limbeck.utils.errors import ConfigError, DataError
+from limbeck.utils.paths import write_atomic
+
+Metric = float | int | tuple[float, float]
+
+
+class LoggerConfig(BaseModel):
+    """Where metrics go. ``log_dir`` is the run folder."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    log_dir: str = "runs/default"
+    tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    trackio_enabled: bool = False
+    monitor_gpus: bool = False
+    """Log the accelerator memory of rank 0 with every step."""
+    progress: bool = True
+    """A bar on a terminal, one line every ``print_seconds`` elsewhere."""
+    print_seconds: float = Field(default=10.0, ge=0)
+    tensorboard: dict[str, Any] = {}
+    """Arguments of ``SummaryWriter``."""
+    wandb: dict[str, Any] = {}
+    """Arguments of ``wandb.init``: project, name, ..."""
+    trackio: dict[str, Any] = {}
+    """Arguments of ``trackio.init``: project, name, ..."""
+
+
+def merge_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add up (sum, count) metrics of several micro-batches, batches or ranks."""
+    out: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            s, c = out.get(name, (0.0, 0.0))
+            out[name] = (s + float(total), c + float(count))
+    return out
+
+
+def to_means(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """(sum, count) pairs to means; plain numbers pass; a pair with count 0 has no mean and is left out."""
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, tuple):
+            if float(value[1]) != 0:
+                out[name] = float(value[0]) / float(value[1])
+        else:
+            out[name] = float(value)
+    return out
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a ``metrics.jsonl``; a last line without its line end (a kill while writing) is left out."""
+    rows = []
+    for n, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise DataError(f"{path}:{n} is no metrics row ({e}); remove the line or start a new run folder") from e
+        rows.append(row)
+    return rows
+
+
+def _truncate(path: Path, resume_step: int) -> None:
+    if path.exists():
+        rows = [r for r in read_metrics(path) if int(r["step"]) <= resume_step]
+        write_atomic(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in rows))
+
+
+class Logger:
+    """Writes the metrics of one run. Only rank 0 writes; the other ranks may make the same calls.
+
+    ``resume_step``: rows past it are removed from ``metrics.jsonl``, so that a resumed run repeats none (a run that
+    starts anew in an old folder passes -1). None keeps what is there.
+    """
+
+    def __init__(
+        self, config: LoggerConfig | Mapping[str, Any], *, resume_step: int | None = None, rank: int | None = None
+    ) -> None:
+        self.config = config if isinstance(config, LoggerConfig) else LoggerConfig(**config)
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.log_dir = Path(self.config.log_dir)
+        self.path = self.log_dir / "metrics.jsonl"
+        self._row: dict[str, Any] = {}
+        self._step: int | None = None
+        self._fd: int | None = None
+        self._writers: list[Any] = []
+        self._progress = _Progress(self.config.print_seconds)
+        if self.rank != 0:
+            return
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                _truncate(self.path, resume_step)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as e:
+            raise ConfigError(f"run folder {str(self.log_dir)!r} cannot be written ({e}); set logger.log_dir") from e
+        self._open_writers(resume_step)
+
+    def _open_writers(self, resume_step: int | None) -> None:
+        cfg = self.config
+        if cfg.tensorboard_enabled:
+            self._writers.append(_TensorBoard(self.log_dir / "tensorboard", cfg.tensorboard, resume_step))
+        if cfg.wandb_enabled:
+            self._writers.append(_Tracker("wandb", {"dir": str(self.log_dir), **cfg.wandb}))
+        if cfg.trackio_enabled:
+            self._writers.append(_Tracker("trackio", dict(cfg.trackio)))
+
+    def log_metrics(
+        self, metrics: Mapping[str, Metric], step: int, prefix: str = "", *, step_finished: bool = False
+    ) -> None:
+        """Add metrics to the row of ``step`` as ``prefix/name``; the row is written when the step is finished.
+
+        A row is finished by ``step_finished=True``, by ``commit()``, or by the first metric of another step.
+        """
+        if self.rank != 0:
+            return
+        if self._step is not None and step != self._step:
+            self.commit()
+        self._step = step
+        lead = f"{prefix}/" if prefix else ""
+        self._row.update({f"{lead}{name}": value for name, value in to_means(metrics).items()})
+        if step_finished:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write the current row. Call it before a checkpoint of the same step is made."""
+        if self._step is None or self._fd is None:
+            return
+        if self.config.monitor_gpus:
+            self._row.update(_gpu_metrics())
+        row = {k: v if math.isfinite(v) else None for k, v in self._row.items()}
+        line = json.dumps({"step": self._step, **row}, allow_nan=False) + "\n"
+        # one write call in append mode: a reader never sees half a row of a living process
+        os.write(self._fd, line.encode())
+        for writer in self._writers:
+            writer.log(self._row, self._step)
+        self._row, self._step = {}, None
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Hand the resolved run configuration to the trackers that have a place for it."""
+        for writer in self._writers:
+            writer.hyperparams(params)
+
+    def start_progress(self, total_steps: int, start_step: int = 0, description: str = "train") -> None:
+        """Show a progress bar from ``start_step`` to ``total_steps``."""
+        if self.rank == 0 and self.config.progress:
+            self._progress.start(total_steps, start_step, description)
+
+    def update_progress(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None) -> None:
+        """Move the bar; ``loss`` and ``tokens_per_s`` are shown beside it."""
+        self._progress.update(step, loss, tokens_per_s)
+
+    def print(self, text: str) -> None:
+        """A line for the user, above the bar; rank 0 only."""
+        if self.rank == 0:
+            self._progress.print(text)
+
+    def close(self) -> None:
+        """Write what is left and close all writers."""
+        self.commit()
+        self._progress.stop()
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        if self._fd is not None:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Logger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _gpu_metrics() -> dict[str, float]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "gpu/memory_gib": torch.cuda.memory_allocated() / 2**30,
+        "gpu/peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, kwargs: dict[str, Any], resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise ConfigError(
+                "logger.tensorboard_enabled needs the package tensorboard; install it or set it to false"
+            ) from e
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge, **kwargs)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._writer.add_text("config", "```json\n" + json.dumps(params, indent=1, default=str) + "\n```")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """wandb and trackio share one interface: init, log, finish."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+        from importlib import import_module
+
+        try:
+            self._module = import_module(name)
+        except ImportError as e:
+            raise ConfigError(
+                f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
+            ) from e
+        if name == "trackio":
+            kwargs.setdefault("project", "limbeck")
+        self._run = self._module.init(**kwargs)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(row), step=step)
+
+    def hyperparams(self, params: Mapping[str, Any]) -> None:
+        config = getattr(self._run, "config", None)
+        if config is not None:
+            config.update(dict(params))
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _Progress:
+    """A rich bar on a terminal, a plain line now and then in a log file."""
+
+    def __init__(self, print_seconds: float) -> None:
+        self._seconds = print_seconds
+        self._bar: Any = None
+        self._task: Any = None
+        self._total: int | None = None
+        self._begin = self._printed = 0.0
+        self._first = 0
+
+    def start(self, total: int, first: int, description: str) -> None:
+        from rich.console import Console
+
+        self.stop()
+        self._total, self._first, self._begin, self._printed = total, first, time.monotonic(), 0.0
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tok/s"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(description, total=total, completed=first, loss="-", speed="-")
+
+    def update(self, step: int, loss: float | None, tokens_per_s: float | None) -> None:
+        if self._total is None:
+            return
+        shown = "-" if loss is None else f"{loss:.4f}"
+        speed = "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=shown, speed=speed)
+            return
+        now = time.monotonic()
+        if now - self._printed >= self._seconds or step == self._total:
+            self._printed = now
+            per_step = (now - self._begin) / max(step - self._first, 1)
+            eta = per_step * (self._total - step)
+            self.print(f"step {step}/{self._total}  loss {shown}  {speed} tok/s  ETA {eta:.0f} s")
+
+    def print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            import sys
+
+            print(text, file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = self._total = None

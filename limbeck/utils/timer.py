@@ -1,0 +1,89 @@
+"""Named wall-clock sections of a step, reduced to one number each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda v: sum(v) / len(v),
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "median": lambda v: sorted(v)[len(v) // 2] if len(v) % 2 else sum(sorted(v)[len(v) // 2 - 1 : len(v) // 2 + 1]) / 2,
+    "std": lambda v: (sum((x - sum(v) / len(v)) ** 2 for x in v) / len(v)) ** 0.5,
+    "count": lambda v: float(len(v)),
+}
+
+
+class Timer:
+    """Measures named sections in seconds.
+
+    >>> timer = Timer()
+    >>> with timer.time("train/forward"):
+    ...     pass
+    >>> sorted(timer.get_timing_metrics("sum"))
+    ['train/forward']
+
+    ``synchronize`` (for example ``torch.cuda.synchronize``) is called at both ends of a section, so that work queued on
+    an accelerator is charged to the section that started it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self._sync = synchronize
+        self._open: dict[str, float] = {}
+        self._times: dict[str, list[float]] = {}
+
+    def _now(self) -> float:
+        if self._sync is not None:
+            self._sync()
+        return time.perf_counter()
+
+    def start(self, label: str) -> None:
+        """Open a section; a second start of an open one is an error of the caller."""
+        if label in self._open:
+            raise ValueError(f"timer section {label!r} is already running; stop it first")
+        self._open[label] = self._now()
+
+    def stop(self, label: str) -> float:
+        """Close a section and return its seconds."""
+        if label not in self._open:
+            raise ValueError(f"timer section {label!r} is not running; start it first")
+        elapsed = self._now() - self._open.pop(label)
+        self._times.setdefault(label, []).append(elapsed)
+        return elapsed
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        """Measure the body of a ``with`` block, also when it raises."""
+        self.start(label)
+        try:
+            yield
+        finally:
+            self.stop(label)
+
+    def get_elapsed(self, label: str) -> list[float]:
+        """All measured durations of a section, in order, in seconds."""
+        if label not in self._times:
+            raise KeyError(f"timer section {label!r} was never measured; known: {sorted(self._times)}")
+        return list(self._times[label])
+
+    def reduce(self, label: str, reduction_op: str = "mean") -> float:
+        """One number for a section: mean, sum, min, max, median, std or count."""
+        if reduction_op not in REDUCTIONS:
+            raise ValueError(f"unknown reduction {reduction_op!r}; use one of {sorted(REDUCTIONS)}")
+        return float(REDUCTIONS[reduction_op](self.get_elapsed(label)))
+
+    def get_timing_metrics(self, reduction_op: str = "mean") -> dict[str, float]:
+        """All sections, reduced the same way."""
+        return {label: self.reduce(label, reduction_op) for label in self._times}
+
+    def reset(self, label: str | None = None) -> None:
+        """Forget one section, or all of them (also those still open)."""
+        if label is None:
+            self._times.clear()
+            self._open.clear()
+        else:
+            self._times.pop(label, None)
+            self._open.pop(label, None)

@@ -1,0 +1,152 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
+
+from limbeck.config import apply_overrides, dump_yaml, load_config, merge, parse_yaml, resolve
+from limbeck.utils.errors import ConfigError
+
+
+class Opt(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = "torch.optim.AdamW"
+    kwargs: dict = {}
+
+
+class Policy(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    max_grad_norm: float | None = None
+    optimizer: Opt | None = None
+    steps: int = Field(default=1, ge=1)
+
+
+class Master(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    policy: Policy
+    teachers: list[Policy] = []
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_overrides_are_typed_by_yaml(tmp_path):
+    path = write(
+        tmp_path / "run.yaml", "policy:\n  max_grad_norm: 1.0\n  optimizer: {kwargs: {lr: 5e-6}}\nlist: [1, 2]\n"
+    )
+    cfg = load_config(
+        path, ["policy.max_grad_norm=2e-1", "policy.optimizer.kwargs.betas=[0.9, 0.95]", "a.b=null", "list.1=x", "e="]
+    )
+    assert cfg == {
+        "policy": {"max_grad_norm": 0.2, "optimizer": {"kwargs": {"lr": 5e-6, "betas": [0.9, 0.95]}}},
+        "list": [1, "x"],
+        "a": {"b": None},
+        "e": None,
+    }
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("1.5E+3", 1500.0), ("-2e4", -2e4), (".5e1", 5.0)])
+def test_exponents_are_numbers(text, value):
+    assert parse_yaml(text, "x") == value
+    assert isinstance(parse_yaml(text, "x"), float)
+
+
+def test_defaults_are_merged_below(tmp_path):
+    write(tmp_path / "base.yaml", "policy: {a: 1, b: 2}\nlist: [1]\n")
+    path = write(tmp_path / "run.yaml", "defaults: base.yaml\npolicy: {b: 3}\nlist: [2]\n")
+    assert load_config(path) == {"policy": {"a": 1, "b": 3}, "list": [2]}
+    write(tmp_path / "loop.yaml", "defaults: loop.yaml\n")
+    with pytest.raises(ConfigError, match="names itself"):
+        load_config(tmp_path / "loop.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a\n- b\n", "holds a list"),
+        ("a: 1\na: 2\n", "'a' is given twice, the second time on line 2"),
+        ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path / "run.yaml", text))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.yaml' cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("a", "not of the form"),
+        ("=1", "not of the form"),
+        ("a..b=1", "not of the form"),
+        ("n.x=1", "'n' is the value 3 and has no keys"),
+        ("l.5=1", "'l' is a list of 1 and has no item '5'"),
+        ("l.0.x=1", "'l.0' is the value 1"),
+        ("a={", "not valid YAML"),
+    ],
+)
+def test_bad_overrides(item, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides({"n": 3, "l": [1]}, [item])
+
+
+def test_overrides_do_not_write_to_the_input():
+    base = {"a": {"b": [1, {"c": 2}]}}
+    assert apply_overrides(base, ["a.b.1.c=3"]) == {"a": {"b": [1, {"c": 3}]}}
+    assert base == {"a": {"b": [1, {"c": 2}]}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"policy": {"max_grad_nrm": 1}}, r"unknown key 'policy.max_grad_nrm': did you mean 'max_grad_norm'\?"),
+        ({"policy": {"optimizer": {"kwarg": {}}}}, r"unknown key 'policy.optimizer.kwarg': did you mean 'kwargs'\?"),
+        ({"policy": {}, "teachers": [{}, {"step": 1}]}, r"unknown key 'teachers.1.step': did you mean 'steps'\?"),
+        ({"policy": {}, "polcy": {}}, r"unknown key 'polcy': did you mean 'policy'\?"),
+        ({"policy": {"zzzz": 1}}, r"unknown key 'policy.zzzz': it is not a key there"),
+        ({}, r"key 'policy' is missing"),
+        ({"policy": {"steps": 0}}, r"'policy.steps' is 0: Input should be greater than or equal to 1"),
+    ],
+)
+def test_errors_name_the_path_and_the_near_name(data, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(Master, data)
+
+
+def test_all_errors_are_told_at_once():
+    with pytest.raises(ConfigError, match=r"polcy.*policy.*missing|missing.*polcy"):
+        resolve(Master, {"polcy": {}})
+
+
+def test_resolved_config_reads_back():
+    model = resolve(Master, {"policy": {"max_grad_norm": 1e-05, "optimizer": {"kwargs": {"lr": 1e-07, "s": "1e5"}}}})
+    again = resolve(Master, parse_yaml(dump_yaml(model), "dump"))
+    assert again == model
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(), plain, max_size=3))
+def test_dumped_yaml_reads_back_to_the_same_values(data):
+    assert parse_yaml(dump_yaml(data), "dump") == data
+
+
+@given(st.dictionaries(st.text(), plain, max_size=3), st.dictionaries(st.text(), plain, max_size=3))
+def test_merge_keeps_all_keys_and_the_later_one_wins(a, b):
+    out = merge(a, b)
+    assert set(out) == set(a) | set(b)
+    assert all(out[k] == v for k, v in b.items() if not isinstance(v, dict))
+    assert merge(a, {}) == a
+    assert merge({}, b) == b
