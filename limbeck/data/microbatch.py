@@ -1,0 +1,470 @@
+"""From a batch to the tensors of one forward pass: fixed, token-budget (dynamic) and packed micro-batches.
+
+Only the model's inputs are reshaped. The raw rows stay in ``ProcessedMicrobatch.data_dict``, and ``row_start`` says
+where each of them sits in the forward pass: with hidden states viewed as flat rows ``[R, h]``, token t of sample b is
+row ``row_start[b] + t``. A loss that indexes rows is therefore the same code for all three kinds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from limbeck.data.packing import Bins
+from limbeck.data.rank_counts import max_over_ranks, sum_over_ranks
+from limbeck.utils.errors import ConfigError, DataError
+
+
+@dataclass
+class ProcessedInputs:
+    """Inputs of one forward pass.
+
+    Shapes: unpacked ``[B, T]``; packed ``[1, T]`` with all documents one after the other and, where the length is
+    rounded up, a tail of padding that is a document of its own.
+    """
+
+    input_ids: torch.Tensor
+    seq_len: int
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    flash_attn_kwargs: dict[str, Any] = field(default_factory=dict)
+    vlm_kwargs: dict[str, Any] = field(default_factory=dict)
+    cp_buffers: list[torch.Tensor] = field(default_factory=list)
+    seq_index: torch.Tensor | None = None
+    row_start: torch.Tensor | None = None
+    """LongTensor ``[B]``: flat row of each sample's first token."""
+    document_ids: torch.Tensor | None = None
+    """LongTensor ``[1, T]``, packed inputs only: the sample each token belongs to, -1 in the tail of padding."""
+
+    @property
+    def has_context_parallel(self) -> bool:
+        """Whether there are buffers to shard along the sequence."""
+        return len(self.cp_buffers) > 0
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether variable-length flash attention arguments are set."""
+        return bool(self.flash_attn_kwargs)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the model gets more than text."""
+        return len(self.vlm_kwargs) > 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several samples share one sequence."""
+        return self.document_ids is not None
+
+    def model_kwargs(self, *, drop_padding_mask: bool = False) -> dict[str, Any]:
+        """Keyword arguments for a transformers causal model.
+
+        ``use_cache=False`` is part of the packing contract: with a cache transformers does not look for packed
+        documents and lets them attend to each other. ``drop_padding_mask`` leaves out the mask of right-padded rows,
+        which a causal model's real tokens never see; attention kernels without a mask are faster.
+        """
+        mask = None if drop_padding_mask and not self.is_multimodal else self.attention_mask
+        kwargs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": mask, "use_cache": False}
+        if self.position_ids is not None:
+            kwargs["position_ids"] = self.position_ids
+        return {**kwargs, **self.flash_attn_kwargs, **self.vlm_kwargs}
+
+    def to(self, device: torch.device | str | None, non_blocking: bool = False) -> ProcessedInputs:
+        """A copy with every tensor on ``device``; buffers stay the very tensors that the fields hold."""
+        if device is None:
+            return self
+        moved: dict[int, torch.Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in moved:
+                moved[id(value)] = value.to(device, non_blocking=non_blocking)
+            return moved[id(value)]
+
+        return replace(
+            self,
+            **{name: move(getattr(self, name)) for name in _TENSOR_FIELDS},
+            flash_attn_kwargs={key: move(value) for key, value in self.flash_attn_kwargs.items()},
+            vlm_kwargs={key: move(value) for key, value in self.vlm_kwargs.items()},
+            cp_buffers=[move(value) for value in self.cp_buffers],
+        )
+
+
+_TENSOR_FIELDS = ("input_ids", "attention_mask", "position_ids", "seq_index", "row_start", "document_ids")
+
+
+@dataclass
+class ProcessedMicrobatch:
+    """A raw micro-batch together with its forward inputs.
+
+    Attributes:
+        data_dict: the rows, untouched.
+        processed_inputs: the tensors of the forward pass.
+        original_batch_size: rows before packing.
+        original_seq_len: width of the ids before packing.
+        is_dummy: a filler so that all ranks take the same number of steps; its masks are zero.
+    """
+
+    data_dict: BatchedDataDict
+    processed_inputs: ProcessedInputs
+    original_batch_size: int
+    original_seq_len: int
+    is_dummy: bool = False
+
+
+def option(cfg: Any, section: str, name: str, default: Any = None) -> Any:
+    """``cfg[section][name]`` of a dict or a config object, or ``default`` where either is missing or None."""
+    value = cfg
+    for key in (section, name):
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        if value is None:
+            return default
+    return value
+
+
+def packing_enabled(cfg: Any) -> bool:
+    """Whether ``cfg`` asks for sequence packing; it excludes dynamic batching."""
+    packed = bool(option(cfg, "sequence_packing", "enabled", False))
+    if packed and option(cfg, "dynamic_batching", "enabled", False):
+        raise ConfigError(
+            "sequence_packing.enabled and dynamic_batching.enabled are both true; switch one of them off."
+        )
+    return packed
+
+
+def teacher_prefixes(data: Mapping[str, Any]) -> list[str]:
+    """Key prefixes of the teachers that have token ids of their own, in order: ``teacher_``, ``teacher_1_``, ..."""
+    numbers = sorted(int(m.group(1)) for key in data if (m := re.fullmatch(r"teacher_(\d+)_input_ids", key)))
+    first = ["teacher_"] if "teacher_input_ids" in data else []
+    return first + [f"teacher_{number}_" for number in numbers if number > 0 or not first]
+
+
+def plan_microbatches(data: BatchedDataDict, cfg: Any, mbs: int, *, tokens_key: str = "train_mb_tokens") -> Bins:
+    """Row indices of each micro-batch of ``data``; the same for student and teachers, whose budgets all hold."""
+    packed = packing_enabled(cfg)
+    dynamic = bool(option(cfg, "dynamic_batching", "enabled", False))
+    if isinstance(data, SlicedDataDict) and data.microbatch_plan is not None and (packed or dynamic):
+        return data._planned()
+    if not packed and not dynamic:
+        if mbs < 1:
+            raise ConfigError(f"A micro-batch size of {mbs} is not usable; give a positive number.")
+        return [list(range(start, min(start + mbs, data.size))) for start in range(0, data.size, mbs)]
+    section = "sequence_packing" if packed else "dynamic_batching"
+    budget = option(cfg, section, tokens_key)
+    if budget is None:
+        raise ConfigError(f"{section}.{tokens_key} is not set; give the number of tokens per micro-batch.")
+    prefixes = teacher_prefixes(data)
+    teacher = option(cfg, section, "teacher_mb_tokens", budget)
+    budgets = [int(teacher)] * len(prefixes) if isinstance(teacher, int) else [int(value) for value in teacher]
+    if len(budgets) != len(prefixes):
+        raise ConfigError(
+            f"{section}.teacher_mb_tokens has {len(budgets)} numbers for the {len(prefixes)} teachers that have "
+            "token ids of their own; give one number for all or one for each."
+        )
+    keys = [f"{prefix}input_lengths" for prefix in ["", *prefixes]]
+    rooms = [int(budget), *budgets]
+    if packed:
+        algorithm = option(cfg, section, "algorithm", "modified_first_fit_decreasing")
+        return data.plan_packed_batches(
+            {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "algorithm": algorithm}
+        )
+    return data.plan_dynamic_batches(
+        {
+            "max_tokens_per_microbatch": rooms,
+            "input_lengths_key": keys,
+            "sequence_length_round": int(option(cfg, section, "sequence_length_round", 1)),
+        }
+    )
+
+
+def make_processed_microbatch_iterator(
+    raw_iterator: Iterable[BatchedDataDict],
+    tokenizer: Any,
+    cfg: Any,
+    cp_size: int,
+    *,
+    key_prefix: str = "",
+    device: torch.device | str | None = None,
+) -> Iterator[ProcessedMicrobatch]:
+    """Process each raw micro-batch; sequence packing is taken from ``cfg["sequence_packing"]["enabled"]``.
+
+    Args:
+        raw_iterator: micro-batches of raw rows.
+        tokenizer: gives the padding id (may be None: padding is 0).
+        cfg: policy config with ``sequence_packing``, ``dynamic_batching`` and ``dtensor_cfg``.
+        cp_size: context-parallel size.
+        key_prefix: ``"teacher_"``, ``"teacher_1_"``, ... to prepare a teacher's inputs instead of the student's.
+        device: where the processed inputs go; the raw rows stay where they are.
+    """
+    packed = packing_enabled(cfg)
+    for raw in raw_iterator:
+        inputs = process_microbatch(raw, tokenizer, packed, cfg, cp_size, key_prefix=key_prefix, device=device)
+        batch_size, width = raw[f"{key_prefix}input_ids"].shape
+        yield ProcessedMicrobatch(
+            data_dict=raw,
+            processed_inputs=inputs,
+            original_batch_size=batch_size,
+            original_seq_len=width,
+            is_dummy=isinstance(raw, DummyBatch),
+        )
+
+
+def get_microbatch_iterator(
+    data: BatchedDataDict,
+    cfg: Any,
+    mbs: int,
+    dp_mesh: Any,
+    tokenizer: Any,
+    cp_size: int = 1,
+    *,
+    key_prefix: str = "",
+    device: torch.device | str | None = None,
+    tokens_key: str = "train_mb_tokens",
+) -> tuple[Iterator[ProcessedMicrobatch], int]:
+    """Micro-batches of this rank's ``data`` by the strategy that ``cfg`` enables, and how many there are.
+
+    The number is the largest over the data-parallel ranks; a rank with fewer gets dummies at the end (masks zero,
+    ``is_dummy`` set), because a rank that stops early would leave the others waiting in a collective. The plan does not
+    depend on ``key_prefix``: student and teacher iterators of the same data go in lockstep.
+
+    Args:
+        data: the rows of this rank, possibly none.
+        cfg: policy config, see :func:`make_processed_microbatch_iterator`; the token budgets are
+            ``<section>.train_mb_tokens`` for the student and ``<section>.teacher_mb_tokens`` (a number or one per
+            teacher, default: the student's) for the teachers.
+        mbs: rows per micro-batch where neither dynamic batching nor packing is on.
+        dp_mesh: data-parallel ``DeviceMesh`` or process group; None for a single rank.
+        tokenizer: gives the padding id.
+        cp_size: context-parallel size.
+        tokens_key: the budget to use, e.g. ``"logprob_mb_tokens"`` for scoring.
+    """
+    bins = plan_microbatches(data, cfg, mbs, tokens_key=tokens_key)
+    total = max_over_ranks(len(bins), dp_mesh)
+
+    def raw_batches() -> Iterator[BatchedDataDict]:
+        for items in bins:
+            yield data.select_indices(items)
+        if total > len(bins):
+            dummy = make_dummy_batch(data)
+            for _ in range(total - len(bins)):
+                yield dummy
+
+    processed = make_processed_microbatch_iterator(
+        raw_batches(), tokenizer, cfg, cp_size, key_prefix=key_prefix, device=device
+    )
+    return processed, total
+
+
+def process_microbatch(
+    mb: BatchedDataDict,
+    tokenizer: Any,
+    enable_seq_packing: bool,
+    cfg: Any,
+    cp_size: int,
+    *,
+    key_prefix: str = "",
+    device: torch.device | str | None = None,
+) -> ProcessedInputs:
+    """The forward inputs of one micro-batch; see :func:`make_processed_microbatch_iterator` for the arguments.
+
+    Unpacked rows get a 2-D mask and positions 0.. each; dynamic batching cuts them to the longest row, rounded up to
+    ``dynamic_batching.sequence_length_round``. Packed rows get positions that restart at 0 in every document and the
+    cumulative lengths for flash attention; the length is rounded up to ``sequence_packing.sequence_length_round`` (set
+    it to the budget for one constant shape). With ``cp_size > 1`` the length is a multiple of ``2 * cp_size`` and
+    ``cp_buffers`` holds what to shard along dim 1.
+    """
+    ids, lengths = _ids_and_lengths(mb, key_prefix)
+    vlm_kwargs = _multimodal(mb, key_prefix, device)
+    if cp_size < 1:
+        raise ConfigError(f"A context-parallel size of {cp_size} is not usable; give 1 or more.")
+    if vlm_kwargs and (enable_seq_packing or cp_size > 1):
+        other = "sequence packing" if enable_seq_packing else f"context parallelism (size {cp_size})"
+        raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
+    if enable_seq_packing and cp_size > 1:
+        raise ConfigError(
+            f"Sequence packing does not go with context parallelism (size {cp_size}), which would cut documents; "
+            "switch sequence_packing.enabled off or set context_parallel_size to 1."
+        )
+    multiple = _length_multiple(cfg, cp_size)
+    pad_id = _pad_id(tokenizer)
+    if enable_seq_packing:
+        rounding = int(option(cfg, "sequence_packing", "sequence_length_round", 1))
+        return _packed(ids, lengths, math.lcm(multiple, rounding), pad_id).to(device)
+    inputs = _padded(ids, lengths, _padded_width(ids, lengths, cfg, multiple), pad_id)
+    if vlm_kwargs:
+        # Multimodal models derive positions from the media grid.
+        inputs = replace(inputs, position_ids=None, vlm_kwargs=vlm_kwargs)
+    if cp_size > 1:
+        inputs.seq_index = torch.arange(inputs.seq_len, device=ids.device)[None]
+        # A ring attends causally and takes no mask; right padding is never seen by a real token.
+        inputs.attention_mask = None
+        assert inputs.position_ids is not None
+        inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
+    return inputs.to(device)
+
+
+def process_global_batch(
+    data: BatchedDataDict,
+    loss_fn: Any,
+    dp_group: Any,
+    *,
+    batch_idx: int,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Take one global batch and count, over all data-parallel ranks, what its losses are divided by.
+
+    Args:
+        data: this rank's rows.
+        loss_fn: where it has ``counts(batch) -> dict[str, Tensor]``, these are summed over ranks as well.
+        dp_group: data-parallel process group or mesh; None for a single rank.
+        batch_idx: which batch of ``data``.
+        batch_size: rows of this rank per batch.
+
+    Returns:
+        ``batch``; ``global_valid_seqs`` (rows that count); ``global_valid_toks`` (supervised tokens that have a
+        predictor, so a row's first token is none); ``counts`` where the loss has them.
+    """
+    batch = data.get_batch(batch_idx, batch_size)
+    for key in ("sample_mask", "token_mask"):
+        if key not in batch:
+            raise DataError(f"The batch has no {key!r}, which the loss is normalised with; it has {sorted(batch)}.")
+    sample_mask = batch["sample_mask"]
+    valid_toks = (batch["token_mask"][:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
+    local = {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
+    extra = dict(loss_fn.counts(batch)) if hasattr(loss_fn, "counts") else {}
+    names = sorted(extra)
+    values = [*local.values(), *(torch.as_tensor(extra[name]) for name in names)]
+    summed = sum_over_ranks(values, dp_group)
+    result: dict[str, Any] = {"batch": batch, **dict(zip(local, summed, strict=False))}
+    if hasattr(loss_fn, "counts"):
+        result["counts"] = dict(zip(names, summed[len(local) :], strict=True))
+    return result
+
+
+class DummyBatch(BatchedDataDict):
+    """A filler micro-batch: one row that counts for nothing."""
+
+
+def make_dummy_batch(data: BatchedDataDict) -> DummyBatch:
+    """One row shaped like ``data``'s with all masks zero: its cheapest real row, or zeros where ``data`` has none."""
+    keys = [key for key in data if key.endswith("input_lengths")]
+    size = data.size
+    if size and keys:
+        cost = torch.stack([torch.as_tensor(data[key]).cpu() for key in keys])
+        cost = torch.where((cost > 0).all(dim=0), cost.sum(dim=0), torch.iinfo(torch.long).max)
+        row = DummyBatch(data.select_indices([int(cost.argmin())]).data)
+    else:
+        row = DummyBatch({key: _empty_row(key, value) for key, value in data.items()})
+    for key, value in row.items():
+        if isinstance(value, torch.Tensor) and key.endswith(("sample_mask", "token_mask", "pair_valid")):
+            row[key] = torch.zeros_like(value)
+    return row
+
+
+def _empty_row(key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return [-1 if key == "idx" else None]
+    if key.endswith("input_lengths"):
+        return value.new_ones(1)
+    # A forward pass needs at least one token.
+    return value.new_zeros([1, *(max(1, dim) for dim in value.shape[1:])])
+
+
+def _ids_and_lengths(mb: Mapping[str, Any], prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+    for name in (f"{prefix}input_ids", f"{prefix}input_lengths"):
+        if name not in mb:
+            hint = "; a teacher that reads the student's ids has none of its own: use key_prefix=''" if prefix else ""
+            raise DataError(f"The micro-batch has no {name!r}, only {sorted(mb)}{hint}.")
+    ids, lengths = mb[f"{prefix}input_ids"], mb[f"{prefix}input_lengths"].to(torch.long)
+    if ids.ndim != 2 or lengths.shape != ids.shape[:1]:
+        raise DataError(
+            f"{prefix}input_ids {tuple(ids.shape)} and lengths {tuple(lengths.shape)} must be [B, T] and [B]."
+        )
+    if len(ids) == 0:
+        raise DataError("The micro-batch has no rows; give at least one.")
+    if int(lengths.max()) > ids.shape[1] or int(lengths.min()) < 0:
+        raise DataError(
+            f"{prefix}input_lengths {int(lengths.min())}..{int(lengths.max())} do not fit ids of width {ids.shape[1]}."
+        )
+    return ids, lengths
+
+
+def _multimodal(mb: Any, prefix: str, device: torch.device | str | None) -> dict[str, Any]:
+    if prefix or not hasattr(mb, "get_multimodal_dict"):
+        return {}
+    return dict(mb.get_multimodal_dict(as_tensors=True, device=device))
+
+
+def _pad_id(tokenizer: Any) -> int:
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _length_multiple(cfg: Any, cp_size: int) -> int:
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    if option(cfg, "dtensor_cfg", "sequence_parallel", False):
+        multiple = math.lcm(multiple, int(option(cfg, "dtensor_cfg", "tensor_parallel_size", 1)))
+    return multiple
+
+
+def _padded_width(ids: torch.Tensor, lengths: torch.Tensor, cfg: Any, multiple: int) -> int:
+    width = ids.shape[1]
+    if option(cfg, "dynamic_batching", "enabled", False):
+        multiple = math.lcm(multiple, int(option(cfg, "dynamic_batching", "sequence_length_round", 1)))
+        width = int(lengths.max())
+    return max(1, -(-width // multiple)) * multiple
+
+
+def _padded(ids: torch.Tensor, lengths: torch.Tensor, width: int, pad_id: int) -> ProcessedInputs:
+    rows = ids.shape[0]
+    ids = ids[:, :width] if width <= ids.shape[1] else F.pad(ids, (0, width - ids.shape[1]), value=pad_id)
+    positions = torch.arange(width, device=ids.device)
+    # An empty row sees its first padding token: a softmax over nothing would be NaN.
+    mask = positions < lengths.clamp(min=1)[:, None]
+    return ProcessedInputs(
+        input_ids=ids,
+        seq_len=width,
+        attention_mask=mask,
+        position_ids=positions.repeat(rows, 1),
+        row_start=torch.arange(rows, device=ids.device) * width,
+    )
+
+
+def _packed(ids: torch.Tensor, lengths: torch.Tensor, multiple: int, pad_id: int) -> ProcessedInputs:
+    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    samples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
+    total = int(lengths.sum())
+    width = max(1, -(-total // multiple)) * multiple
+    tail = width - total
+    documents = lengths[lengths > 0]
+    if tail:
+        documents = torch.cat([documents, documents.new_tensor([tail])])
+    cu_seq_lens = F.pad(documents.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(documents.max())
+    tail_positions = torch.arange(tail, device=ids.device)
+    return ProcessedInputs(
+        input_ids=F.pad(ids[real], (0, tail), value=pad_id)[None],
+        seq_len=width,
+        attention_mask=None,
+        position_ids=torch.cat([positions[real], tail_positions])[None],
+        flash_attn_kwargs={
+            "cu_seq_lens_q": cu_seq_lens,
+            "cu_seq_lens_k": cu_seq_lens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        },
+        row_start=lengths.cumsum(0) - lengths,
+        document_ids=F.pad(samples[real], (0, tail), value=-1)[None],
+    )
