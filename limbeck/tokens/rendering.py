@@ -59,11 +59,11 @@ class Rendering:
         if length >= len(self):
             return self
         end_byte = int(self.ends[length - 1]) if length else 0
-        segments = []
-        for s in self.segments:
-            if s.token_start >= length and not (s.kind != "eot" and s.token_start == s.token_end and s.end <= end_byte):
-                continue
-            segments.append(replace(s, end=min(s.end, max(end_byte, s.start)), token_end=min(s.token_end, length)))
+        segments = tuple(
+            replace(s, end=max(min(s.end, end_byte), s.start), token_end=min(s.token_end, length))
+            for s in self.segments
+            if s.token_start < length
+        )
         cut = slice(0, length)
         return replace(
             self,
@@ -72,6 +72,6 @@ class Rendering:
             exact=self.exact[cut],
             special=self.special[cut],
             target=self.target[cut],
-            segments=tuple(segments),
+            segments=segments,
             dropped={**self.dropped, "truncated_tokens": len(self) - length},
         )

@@ -1,0 +1,357 @@
+"""The cross-tokenizer collator: tokenize twice, align once, one tensor batch.
+
+It runs in data-loader workers. Records are dicts with ``text`` or ``messages`` (and ``tools``), ``idx``,
+``loss_multiplier`` and, where known, ``source`` (file and line), which every error names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+
+from limbeck.align import AlignmentBatch, Chunks, TokenAligner
+from limbeck.align.boundaries import last_fitting
+from limbeck.align.cache import AlignmentCache
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.tokens import Rendering, TextEncoder
+from limbeck.tokens.chat import render_chat
+from limbeck.utils.errors import ConfigError, DataError, LimbeckError, TokenizerError
+
+
+class DatumSpec(TypedDict, total=False):
+    """One record of a data set."""
+
+    text: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    idx: int
+    loss_multiplier: float
+    source: str
+
+
+@dataclass
+class Side:
+    """One model's view of the text: its tokenizer, how long a sequence may be, and how a conversation is rendered."""
+
+    tokenizer: Any
+    ctx_length: int
+    make_seq_div_by: int = 1
+    template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = "student"
+
+    def __post_init__(self) -> None:
+        if self.ctx_length < 1:
+            raise ConfigError(f"the {self.name}'s context length is {self.ctx_length}; it must be at least 1.")
+        if self.make_seq_div_by < 1:
+            raise ConfigError(f"make_seq_div_by of the {self.name} is {self.make_seq_div_by}; expected 1 or more.")
+        self.encoder = TextEncoder.for_tokenizer(self.tokenizer)
+        # Padding is told by lengths, never by ids, so any valid id will do.
+        self.pad_id = next((i for i in (self.tokenizer.pad_token_id, self.encoder.eos_id) if i is not None), 0)
+
+    def render_texts(self, texts: Sequence[str], *, append_eos: bool) -> list[Rendering]:
+        return self.encoder.encode_batch(texts, bos=self.encoder.adds_bos, eos=append_eos)
+
+    def render_messages(self, record: Mapping[str, Any], train_on: str) -> Rendering:
+        return render_chat(
+            self.tokenizer,
+            record["messages"],
+            tools=record.get("tools"),
+            template=self.template,
+            template_kwargs={**self.template_kwargs, **(record.get("template_kwargs") or {})},
+            name=self.name,
+            train_on=train_on,
+        )
+
+    def padded(self, rows: Sequence[Rendering], pad_to_max: bool) -> dict[str, torch.Tensor]:
+        """Ids, lengths and target mask of a batch, right padded."""
+        longest = self.ctx_length if pad_to_max else max((len(r) for r in rows), default=0)
+        width = -(-max(longest, 1) // self.make_seq_div_by) * self.make_seq_div_by
+        ids = np.full((len(rows), width), self.pad_id, dtype=np.int64)
+        mask = np.zeros((len(rows), width), dtype=np.int64)
+        for row, r in enumerate(rows):
+            ids[row, : len(r)] = r.ids
+            mask[row, : len(r)] = r.target
+        lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+        target_bytes = torch.tensor([_predicted_bytes(r) for r in rows], dtype=torch.int64)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "input_lengths": lengths,
+            "token_mask": torch.from_numpy(mask),
+            "target_bytes": target_bytes,
+        }
+
+
+def _predicted_bytes(r: Rendering) -> int:
+    """Bytes of the target tokens that have a predictor: the denominator of bits per byte."""
+    if len(r) < 2:
+        return 0
+    lengths = np.diff(r.ends, prepend=0)
+    return int(lengths[1:][r.target[1:]].sum())
+
+
+class CrossTokenizerCollator:
+    """Turns records into one batch with student ids, each teacher's ids, and their alignments.
+
+    The published arguments come first; all further ones are ours.
+
+    Args:
+        student_tokenizer: tokenizer of the student.
+        teacher_tokenizer: tokenizer of the only teacher, or a sequence with one per teacher; None stands for a teacher
+            with the student's own tokenizer, which reads the student's ids.
+        aligner: aligner of the teacher, or one per teacher; None builds it.
+        ctx_length_student, ctx_length_teacher: longest sequence of each side (the latter may be a sequence). Where a
+            text is longer on either side, both are cut at the last boundary they share that fits.
+        make_seq_div_by_student, make_seq_div_by_teacher: widths are rounded up to a multiple of these.
+        mode: ``text`` reads each record's ``text``; ``chat`` renders its ``messages`` with each side's own template.
+        append_eos: in text mode, close every document with the tokenizer's end token.
+        pad_to: ``longest`` pads to the batch's longest row, ``max`` to the context length (static shapes).
+        on_error: ``raise`` stops at a bad record; ``skip`` keeps an empty row that takes no part, counted in
+            ``dropped``.
+        train_on: in chat mode, ``all`` assistant turns or only the ``last``.
+        student_template, teacher_template: chat templates that replace the tokenizers' own.
+        template_kwargs, teacher_template_kwargs: arguments for the templates.
+        alignment_cache: SQLite file in which texts' renderings and alignments are kept (text mode).
+
+    Batch keys: ``input_ids, input_lengths, token_mask, target_bytes, sample_mask, idx, dropped``; per teacher *i*
+    ``teacher_{i}_input_ids, ..._input_lengths, ..._token_mask, ..._target_bytes`` and ``alignment_{i}_*``; teacher 0's
+    also without the number. ``target_bytes`` is the bytes of supervised tokens that have a predictor.
+    """
+
+    def __init__(
+        self,
+        *,
+        student_tokenizer: Any,
+        teacher_tokenizer: Any,
+        aligner: TokenAligner | Sequence[TokenAligner | None] | None = None,
+        ctx_length_student: int,
+        ctx_length_teacher: int | Sequence[int],
+        make_seq_div_by_student: int = 1,
+        make_seq_div_by_teacher: int | Sequence[int] = 1,
+        mode: Literal["text", "chat"] = "text",
+        append_eos: bool = False,
+        pad_to: Literal["longest", "max"] = "longest",
+        on_error: Literal["raise", "skip"] = "raise",
+        train_on: Literal["all", "last"] = "all",
+        student_template: str | None = None,
+        teacher_template: str | Sequence[str | None] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        teacher_template_kwargs: dict[str, Any] | None = None,
+        alignment_cache: str | Path | None = None,
+    ) -> None:
+        teachers = _as_list(teacher_tokenizer)
+        n = len(teachers)
+        lengths = _per_teacher(ctx_length_teacher, n, "ctx_length_teacher")
+        divisors = _per_teacher(make_seq_div_by_teacher, n, "make_seq_div_by_teacher")
+        templates = _per_teacher(teacher_template, n, "teacher_template")
+        self.student = Side(
+            student_tokenizer, ctx_length_student, make_seq_div_by_student, student_template, template_kwargs or {}
+        )
+        self.teachers: list[Side | None] = [
+            None
+            if tokenizer is None
+            else Side(tokenizer, lengths[i], divisors[i], templates[i], teacher_template_kwargs or {}, f"teacher {i}")
+            for i, tokenizer in enumerate(teachers)
+        ]
+        given = _per_teacher(aligner, n, "aligner")
+        self.aligners = [
+            None if side is None else given[i] or TokenAligner(student_tokenizer, side.tokenizer)
+            for i, side in enumerate(self.teachers)
+        ]
+        self.mode, self.append_eos, self.train_on = mode, append_eos, train_on
+        self.pad_to_max, self.skip_errors = pad_to == "max", on_error == "skip"
+        self.caches = [self._cache(alignment_cache, side) for side in self.teachers]
+        if mode == "chat":
+            self._require_templates()
+
+    def __call__(self, batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+        dropped: list[Counter[str]] = [Counter() for _ in batch]
+        student, teachers, chunks = self._render(batch, dropped)
+        student, teachers, chunks = self._cut(student, teachers, chunks, dropped)
+        out: dict[str, Any] = dict(self.student.padded(student, self.pad_to_max))
+        weights = [float(r.get("loss_multiplier", 1.0)) for r in batch]
+        for row, r in enumerate(student):
+            dropped[row].update(r.dropped)
+            if not r.target[1:].any():
+                dropped[row]["no_target"] += 1
+                weights[row] = 0.0
+        for i, side in enumerate(self.teachers):
+            if side is not None:
+                out.update(self._teacher_tensors(i, side, teachers[i], chunks[i], out["input_ids"].shape[1]))
+        out["sample_mask"] = torch.tensor(weights, dtype=torch.float32)
+        out["idx"] = [int(r.get("idx", row)) for row, r in enumerate(batch)]
+        out["dropped"] = [{k: v for k, v in d.items() if v} for d in dropped]
+        return BatchedDataDict(out)
+
+    def _teacher_tensors(
+        self, i: int, side: Side, rows: list[Rendering], chunks: list[Chunks], student_width: int
+    ) -> dict[str, torch.Tensor]:
+        tensors = side.padded(rows, self.pad_to_max)
+        alignment = AlignmentBatch.from_chunks(chunks, student_width, tensors["input_ids"].shape[1])
+        out = {f"teacher_{i}_{k}": v for k, v in tensors.items()} | alignment.as_dict(f"alignment_{i}_")
+        if i == 0:
+            out |= {f"teacher_{k}": v for k, v in tensors.items()} | alignment.as_dict()
+        return out
+
+    def _render(
+        self, batch: list[DatumSpec], dropped: list[Counter[str]]
+    ) -> tuple[list[Rendering], list[list[Rendering]], list[list[Chunks]]]:
+        """Renderings of every side and the chunks of every teacher, record by record where one may fail."""
+        student: list[Rendering] = []
+        teachers: list[list[Rendering]] = [[] for _ in self.teachers]
+        chunks: list[list[Chunks]] = [[] for _ in self.teachers]
+        if self.mode == "text":
+            known = self._render_texts([self._text(r, d) for r, d in zip(batch, dropped, strict=True)])
+        for row, record in enumerate(batch):
+            mine, theirs, found = known[row] if self.mode == "text" else self._render_chat(record, dropped[row])
+            student.append(mine)
+            for i, side in enumerate(self.teachers):
+                if side is None:
+                    continue
+                aligned = found[i]
+                if aligned is None:
+                    aligned = self._align(i, mine, theirs[i], dropped[row])
+                    if self.caches[i] is not None and not dropped[row]["skipped_record"]:
+                        self.caches[i].put(record["text"], mine, theirs[i], aligned)  # type: ignore[union-attr]
+                teachers[i].append(theirs[i])
+                chunks[i].append(aligned)
+        return student, teachers, chunks
+
+    def _align(self, i: int, student: Rendering, teacher: Rendering, dropped: Counter[str]) -> Chunks:
+        aligner = self.aligners[i]
+        assert aligner is not None
+        counts: Counter[str] = Counter()
+        chunks = aligner.align_renderings(student, teacher, counts)
+        dropped.update({f"teacher_{i}_{k}" if i else k: v for k, v in counts.items()})
+        return chunks
+
+    def _text(self, record: DatumSpec, dropped: Counter[str]) -> str:
+        try:
+            text = record.get("text")
+            if not isinstance(text, str):
+                raise DataError(f"record {_where(record)} has no text; its keys are {sorted(record)}.")
+            text.encode("utf-8")
+            return text
+        except (DataError, UnicodeEncodeError) as error:
+            self._refuse(record, error, dropped)
+            return ""
+
+    def _render_texts(self, texts: list[str]) -> list[tuple[Rendering, list[Any], list[Chunks | None]]]:
+        mine: list[Rendering | None] = [None] * len(texts)
+        theirs: list[list[Any]] = [[None] * len(self.teachers) for _ in texts]
+        found: list[list[Chunks | None]] = [[None] * len(self.teachers) for _ in texts]
+        for i, cache in enumerate(self.caches):
+            for row, text in enumerate(texts) if cache is not None else ():
+                hit = cache.get(text) if cache is not None else None
+                if hit is not None:
+                    mine[row], theirs[row][i], found[row][i] = hit
+        missing = [row for row, r in enumerate(mine) if r is None]
+        fresh = self.student.render_texts([texts[r] for r in missing], append_eos=self.append_eos)
+        for row, r in zip(missing, fresh, strict=True):
+            mine[row] = r
+        for i, side in enumerate(self.teachers):
+            if side is not None:
+                missing = [row for row in range(len(texts)) if theirs[row][i] is None]
+                fresh = side.render_texts([texts[r] for r in missing], append_eos=self.append_eos)
+                for row, r in zip(missing, fresh, strict=True):
+                    theirs[row][i] = r
+        return [(r, theirs[row], found[row]) for row, r in enumerate(mine) if r is not None]
+
+    def _render_chat(
+        self, record: DatumSpec, dropped: Counter[str]
+    ) -> tuple[Rendering, list[Any], list[Chunks | None]]:
+        none: list[Chunks | None] = [None] * len(self.teachers)
+        try:
+            if not record.get("messages"):
+                raise DataError(f"record {_where(record)} has no messages; its keys are {sorted(record)}.")
+            mine = self.student.render_messages(record, self.train_on)
+            theirs = [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
+        except LimbeckError as error:
+            self._refuse(record, error, dropped)
+            mine = self.student.encoder.encode("")
+            theirs = [None if s is None else s.encoder.encode("") for s in self.teachers]
+        return mine, theirs, none
+
+    def _refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
+        if not self.skip_errors:
+            message = str(error) if isinstance(error, DataError) else f"record {_where(record)}: {error}"
+            raise DataError(message) from error
+        dropped["skipped_record"] += 1
+
+    def _cut(
+        self,
+        student: list[Rendering],
+        teachers: list[list[Rendering]],
+        chunks: list[list[Chunks]],
+        dropped: list[Counter[str]],
+    ) -> tuple[list[Rendering], list[list[Rendering]], list[list[Chunks]]]:
+        """Shorten rows that do not fit, every side at a boundary that it shares with the student."""
+        for row, mine in enumerate(student):
+            live = [i for i, side in enumerate(self.teachers) if side is not None]
+            fits = len(mine) <= self.student.ctx_length
+            if fits and all(len(teachers[i][row]) <= self.teachers[i].ctx_length for i in live):  # type: ignore[union-attr]
+                continue
+            limit = self.student.ctx_length
+            for i in live:
+                limit = _shared_limit(chunks[i][row], limit, self.teachers[i].ctx_length)  # type: ignore[union-attr]
+            student[row] = mine.truncated(limit)
+            dropped[row]["truncated"] += 1
+            for i in live:
+                kept = last_fitting(chunks[i][row], limit, self.teachers[i].ctx_length)  # type: ignore[union-attr]
+                chunks[i][row] = chunks[i][row].select(slice(0, kept))
+                end = int(chunks[i][row].teacher_end[-1]) if kept else 0
+                teachers[i][row] = teachers[i][row].truncated(end)
+        return student, teachers, chunks
+
+    def _cache(self, path: str | Path | None, side: Side | None) -> AlignmentCache | None:
+        if path is None or side is None or self.mode != "text":
+            return None
+        options = f"bos={self.student.encoder.adds_bos},{side.encoder.adds_bos} eos={self.append_eos}"
+        return AlignmentCache(path, self.student.encoder.vocab.fingerprint, side.encoder.vocab.fingerprint, options)
+
+    def _require_templates(self) -> None:
+        for side in (self.student, *self.teachers):
+            if side is not None and not (side.template or side.tokenizer.chat_template):
+                raise TokenizerError(
+                    f"the {side.name}'s tokenizer has no chat template, which mode='chat' needs; give one "
+                    "(student_template or teacher_template) or use mode='text'."
+                )
+
+    @staticmethod
+    def _tokenize_batch(
+        texts: list[str], tokenizer: Any, ctx_length: int, make_seq_div_by: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and attention mask of texts, cut at ``ctx_length`` and padded to a multiple of ``make_seq_div_by``."""
+        side = Side(tokenizer, ctx_length, make_seq_div_by)
+        rows = [r.truncated(ctx_length) for r in side.render_texts(texts, append_eos=False)]
+        tensors = side.padded(rows, pad_to_max=False)
+        width = tensors["input_ids"].shape[1]
+        return tensors["input_ids"], (torch.arange(width)[None] < tensors["input_lengths"][:, None]).long()
+
+
+def _shared_limit(chunks: Chunks, student_length: int, teacher_length: int) -> int:
+    """Student tokens up to the last shared boundary within both lengths."""
+    kept = last_fitting(chunks, student_length, teacher_length)
+    return int(chunks.student_end[kept - 1]) if kept else 0
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    return str(record.get("source") or record.get("idx", "of unknown origin"))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _per_teacher(value: Any, n: int, name: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * n
+    if len(value) != n:
+        raise ConfigError(f"{name} has {len(value)} entries for {n} teachers; give one for each, or a single value.")
+    return list(value)
