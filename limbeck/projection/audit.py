@@ -1,0 +1,260 @@
+"""What two vocabularies have in common, by class of token, and which loss that suits."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from limbeck.projection.matrix import Projection
+from limbeck.projection.rules import refuse_empty_overlap
+from limbeck.tokens import ByteVocab
+from limbeck.utils.errors import ProjectionError
+
+CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
+
+# Share of a class's tokens that must be exact for a loss on the common set. Numerals carry arithmetic and have no
+# neighbours to stand in for them; of words and signs, the rare long ones may be missing.
+CRITICAL: Mapping[str, float] = {
+    "digits_1": 0.9,
+    "digits_2": 0.9,
+    "digits_3": 0.9,
+    "punctuation": 0.5,
+    "alphabetic": 0.5,
+}
+# With a corpus: a class with at least this share of its tokens must have half of its occurrences exact.
+CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
+
+_DIGITS = frozenset(string.digits.encode())
+_PUNCTUATION = frozenset(string.punctuation.encode())
+_LETTERS = frozenset(string.ascii_letters.encode())
+_SPACES = frozenset(string.whitespace.encode())
+
+
+def token_class(data: bytes) -> str:
+    """Class of a token's bytes: one of `CLASSES`, or "other" (mixed signs, longer numerals).
+
+    Numerals, punctuation and words may have one space in front, as byte-pair vocabularies hold them.
+    """
+    if not data:
+        return "other"
+    if max(data) >= 0x80:
+        return "non_ascii"
+    if _SPACES.issuperset(data):
+        return "whitespace"
+    body = data.removeprefix(b" ")
+    if _DIGITS.issuperset(body):
+        return f"digits_{len(body)}" if len(body) <= 3 else "other"
+    if _PUNCTUATION.issuperset(body):
+        return "punctuation"
+    return "alphabetic" if _LETTERS.issuperset(body) else "other"
+
+
+@dataclass(frozen=True)
+class ClassCoverage:
+    """Distinct byte strings of one class in the student's vocabulary, and how many of them are teacher tokens.
+
+    `corpus_tokens` and `corpus_exact` count occurrences in a corpus, where one was given.
+    """
+
+    total: int
+    exact: int
+    corpus_tokens: int | None = None
+    corpus_exact: int | None = None
+
+    @property
+    def share(self) -> float:
+        """Exact share of the byte strings; 1.0 for an empty class, which lacks nothing."""
+        return self.exact / self.total if self.total else 1.0
+
+    @property
+    def corpus_share(self) -> float | None:
+        """Exact share of the occurrences in the corpus."""
+        if self.corpus_tokens is None or self.corpus_exact is None:
+            return None
+        return self.corpus_exact / self.corpus_tokens if self.corpus_tokens else 1.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of W in readable form."""
+
+    token: str
+    token_class: str
+    exact: bool
+    pieces: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `audit_projection` found.
+
+    Attributes:
+        overlap: shared byte strings / byte strings of the smaller vocabulary.
+        exact_tokens: student byte strings that are teacher tokens; `exact_share` is their share.
+        classes: coverage by class of token, in the order of `CLASSES`, then "other".
+        corpus_share: share of a corpus's student tokens that are exact; None without a corpus.
+        recommendation: "P-KL" or "H-KL", the family of losses that suits the pair; `mode` names our loss of that
+            family, `reason` says why.
+    """
+
+    student_tokens: int
+    teacher_tokens: int
+    overlap: float
+    exact_tokens: int
+    exact_share: float
+    unmapped_tokens: int
+    classes: Mapping[str, ClassCoverage]
+    corpus_share: float | None
+    recommendation: str
+    mode: str
+    reason: str
+    examples: tuple[Example, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for JSON."""
+        classes: dict[str, dict[str, int]] = {}
+        for name, coverage in self.classes.items():
+            classes[name] = {"total": coverage.total, "exact": coverage.exact}
+            if coverage.corpus_tokens is not None and coverage.corpus_exact is not None:
+                classes[name] |= {"corpus_tokens": coverage.corpus_tokens, "corpus_exact": coverage.corpus_exact}
+        return {
+            "student_tokens": self.student_tokens,
+            "teacher_tokens": self.teacher_tokens,
+            "overlap": self.overlap,
+            "exact_tokens": self.exact_tokens,
+            "exact_share": self.exact_share,
+            "unmapped_tokens": self.unmapped_tokens,
+            "corpus_share": self.corpus_share,
+            "classes": classes,
+            "recommendation": self.recommendation,
+            "mode": self.mode,
+            "reason": self.reason,
+            "examples": [
+                {"token": e.token, "class": e.token_class, "exact": e.exact, "pieces": [list(p) for p in e.pieces]}
+                for e in self.examples
+            ],
+        }
+
+
+def audit_projection(
+    projection: Projection,
+    student: ByteVocab,
+    teacher: ByteVocab,
+    *,
+    corpus_tokens: npt.NDArray[np.int64] | None = None,
+) -> Audit:
+    """Measure what the vocabularies share and recommend a family of losses.
+
+    `corpus_tokens` [V_s]: how often each student token occurs in a corpus (`PairCounter.student_tokens`). Raises
+    ProjectionError where the vocabularies share no byte string, or where the projection belongs to others.
+    """
+    projection.check_vocabularies(student, teacher)
+    refuse_empty_overlap(student.ids_by_bytes, teacher.ids_by_bytes)
+    if corpus_tokens is not None and corpus_tokens.shape != (student.size,):
+        raise ProjectionError(
+            f"corpus counts have shape {corpus_tokens.shape}, expected ({student.size},), one per id."
+        )
+    classes = class_coverage(student, teacher, corpus_tokens)
+    tokens, teacher_tokens = len(student.ids_by_bytes), len(teacher.ids_by_bytes)
+    exact = sum(coverage.exact for coverage in classes.values())
+    recommendation, mode, reason = recommend(classes)
+    text_ids = np.fromiter((bool(data) for data in student.token_bytes), dtype=bool, count=student.size)
+    return Audit(
+        student_tokens=tokens,
+        teacher_tokens=teacher_tokens,
+        overlap=exact / min(tokens, teacher_tokens),
+        exact_tokens=exact,
+        exact_share=exact / tokens,
+        unmapped_tokens=int((text_ids & ~projection.mapped).sum()),
+        classes=classes,
+        corpus_share=_corpus_share(classes),
+        recommendation=recommendation,
+        mode=mode,
+        reason=reason,
+        examples=examples(projection, student, teacher),
+    )
+
+
+def class_coverage(
+    student: ByteVocab, teacher: ByteVocab, corpus_tokens: npt.NDArray[np.int64] | None = None
+) -> dict[str, ClassCoverage]:
+    """Coverage of the student's distinct byte strings by the teacher's, by class."""
+    names = (*CLASSES, "other")
+    total, exact = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    seen, seen_exact = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    counts = [0] * student.size if corpus_tokens is None else corpus_tokens.tolist()
+    for token_id, data in enumerate(student.token_bytes):
+        if not data:
+            continue
+        name = token_class(data)
+        is_exact = data in teacher.ids_by_bytes
+        if student.ids_by_bytes[data] == token_id:
+            total[name] += 1
+            exact[name] += is_exact
+        seen[name] += counts[token_id]
+        seen_exact[name] += counts[token_id] * is_exact
+    if corpus_tokens is None:
+        return {name: ClassCoverage(total[name], exact[name]) for name in names}
+    return {name: ClassCoverage(total[name], exact[name], seen[name], seen_exact[name]) for name in names}
+
+
+def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
+    """Family of losses, our mode of that family, and the reason, from the coverage of the classes.
+
+    A loss on common tokens (H-KL) pushes tokens outside the common set down; that is harmless while every class that
+    matters is inside. Where one is outside, the whole distribution must be projected (P-KL family).
+    """
+    for name, needed in CRITICAL.items():
+        coverage = classes[name]
+        if coverage.share < needed:
+            found = f"{coverage.exact} of {coverage.total} {name} tokens of the student are teacher tokens"
+            return "P-KL", "boundary_kl", f"{found}; a loss on common tokens would push the others down."
+    occurrences = sum(coverage.corpus_tokens or 0 for coverage in classes.values())
+    for name, coverage in classes.items():
+        share = coverage.corpus_share
+        if share is None or (coverage.corpus_tokens or 0) < CORPUS_SHARE * occurrences:
+            continue
+        if share < CORPUS_EXACT:
+            found = f"only {share:.0%} of the corpus's {name} tokens are teacher tokens"
+            return "P-KL", "boundary_kl", f"{found}; a loss on common tokens would push the others down."
+    return "H-KL", "h_kl", "every critical class (numerals, punctuation, words) is covered by common tokens."
+
+
+def examples(projection: Projection, student: ByteVocab, teacher: ByteVocab, per_class: int = 2) -> tuple[Example, ...]:
+    """A few rows of W: the first exact token of each class and the first ones that are not."""
+    chosen: list[Example] = []
+    room = {(name, kind): (1 if kind else per_class) for name in CLASSES for kind in (True, False)}
+    left = sum(room.values())
+    for token_id in np.flatnonzero(projection.mapped).tolist():
+        data = student.token_bytes[token_id]
+        key = (token_class(data), data in teacher.ids_by_bytes)
+        if not data or not room.get(key):
+            continue
+        room[key] -= 1
+        left -= 1
+        filled = projection.indices[token_id] >= 0
+        pieces = zip(projection.indices[token_id][filled].tolist(), projection.weights[token_id].tolist(), strict=False)
+        shown = tuple((show(teacher.token_bytes[piece]), round(weight, 4)) for piece, weight in pieces)
+        chosen.append(Example(show(data), key[0], key[1], shown))
+        if not left:
+            break
+    return tuple(sorted(chosen, key=lambda e: (CLASSES.index(e.token_class), not e.exact)))
+
+
+def show(data: bytes) -> str:
+    """A token's bytes for people: quoted, with control characters and stray bytes as escapes."""
+    text = data.decode("utf-8", "backslashreplace")
+    body = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return f"'{body}'"
+
+
+def _corpus_share(classes: Mapping[str, ClassCoverage]) -> float | None:
+    if any(coverage.corpus_tokens is None for coverage in classes.values()):
+        return None
+    occurrences = sum(coverage.corpus_tokens or 0 for coverage in classes.values())
+    return sum(coverage.corpus_exact or 0 for coverage in classes.values()) / occurrences if occurrences else 0.0

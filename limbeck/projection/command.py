@@ -1,0 +1,228 @@
+"""`limbeck project`: build, audit and store the projection between two vocabularies."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from limbeck.projection.audit import CLASSES, Audit, audit_projection
+from limbeck.projection.convert import Conversion, convert_published
+from limbeck.projection.corpus import iter_texts
+from limbeck.projection.counted import DEFAULT_K as COUNTED_K
+from limbeck.projection.counted import DEFAULT_SMOOTHING, PairCounter, build_counted, count_pairs
+from limbeck.projection.matrix import Projection
+from limbeck.projection.rules import DEFAULT_K as RULES_K
+from limbeck.projection.rules import build_rules
+from limbeck.tokens import ByteVocab, load_tokenizer
+from limbeck.utils.errors import ConfigError
+
+
+class Rule(str, Enum):
+    """How the weights are made."""
+
+    rules = "rules"
+    counted = "counted"
+
+
+def project_command(
+    student: Annotated[str, typer.Option("--student", "-s", help="Student's model folder, tokenizer file or hub id.")],
+    teacher: Annotated[str, typer.Option("--teacher", "-t", help="Teacher's model folder, tokenizer file or hub id.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Where to store the matrix (.safetensors); without it, audit only."),
+    ] = None,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option("--corpus", help="Text or .jsonl file, repeatable: adds the share of its tokens to the audit."),
+    ] = None,
+    rule: Annotated[
+        Rule, typer.Option(help="rules: from the vocabularies alone; counted: from the corpus, smoothed towards rules.")
+    ] = Rule.rules,
+    reverse: Annotated[
+        bool, typer.Option("--reverse", help="Also spell teacher tokens with the student and add their weight.")
+    ] = False,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, max=1024, help="Teacher tokens per student token (rules: 4, counted: 16)."),
+    ] = None,
+    smoothing: Annotated[
+        float, typer.Option(help="Pseudo-count with which `counted` leans on `rules`.")
+    ] = DEFAULT_SMOOTHING,
+    convert: Annotated[
+        Path | None,
+        typer.Option(help="Convert this published .pt matrix instead of building one; code in it is refused."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Build, audit and store the projection from the student's vocabulary to the teacher's.
+
+    Shows how many tokens are the same on both sides, by class of token, and which family of losses suits the pair.
+
+    Example:
+
+        limbeck project --student models/llama-3.2-1b --teacher models/qwen3-4b -o W.safetensors
+    """
+    started = time.perf_counter()
+    _check_options(rule, corpus, convert, reverse)
+    student_tokenizer, teacher_tokenizer = load_tokenizer(student), load_tokenizer(teacher)
+    conversion: Conversion | None = None
+    counter: PairCounter | None = None
+    with _progress(quiet=json_output) as bars:
+        if corpus:
+            counter = _count(student_tokenizer, teacher_tokenizer, corpus, bars)
+        if convert is not None:
+            conversion = convert_published(convert, student_tokenizer, teacher_tokenizer)
+            projection = conversion.projection
+        else:
+            projection = _build(student_tokenizer, teacher_tokenizer, rule, reverse, k, smoothing, counter, bars)
+    report = audit_projection(
+        projection,
+        ByteVocab.from_tokenizer(student_tokenizer),
+        ByteVocab.from_tokenizer(teacher_tokenizer),
+        corpus_tokens=None if counter is None else counter.student_tokens,
+    )
+    if out is not None:
+        _save(projection, out)
+    seconds, memory = time.perf_counter() - started, peak_rss_mb()
+    if json_output:
+        facts = {**report.to_dict(), **_facts(projection, conversion, out)}
+        typer.echo(json.dumps({**facts, "seconds": round(seconds, 3), "peak_rss_mb": memory}, ensure_ascii=False))
+        return
+    console = Console()
+    _print_report(console, report)
+    _print_facts(console, projection, conversion, out)
+    used = "" if memory is None else f", {memory:.0f} MB at peak"
+    console.print(f"[dim]{seconds:.1f} s{used}[/dim]")
+
+
+def peak_rss_mb() -> float | None:
+    """Largest resident memory of this process so far, in MB (2**20 bytes); None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1)
+
+
+def _check_options(rule: Rule, corpus: list[Path] | None, convert: Path | None, reverse: bool) -> None:
+    if rule is Rule.counted and not corpus:
+        raise ConfigError("--rule counted needs text to count: add --corpus FILE (text or .jsonl).")
+    if convert is not None and (rule is not Rule.rules or reverse):
+        raise ConfigError("--convert takes the weights from the file: leave out --rule and --reverse.")
+
+
+def _build(
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    rule: Rule,
+    reverse: bool,
+    k: int | None,
+    smoothing: float,
+    counter: PairCounter | None,
+    bars: Progress,
+) -> Projection:
+    task = bars.add_task("spelling tokens", total=None)
+    rules = build_rules(
+        student_tokenizer,
+        teacher_tokenizer,
+        k=k if k is not None and rule is Rule.rules else RULES_K,
+        reverse=reverse,
+        progress=lambda done, total: bars.update(task, completed=done, total=total),
+    )
+    bars.update(task, total=1, completed=1)
+    if rule is Rule.rules or counter is None:
+        return rules
+    return build_counted(counter, rules, k=k or COUNTED_K, smoothing=smoothing)
+
+
+def _count(student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], bars: Progress) -> PairCounter:
+    sizes = [path.stat().st_size for path in corpus if path.is_file()]
+    task = bars.add_task("counting corpus", total=sum(sizes))
+    return count_pairs(
+        student_tokenizer,
+        teacher_tokenizer,
+        iter_texts(corpus),
+        progress=lambda done: bars.update(task, completed=done),
+    )
+
+
+def _save(projection: Projection, out: Path) -> None:
+    try:
+        projection.save(out)
+    except OSError as error:
+        raise ConfigError(f"the projection cannot be written to {out}: {error}.") from error
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bars:
+        yield bars
+
+
+def _facts(projection: Projection, conversion: Conversion | None, out: Path | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "rule": projection.rule,
+        "k": projection.k,
+        "student_fingerprint": projection.student_fingerprint,
+        "teacher_fingerprint": projection.teacher_fingerprint,
+        "details": dict(projection.details),
+        "out": None if out is None else str(out),
+    }
+    if conversion is not None:
+        names = ("rows_cut", "rows_missing", "entries_cut", "rows_rescaled")
+        facts["conversion"] = {name: getattr(conversion, name) for name in names}
+    return facts
+
+
+def _print_report(console: Console, report: Audit) -> None:
+    corpus = report.corpus_share is not None
+    table = Table(title="student tokens that are teacher tokens", title_justify="left")
+    table.add_column("class")
+    for heading in ("total", "exact", "share", *(("corpus share",) if corpus else ())):
+        table.add_column(heading, justify="right")
+    for name in (*CLASSES, "other"):
+        coverage = report.classes[name]
+        share = f"{coverage.share:.1%}" if coverage.total else "-"
+        cells = [name, f"{coverage.total:,}", f"{coverage.exact:,}", share]
+        if corpus:
+            cells.append(f"{coverage.corpus_share:.1%}" if coverage.corpus_tokens else "-")
+        table.add_row(*cells, style="red" if name.startswith("digits") and coverage.share < 0.9 else None)
+    total = ["all", f"{report.student_tokens:,}", f"{report.exact_tokens:,}", f"{report.exact_share:.1%}"]
+    table.add_row(*total, *([f"{report.corpus_share:.1%}"] if corpus else []), style="bold")
+    console.print(table)
+    console.print(
+        f"overlap {report.overlap:.4f} (shared byte strings / the smaller of {report.student_tokens:,} and "
+        f"{report.teacher_tokens:,}); {report.unmapped_tokens:,} text tokens without a mapping"
+    )
+    examples = Table(title="examples", title_justify="left")
+    for heading in ("class", "student token", "teacher tokens (weight)"):
+        examples.add_column(heading)
+    for example in report.examples:
+        pieces = "  ".join(f"{escape(piece)} {weight:.4f}" for piece, weight in example.pieces)
+        examples.add_row(example.token_class, escape(example.token), pieces)
+    console.print(examples)
+    console.print(f"[bold]recommended: {report.recommendation}[/bold] ({report.mode}): {escape(report.reason)}")
+
+
+def _print_facts(console: Console, projection: Projection, conversion: Conversion | None, out: Path | None) -> None:
+    if conversion is not None:
+        console.print(
+            f"converted: {conversion.rows_cut:,} rows cut, {conversion.rows_missing:,} rows missing, "
+            f"{conversion.entries_cut:,} entries cut, {conversion.rows_rescaled:,} rows rescaled"
+        )
+    if out is not None:
+        console.print(f"stored {escape(str(out))}: rule {projection.rule}, k = {projection.k}")

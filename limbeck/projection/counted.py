@@ -1,0 +1,147 @@
+"""W from a corpus: which teacher token begins where a student token begins.
+
+At a shared boundary both models have read the same text, and the next student token and the next teacher token begin at
+the same byte. Counting such pairs estimates P(teacher token | student token); rare tokens lean on `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from limbeck.projection.corpus import batched
+from limbeck.projection.matrix import Projection, from_triples
+from limbeck.tokens import TextEncoder
+from limbeck.utils.errors import ProjectionError
+
+DEFAULT_K = 16
+DEFAULT_SMOOTHING = 10.0
+_BATCH_TEXTS = 32
+_MERGE_KEYS = 1 << 20
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PairCounter:
+    """Counts of (first student token, first teacher token) over the chunks of a stream of texts.
+
+    Memory grows with the number of distinct pairs, not with the corpus.
+
+    Attributes:
+        student_tokens: int64 [V_s]; how often each student token occurs in the corpus.
+        boundaries: chunks that were counted; `inexact`: chunks left out because a normaliser changed their bytes.
+    """
+
+    def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:
+        self._student = TextEncoder.for_tokenizer(student_tokenizer)
+        self._teacher = TextEncoder.for_tokenizer(teacher_tokenizer)
+        self.shape = (self._student.vocab.size, self._teacher.vocab.size)
+        self.student_tokens: IntArray = np.zeros(self.shape[0], dtype=np.int64)
+        self.texts = self.bytes = self.boundaries = self.inexact = 0
+        self._keys: IntArray = np.zeros(0, dtype=np.int64)
+        self._counts: IntArray = np.zeros(0, dtype=np.int64)
+        self._pending: list[IntArray] = []
+        self._pending_size = 0
+
+    def add(self, texts: list[str]) -> None:
+        """Count the pairs of some texts."""
+        # limbeck.align brings torch along, which building by rules does not need.
+        from limbeck.align import align_renderings
+
+        students, teachers = self._student.encode_batch(texts), self._teacher.encode_batch(texts)
+        for student, teacher in zip(students, teachers, strict=True):
+            chunks = align_renderings(student, teacher)
+            counted = chunks.exact & ~chunks.role
+            first_student = student.ids[chunks.student_start[counted]]
+            first_teacher = teacher.ids[chunks.teacher_start[counted]]
+            self.student_tokens += np.bincount(student.ids, minlength=self.shape[0])
+            self.texts += 1
+            self.bytes += len(student.source)
+            self.boundaries += first_student.size
+            self.inexact += int((~chunks.exact).sum())
+            self._pending.append(first_student * self.shape[1] + first_teacher)
+            self._pending_size += first_student.size
+        if self._pending_size >= _MERGE_KEYS:
+            self._merge()
+
+    def pairs(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Student ids, teacher ids and counts of all pairs seen (each int64 [P], sorted by student then teacher)."""
+        self._merge()
+        rows, columns = np.divmod(self._keys, self.shape[1])
+        return rows, columns, self._counts
+
+    def _merge(self) -> None:
+        if not self._pending:
+            return
+        fresh = np.concatenate(self._pending)
+        keys, inverse = np.unique(np.concatenate([self._keys, fresh]), return_inverse=True)
+        ones = np.ones(fresh.size, dtype=np.int64)
+        counts = np.zeros(keys.size, dtype=np.int64)
+        np.add.at(counts, inverse, np.concatenate([self._counts, ones]))
+        self._keys, self._counts = keys, counts
+        self._pending, self._pending_size = [], 0
+
+
+def count_pairs(
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    texts: Iterable[str],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> PairCounter:
+    """Count first-token pairs over a stream of texts; `progress(bytes_read)` is called after each batch."""
+    counter = PairCounter(student_tokenizer, teacher_tokenizer)
+    for batch in batched(texts, _BATCH_TEXTS):
+        counter.add(batch)
+        if progress is not None:
+            progress(counter.bytes)
+    return counter
+
+
+def build_counted(
+    counter: PairCounter, rules: Projection, *, k: int = DEFAULT_K, smoothing: float = DEFAULT_SMOOTHING
+) -> Projection:
+    """Turn counts into W, smoothed towards `rules`.
+
+    W[s, t] = (count(s, t) + smoothing * rules[s, t]) / (count(s) + smoothing), then the k largest of a row, normalised.
+    A token that the corpus does not hold keeps its row of `rules`.
+    """
+    if counter.shape != (rules.student_size, rules.teacher_size):
+        raise ProjectionError(
+            f"counts over {counter.shape} ids do not fit rules over {(rules.student_size, rules.teacher_size)} ids; "
+            "build both from the same tokenizers."
+        )
+    if not (np.isfinite(smoothing) and smoothing > 0):
+        raise ProjectionError(f"smoothing={smoothing} is not usable: expected a positive pseudo-count, such as 10.")
+    rows, columns, counts = counter.pairs()
+    if not rows.size:
+        raise ProjectionError(
+            "the corpus holds no shared boundary of the two tokenizers; give a corpus with text in it."
+        )
+    rule_rows, slots = np.nonzero(rules.indices >= 0)
+    indices, weights = from_triples(
+        np.concatenate([rows, rule_rows]),
+        np.concatenate([columns, rules.indices[rule_rows, slots].astype(np.int64)]),
+        np.concatenate([counts.astype(np.float64), smoothing * rules.weights[rule_rows, slots].astype(np.float64)]),
+        shape=counter.shape,
+        k=k,
+    )
+    return Projection(
+        indices=indices,
+        weights=weights,
+        exact=rules.exact.copy(),
+        teacher_size=rules.teacher_size,
+        student_fingerprint=rules.student_fingerprint,
+        teacher_fingerprint=rules.teacher_fingerprint,
+        rule="counted",
+        details={
+            "smoothed_towards": rules.rule,
+            "smoothing": repr(float(smoothing)),
+            "corpus_bytes": str(counter.bytes),
+            "boundaries": str(counter.boundaries),
+            "inexact_chunks_left_out": str(counter.inexact),
+        },
+    )
