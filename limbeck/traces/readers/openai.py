@@ -1,0 +1,182 @@
+"""OpenAI-style message lists: tau-bench results, fine-tuning files and preference fine-tuning files.
+
+Recognised objects: ``{"messages": [...]}`` or tau-bench's ``{"traj": [...], "reward": r, "task_id": t, "trial": n}``, and
+``{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from limbeck.traces.readers.base import (
+    ReadContext,
+    Reader,
+    Record,
+    SkipRecord,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    content_text,
+    convert_records,
+    find_call,
+    openai_tool_calls,
+    openai_tools,
+    parse_arguments,
+)
+from limbeck.traces.readers.errors import ErrorSignal, detect_prefix, mark_error
+from limbeck.traces.schema import Message, PreferencePair, Role, ToolCall, Trace
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def matches(data: Mapping[str, Any]) -> bool:
+    """A list of messages with roles, directly or under ``input``."""
+    return bool(_raw_messages(data)) and "steps" not in data and "history" not in data
+
+
+def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    for source in (data, as_dict(data.get("input"))):
+        for key in ("messages", "traj"):
+            found = as_dicts(source.get(key))
+            if found and "role" in found[0]:
+                return found
+    return []
+
+
+def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
+    """One trace per object."""
+    yield from convert_records(records, context, _convert)
+
+
+def _convert(record: Record, context: ReadContext) -> Trace:
+    data = record.data
+    raw = _raw_messages(data)
+    if not raw:
+        raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+    tools = openai_tools(data.get("tools") or as_dict(data.get("input")).get("tools") or data.get("functions"))
+    messages: list[Message] = []
+    for item in raw:
+        _append(messages, item, tools, context, record.line)
+    if (pairs := _preference_pairs(data, messages, tools, context, record.line)) and not any(
+        message.role == "assistant" for message in messages
+    ):
+        # A preference record holds its answers beside the messages; the preferred one completes the conversation.
+        messages = [*messages, pairs[0].chosen]
+    task, trial = data.get("task_id"), data.get("trial")
+    group = as_text(data.get("group_id")) or (f"{context.stem}/task-{task}" if task is not None else None)
+    trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
+    if trace_id is None:
+        trace_id = f"{context.stem}:{record.line}" if group is None else f"{group}/{trial if trial is not None else 0}"
+    reward = as_number(data.get("reward"))
+    return Trace(
+        id=trace_id,
+        group_id=group,
+        origin=context.origin(record.line),
+        tools=tools,
+        messages=messages,
+        final_reward=reward if reward is not None else as_number(as_dict(data.get("info")).get("reward")),
+        preference_pairs=pairs,
+    )
+
+
+def _append(
+    messages: list[Message], item: dict[str, Any], tools: list[dict[str, Any]], context: ReadContext, line: int
+) -> None:
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise SkipRecord("unknown_role", f"role {item.get('role')!r}")
+    content = content_text(item.get("content"), context, line)
+    if role == "tool":
+        _append_result(messages, item, content, tools, context, line)
+    elif role == "assistant":
+        messages.append(_assistant(item, content, len(messages)))
+    else:
+        messages.append(Message(role=role, content=content, name=as_text(item.get("name"))))
+
+
+def _assistant(item: dict[str, Any], content: str, index: int) -> Message:
+    calls = openai_tool_calls(item.get("tool_calls"))
+    legacy = as_dict(item.get("function_call"))
+    if not calls and (name := as_text(legacy.get("name"))):
+        calls = [ToolCall(id=f"call_{index}", name=name, arguments=parse_arguments(legacy.get("arguments")))]
+    weight = as_number(item.get("weight"))
+    sampled, logprobs = _sampled(item)
+    return Message(
+        role="assistant",
+        content=content,
+        reasoning=as_text(item.get("reasoning_content")) or as_text(item.get("reasoning")),
+        tool_calls=calls,
+        weight=1.0 if weight is None else weight,
+        sampled_ids=sampled,
+        logprobs=logprobs,
+    )
+
+
+def _sampled(item: dict[str, Any]) -> tuple[list[int] | None, list[float] | None]:
+    """Token ids and log-probs where a rollout engine stored them beside the message."""
+    ids = item.get("sampled_ids", item.get("token_ids"))
+    ids = ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
+    logprobs = item.get("logprobs")
+    if isinstance(logprobs, dict):
+        logprobs = [entry.get("logprob") for entry in as_dicts(logprobs.get("content"))]
+    valid = isinstance(logprobs, list) and logprobs and all(as_number(value) is not None for value in logprobs)
+    return ids, ([float(value) for value in logprobs] if valid else None)
+
+
+def _append_result(
+    messages: list[Message],
+    item: dict[str, Any],
+    content: str,
+    tools: list[dict[str, Any]],
+    context: ReadContext,
+    line: int,
+) -> None:
+    call_id = as_text(item.get("tool_call_id")) or _open_call(messages, as_text(item.get("name")))
+    found = find_call(messages, call_id)
+    if found is None:
+        context.skip("result_without_call", line, f"tool_call_id {call_id!r}")
+        return
+    message = Message(role="tool", content=content, tool_call_id=call_id, name=as_text(item.get("name")))
+    flagged = item.get("is_error") is True or item.get("status") == "error"
+    signal = ErrorSignal("flag") if flagged else detect_prefix(content)
+    messages.append(message if signal is None else mark_error(message, signal, call=found[1], tools=tools))
+
+
+def _open_call(messages: list[Message], name: str | None) -> str | None:
+    """The last message's first unanswered call, of this name where one is given; for results that carry no id."""
+    answered = set()
+    for message in reversed(messages):
+        if message.role == "tool":
+            answered.add(message.tool_call_id)
+        elif message.role == "assistant":
+            open_calls = [c.id for c in message.tool_calls if c.id not in answered and (name is None or c.name == name)]
+            return open_calls[0] if open_calls else None
+        else:
+            return None
+    return None
+
+
+def _preference_pairs(
+    data: Mapping[str, Any], prompt: list[Message], tools: list[dict[str, Any]], context: ReadContext, line: int
+) -> list[PreferencePair]:
+    sides: list[Message] = []
+    for key in ("preferred_output", "non_preferred_output"):
+        answer: list[Message] = []
+        for item in as_dicts(data.get(key)):
+            _append(answer, item, tools, context, line)
+        if len(answer) != 1 or answer[0].role != "assistant":
+            return []
+        sides.append(answer[0])
+    return [PreferencePair(chosen=sides[0], rejected=sides[1], prompt=prompt, provenance={"source": "log"})]
+
+
+READER = Reader("openai", matches, read)

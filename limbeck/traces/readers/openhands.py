@@ -1,0 +1,182 @@
+"""OpenHands runs: a history of action and observation events.
+
+Accepted are evaluation outputs (one object per run with ``history``), exported trajectories (a JSON array of events) and
+event streams (one event per line). Where the agent used function calling, ``tool_call_metadata`` holds the model's own
+response, and that is taken; otherwise the action's arguments become the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from limbeck.traces.readers.base import (
+    ReadContext,
+    Reader,
+    Record,
+    SkipRecord,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    content_text,
+    convert_records,
+    find_call,
+    openai_tool_calls,
+    openai_tools,
+)
+from limbeck.traces.readers.errors import detect_openhands, detect_openhands_editor, mark_error
+from limbeck.traces.schema import Message, ToolCall, Trace
+
+_IGNORED_ACTIONS = {"recall", "change_agent_state", "null", "condensation", "condensation_request"}
+_IGNORED_OBSERVATIONS = {"recall", "agent_state_changed", "null", "condense"}
+_BOOKKEEPING = {"thought", "blocking", "is_static", "hidden", "confirmation_state", "is_input", "cwd", "impl_source"}
+
+
+def matches(data: Mapping[str, Any]) -> bool:
+    """An event, or an object with a history of events (older files hold pairs of events)."""
+    if _is_event(data):
+        return True
+    events = _events(data)
+    return bool(events) and _is_event(events[0])
+
+
+def _is_event(data: Mapping[str, Any]) -> bool:
+    return "source" in data and ("action" in data or "observation" in data)
+
+
+def _events(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    history = data.get("history")
+    if not isinstance(history, list):
+        return []
+    flat: list[Any] = []
+    for item in history:
+        flat.extend(item if isinstance(item, list) else [item])
+    return as_dicts(flat)
+
+
+def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
+    """One trace per run; bare events of a file form one run together."""
+    yield from convert_records(_runs(records), context, _convert)
+
+
+def _runs(records: Iterator[Record]) -> Iterator[Record]:
+    loose: list[dict[str, Any]] = []
+    first_line = 1
+    for record in records:
+        if _is_event(record.data):
+            first_line = record.line if not loose else first_line
+            loose.append(record.data)
+        else:
+            yield record
+    if loose:
+        yield Record(first_line, {"history": loose})
+
+
+def _convert(record: Record, context: ReadContext) -> Trace:
+    data = record.data
+    events = _events(data)
+    if not events or not any(_is_event(event) for event in events):
+        raise SkipRecord("no_events", f"keys {sorted(data)[:6]}")
+    run = _Run(context, record.line)
+    for event in events:
+        run.add(event)
+    name = as_text(data.get("instance_id"))
+    report = as_dict(as_dict(data.get("test_result")).get("report")) or as_dict(data.get("report"))
+    return Trace(
+        id=name or f"{context.stem}:{record.line}",
+        group_id=name,
+        origin=context.origin(record.line),
+        tools=run.tools,
+        messages=run.messages,
+        final_reward=as_number(report.get("resolved")),
+    )
+
+
+class _Run:
+    """Messages of one run, built event by event."""
+
+    def __init__(self, context: ReadContext, line: int) -> None:
+        self.messages: list[Message] = []
+        self.tools: list[dict[str, Any]] = []
+        self._context = context
+        self._line = line
+        self._responses: set[str] = set()
+
+    def add(self, event: dict[str, Any]) -> None:
+        if "observation" in event:
+            self._observe(event)
+        elif "action" in event:
+            self._act(event)
+        else:
+            self._context.skip("unknown_event", self._line, f"keys {sorted(event)[:6]}")
+
+    def _act(self, event: dict[str, Any]) -> None:
+        action, args = str(event.get("action")), as_dict(event.get("args"))
+        text = content_text(args.get("content"), self._context, self._line)
+        if action == "system":
+            self.tools = openai_tools(args.get("tools"))
+            self.messages.append(Message(role="system", content=text))
+        elif action in _IGNORED_ACTIONS:
+            self._context.skip(f"event_{action}", self._line)
+        elif event.get("source") == "user":
+            self.messages.append(Message(role="user", content=text))
+        elif event.get("source") == "agent":
+            self._assistant(event, action, args, text)
+        else:
+            self._context.skip("unknown_event", self._line, f"action {action!r} by {event.get('source')!r}")
+
+    def _assistant(self, event: dict[str, Any], action: str, args: dict[str, Any], text: str) -> None:
+        response = as_dict(as_dict(event.get("tool_call_metadata")).get("model_response"))
+        choice = next(iter(as_dicts(response.get("choices"))), {})
+        message = as_dict(choice.get("message"))
+        if message:
+            # Parallel calls give one event each, all with the same response.
+            response_id = as_text(response.get("id"))
+            if response_id is not None and response_id in self._responses:
+                return
+            self._responses.add(response_id or "")
+            content = content_text(message.get("content"), self._context, self._line)
+            calls = openai_tool_calls(message.get("tool_calls"))
+            reasoning = as_text(message.get("reasoning_content"))
+            self.messages.append(Message(role="assistant", content=content, tool_calls=calls, reasoning=reasoning))
+        elif action == "message":
+            self.messages.append(Message(role="assistant", content=text))
+        else:
+            arguments = {key: value for key, value in args.items() if key not in _BOOKKEEPING and value is not None}
+            call = ToolCall(id=f"event_{event.get('id')}", name=action, arguments=arguments)
+            thought = as_text(args.get("thought")) or ""
+            self.messages.append(Message(role="assistant", content=thought, tool_calls=[call]))
+
+    def _observe(self, event: dict[str, Any]) -> None:
+        observation = str(event.get("observation"))
+        if observation in _IGNORED_OBSERVATIONS:
+            self._context.skip(f"event_{observation}", self._line)
+            return
+        metadata = as_dict(event.get("tool_call_metadata"))
+        call_id = as_text(metadata.get("tool_call_id"))
+        if call_id is None and event.get("cause") is not None:
+            call_id = f"event_{event['cause']}"
+        found = find_call(self.messages, call_id)
+        if found is None and observation != "error":
+            self._context.skip("result_without_call", self._line, f"observation {observation!r}, call {call_id!r}")
+            return
+        content = content_text(event.get("content"), self._context, self._line)
+        call = found[1] if found else None
+        message = Message(
+            role="tool",
+            content=content,
+            tool_call_id=call.id if call else None,
+            name=call.name if call else None,
+            is_ack=observation == "think",
+        )
+        signal = detect_openhands(event)
+        if signal is None and (editor := detect_openhands_editor(content)) is not None:
+            if self._context.detectors == "extended":
+                signal = editor
+            else:
+                self._context.report.suspected[editor.detector] += 1
+        self.messages.append(message if signal is None else mark_error(message, signal, call=call, tools=self.tools))
+
+
+READER = Reader("openhands", matches, read)
