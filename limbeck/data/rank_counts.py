@@ -1,4 +1,4 @@
-"""Numbers that data-parallel ranks must agree on before a step: how many micro-batches, and counts of the global batch."""
+"""Numbers that data-parallel ranks must agree on before a step: micro-batches to take, counts of the global batch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,141 @@
+"""Attention stays within a document: real model classes with random weights, packed against unpacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.document_mask import document_causal_mask, explicit_attention_mask, verify_document_isolation
+from limbeck.data.microbatch import ProcessedInputs, process_microbatch
+from limbeck.utils.errors import ConfigError
+
+VOCAB = 64
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON),
+    "qwen3": Qwen3Config(**COMMON),
+    # A window shorter than the documents: the sliding layers must keep it inside a packed document.
+    "gemma3": Gemma3TextConfig(
+        **COMMON, sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+}
+LENGTHS = [9, 1, 14, 6]
+PACKING = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 16}}
+
+
+@pytest.fixture(params=[(name, attention) for name in CONFIGS for attention in ("sdpa", "eager")], ids="-".join)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    name, attention = request.param
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention, dtype=torch.float32).eval()
+
+
+def make_batch(seed: int = 0) -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    return BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(LENGTHS))
+
+
+def by_document(inputs: ProcessedInputs, hidden: torch.Tensor) -> list[torch.Tensor]:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    assert inputs.row_start is not None
+    return [flat[start : start + n] for start, n in zip(inputs.row_start.tolist(), LENGTHS, strict=True)]
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, batch: BatchedDataDict, packed: bool, **extra: Any) -> list[torch.Tensor]:
+    inputs = process_microbatch(batch, None, packed, PACKING if packed else {}, 1)
+    output = model.model(**{**inputs.model_kwargs(), **extra})  # type: ignore[operator]
+    return by_document(inputs, output.last_hidden_state)
+
+
+def test_packed_equals_unpacked(model: torch.nn.Module) -> None:
+    batch = make_batch()
+    for packed, alone in zip(run(model, batch, True), run(model, batch, False), strict=True):
+        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+def test_a_neighbour_changes_nothing(model: torch.nn.Module) -> None:
+    batch, other = make_batch(), make_batch()
+    before = run(model, batch, True)
+    for changed in range(len(LENGTHS)):
+        other["input_ids"] = batch["input_ids"].clone()
+        other["input_ids"][changed] = (batch["input_ids"][changed] + 1) % VOCAB
+        after = run(model, other, True)
+        for document in range(len(LENGTHS)):
+            same = torch.equal(before[document], after[document])
+            assert same == (document != changed)
+
+
+def test_dropping_the_padding_mask_changes_no_real_token(model: torch.nn.Module) -> None:
+    batch = make_batch()
+    for masked, free in zip(run(model, batch, False), run(model, batch, False, attention_mask=None), strict=True):
+        torch.testing.assert_close(masked, free, atol=1e-5, rtol=0)
+
+
+def test_explicit_mask_says_the_same(model: torch.nn.Module) -> None:
+    batch = make_batch()
+    inputs = process_microbatch(batch, None, True, PACKING, 1)
+    eager = model.config._attn_implementation == "eager"
+    mask = explicit_attention_mask(inputs, model.config, dtype=torch.float32 if eager else None)
+    for explicit, found in zip(run(model, batch, True, attention_mask=mask), run(model, batch, True), strict=True):
+        torch.testing.assert_close(explicit, found, atol=1e-5, rtol=0)
+
+
+def test_gradients_of_packed_and_unpacked_agree(model: torch.nn.Module) -> None:
+    def gradients(packed: bool) -> list[torch.Tensor]:
+        inputs = process_microbatch(make_batch(), None, packed, PACKING if packed else {}, 1)
+        model.zero_grad()
+        hidden = model.model(**inputs.model_kwargs()).last_hidden_state  # type: ignore[operator]
+        direction = torch.linspace(-1, 1, hidden.shape[-1])
+        sum((part @ direction).tanh().sum() * (i + 1) for i, part in enumerate(by_document(inputs, hidden))).backward()
+        return [p.grad.clone() for p in model.model.parameters() if p.grad is not None]  # type: ignore[union-attr]
+
+    for packed, alone in zip(gradients(True), gradients(False), strict=True):
+        assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max()
+
+
+def test_probe_accepts_real_models(model: torch.nn.Module) -> None:
+    model.train()
+    assert verify_document_isolation(model, vocab_size=VOCAB) < 1e-5
+    assert model.training
+
+
+class Leaky(torch.nn.Module):
+    """Carries state along the sequence, as a recurrent layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        class Output:
+            logits = self.embed(input_ids).cumsum(dim=1)
+
+        return Output
+
+
+def test_probe_refuses_a_model_that_mixes_documents() -> None:
+    with pytest.raises(ConfigError, match="Leaky mixes packed documents"):
+        verify_document_isolation(Leaky(), vocab_size=VOCAB)
+
+
+def test_mask_by_hand() -> None:
+    mask = document_causal_mask(torch.tensor([[0, 0, 0, 1]]), sliding_window=2)
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    inputs = process_microbatch(make_batch(), None, False, {}, 1)
+    with pytest.raises(ConfigError, match="not packed"):
+        explicit_attention_mask(inputs, CONFIGS["llama"])

@@ -1,0 +1,164 @@
+"""Bins hold every sequence once, within every capacity, in few bins, always the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from limbeck.data.packing import PackingAlgorithm, batch_by_tokens, get_packer
+from limbeck.utils.errors import ConfigError, DataError
+
+ALGORITHMS = [member.value for member in PackingAlgorithm]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    models = draw(st.integers(1, 3))
+    rooms = draw(st.lists(st.integers(1, 64), min_size=models, max_size=models))
+    sizes = draw(st.lists(st.tuples(*(st.integers(0, room) for room in rooms)), max_size=40))
+    return [list(size) for size in sizes], rooms
+
+
+def check_partition(bins: list[list[int]], count: int) -> None:
+    assert sorted(item for items in bins for item in items) == list(range(count))
+    assert all(bins)
+    assert all(items == sorted(items) for items in bins)
+
+
+def fewest_bins(sizes: list[int], room: int) -> int:
+    """Exact optimum by branch and bound: each item into every distinct open bin or a new one."""
+    sizes = sorted((size for size in sizes if size), reverse=True)
+    best = len(sizes)
+
+    def place(item: int, free: tuple[int, ...]) -> None:
+        nonlocal best
+        if len(free) >= best:
+            return
+        if item == len(sizes):
+            best = len(free)
+            return
+        for number in {space: place_no for place_no, space in enumerate(free) if space >= sizes[item]}.values():
+            place(item + 1, tuple(s - sizes[item] if n == number else s for n, s in enumerate(free)))
+        place(item + 1, (*free, room - sizes[item]))
+
+    place(0, ())
+    return best
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@given(problem=problems(), multiple=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_each_sequence_once_and_no_capacity_exceeded(
+    algorithm: str, problem: tuple[list[list[int]], list[int]], multiple: int
+) -> None:
+    sizes, rooms = problem
+    if 0 < len(sizes) < multiple:
+        multiple = 1
+    lengths = np.array(sizes, dtype=np.int64).reshape(len(sizes), len(rooms))
+    packer = get_packer(algorithm, rooms)
+    bins = packer.pack(lengths)
+    check_partition(bins, len(sizes))
+    assert all((lengths[items].sum(axis=0) <= rooms).all() for items in bins)
+    assert bins == packer.pack(lengths)
+    needed = -(-lengths.sum(axis=0) // np.array(rooms))
+    assert len(bins) >= needed.max(initial=0)
+    if len(sizes) >= multiple * math.ceil(len(bins) / multiple):
+        rounded = get_packer(algorithm, rooms, bin_count_multiple=multiple).pack(lengths)
+        check_partition(rounded, len(sizes))
+        assert len(rounded) % multiple == 0
+        assert len(rounded) == multiple * math.ceil(len(bins) / multiple)
+        assert all((lengths[items].sum(axis=0) <= rooms).all() for items in rounded)
+
+
+@given(room=st.integers(6, 40), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_decreasing_packers_stay_within_their_bounds_of_the_optimum(room: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, room), min_size=1, max_size=9))
+    optimum = fewest_bins(sizes, room)
+    assert len(get_packer("first_fit_decreasing", room).pack(sizes)) <= 11 / 9 * optimum + 6 / 9
+    assert len(get_packer("modified_first_fit_decreasing", room).pack(sizes)) <= 71 / 60 * optimum + 1
+    assert len(get_packer("concatenative", room).pack(sizes)) <= 2 * optimum
+
+
+def test_modified_first_fit_pairs_small_sequences_with_large_ones() -> None:
+    # The textbook worst case of first-fit decreasing: 11 bins where 9 would do.
+    sizes = [510] * 6 + [270] * 6 + [260] * 6 + [230] * 12
+    assert len(get_packer("first_fit_decreasing", 1000).pack(sizes)) == 11
+    bins = get_packer("modified_first_fit_decreasing", 1000).pack(sizes)
+    assert len(bins) == 10
+    assert sum(sorted(sizes[i] for i in items) == [230, 260, 510] for items in bins) == 6
+
+
+def test_modified_first_fit_adds_a_medium_sequence_to_a_large_one() -> None:
+    bins = get_packer("modified_first_fit_decreasing", 100).pack([60, 55, 40, 45, 20])
+    assert sorted(bins) == [[0, 2], [1, 3], [4]]
+
+
+def test_real_length_mix_packs_tightly() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.zipf(1.3, 2000) * 16, 4096)
+    bins = get_packer("modified_first_fit_decreasing", 8192).pack(lengths)
+    assert len(bins) <= math.ceil(lengths.sum() / 8192) + 1
+
+
+def test_concatenative_keeps_the_order() -> None:
+    assert get_packer("concatenative", 10).pack([4, 6, 1, 9, 10]) == [[0, 1], [2, 3], [4]]
+
+
+def test_lockstep_a_long_teacher_closes_the_bin() -> None:
+    assert get_packer("concatenative", [10, 10]).pack([[1, 9], [1, 2], [1, 8]]) == [[0], [1, 2]]
+
+
+def test_minimum_number_of_bins() -> None:
+    bins = get_packer("first_fit_decreasing", 100, min_bin_count=3, bin_count_multiple=2).pack([1] * 8)
+    assert len(bins) == 4
+    assert sorted(map(len, bins)) == [2, 2, 2, 2]
+
+
+def test_too_few_sequences_for_the_bins() -> None:
+    with pytest.raises(DataError, match="3 sequences cannot fill 4 micro-batches"):
+        get_packer("first_fit_decreasing", 100, bin_count_multiple=4).pack([1, 1, 1])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_sequence_over_the_capacity_is_named(algorithm: str) -> None:
+    with pytest.raises(DataError, match=r"sequence 1 has \[5, 11\] tokens for capacities \[10, 10\]"):
+        get_packer(algorithm, [10, 10]).pack([[1, 1], [5, 11]])
+
+
+@pytest.mark.parametrize("lengths", [[[1, 2]], [[-1]]])
+def test_bad_lengths(lengths: list[list[int]]) -> None:
+    with pytest.raises(DataError):
+        get_packer("concatenative", 10).pack(lengths)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ConfigError, match="'best_fit' is not known; choose one of concatenative"):
+        get_packer("best_fit", 10)
+    with pytest.raises(ConfigError, match="capacity"):
+        get_packer("concatenative", 0).pack([1])
+    with pytest.raises(ConfigError, match="min_bin_count is 0"):
+        get_packer("concatenative", 10, min_bin_count=0)
+
+
+@given(problem=problems(), round_to=st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_token_budget_holds_for_the_padded_rectangle(problem: tuple[list[list[int]], list[int]], round_to: int) -> None:
+    sizes, rooms = problem
+    lengths = np.array(sizes, dtype=np.int64).reshape(len(sizes), len(rooms))
+    bins = batch_by_tokens(lengths, rooms, round_to=round_to)
+    check_partition(bins, len(sizes))
+    for items in bins:
+        widest = -(-lengths[items].max(axis=0) // round_to) * round_to
+        assert len(items) == 1 or (len(items) * widest <= rooms).all()
+
+
+def test_token_budget_groups_similar_lengths() -> None:
+    assert batch_by_tokens([8, 1, 8, 1, 1, 1], 16) == [[0, 2], [1, 3, 4, 5]]
+    assert len(batch_by_tokens([1] * 8, 100, bin_count_multiple=4)) == 4
+    with pytest.raises(ConfigError, match="sequence_length_round is 0"):
+        batch_by_tokens([1], 4, round_to=0)
