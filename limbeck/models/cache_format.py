@@ -1,0 +1,206 @@
+"""Bytes of a teacher cache: header, record layout, document keys, size estimate.
+
+A shard is ``magic (8 bytes) + length of the header (8 bytes, little endian) + JSON header + records``. A record is one
+document, a run of plain little-endian arrays (see ``RecordLayout``) that starts on a multiple of 8 bytes:
+
+    token ids      int32 [n]          the ids that the teacher scored
+    next_logprob   float32 [n - 1]    log-probability of the token that came
+    logsumexp      float32 [n - 1]    of the teacher's logits over its vocabulary
+    then           topk ids [n - 1, k] and topk log-probs float16 [n - 1, k], or hidden states [n - 1, h]
+
+Row t predicts token t + 1, so the last token has no row. Nothing in it is executable; a reader maps the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from limbeck.utils.errors import CacheError
+
+MAGIC = b"LIMBECK\1"
+FORMAT = 1
+MAX_HEADER = 1 << 20
+ALIGN = 8
+PREFIXES = (16, 64, 256, 1024, 4096, 16384)
+KINDS = ("topk", "hidden")
+HIDDEN_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache holds and which teacher it came from. All fields are compared when a cache is resumed or read."""
+
+    kind: str
+    """``topk``, or ``hidden`` (last hidden states; the head is stored beside the shards)."""
+    vocab_size: int
+    """Ids over which the log-probabilities are normalised."""
+    teacher_fingerprint: str
+    """Fingerprint of the teacher's tokenizer."""
+    model_identity: dict[str, str] = field(default_factory=dict)
+    """Hashes of the teacher's configuration and weights."""
+    k: int = 0
+    hidden_size: int = 0
+    hidden_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise CacheError(f"cache kind {self.kind!r} is unknown; use one of {list(KINDS)}")
+        if self.vocab_size < 1:
+            raise CacheError(f"a cache for a vocabulary of {self.vocab_size} tokens is not usable; give the real size")
+        if self.kind == "topk" and not 1 <= self.k <= self.vocab_size:
+            raise CacheError(f"a top-k cache with k = {self.k} is not usable; give 1 <= k <= {self.vocab_size}")
+        if self.kind == "hidden" and (self.hidden_size < 1 or self.hidden_dtype not in HIDDEN_DTYPES):
+            raise CacheError(
+                f"a cache of hidden states of size {self.hidden_size} in {self.hidden_dtype!r} is not usable; "
+                f"give a positive size and one of {list(HIDDEN_DTYPES)}"
+            )
+
+    @property
+    def id_dtype(self) -> np.dtype[Any]:
+        """Type of the stored top-k ids: two bytes where the vocabulary allows it, else four."""
+        return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<i4")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> CacheSpec:
+        known = {f.name: f.type for f in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != set(known):
+            raise CacheError(f"{where} does not describe a teacher cache (format {FORMAT}); it is damaged or foreign")
+        for name, kind in known.items():
+            want = {"str": str, "int": int}.get(str(kind), dict)
+            if not isinstance(data[name], want) or isinstance(data[name], bool):
+                raise CacheError(f"{where}: {name} is {data[name]!r}, expected {want.__name__}; the file is damaged")
+        return cls(**data)
+
+    def check_same(self, other: CacheSpec, where: str) -> None:
+        """Raise unless ``other`` (the present teacher and settings) is what the cache was made with."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs:
+                raise CacheError(
+                    f"{where} was made with {f.name} = {_short(mine)}, this run has {_short(theirs)}; "
+                    "make a new cache for the changed teacher or settings"
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+class RecordLayout:
+    """Where the arrays of a document of n tokens lie inside its record."""
+
+    def __init__(self, spec: CacheSpec, n: int) -> None:
+        rows = n - 1
+        parts: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
+            ("ids", np.dtype("<i4"), (n,)),
+            ("next_logprob", np.dtype("<f4"), (rows,)),
+            ("logsumexp", np.dtype("<f4"), (rows,)),
+        ]
+        if spec.kind == "topk":
+            parts.append(("topk_ids", spec.id_dtype, (rows, spec.k)))
+            parts.append(("topk_logprobs", np.dtype("<f2"), (rows, spec.k)))
+        else:
+            parts.append(("hidden", np.dtype("<u2"), (rows, spec.hidden_size)))
+        self.parts = parts
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes of the arrays."""
+        return sum(dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in self.parts)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record, with its padding."""
+        return -(-self.payload // ALIGN) * ALIGN
+
+    def pack(self, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+        """The record; every array must have the layout's shape, and is converted to its type."""
+        chunks = []
+        for name, dtype, shape in self.parts:
+            value = np.asarray(arrays[name])
+            if value.shape != shape:
+                raise CacheError(f"cache array {name} has shape {value.shape}, the document needs {shape}")
+            chunks.append(np.ascontiguousarray(value, dtype=dtype).tobytes())
+        return b"".join(chunks).ljust(self.size, b"\0")
+
+    def views(self, record: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Arrays of a record (``size`` bytes), without a copy."""
+        out, at = {}, 0
+        for name, dtype, shape in self.parts:
+            count = dtype.itemsize * int(np.prod(shape))
+            out[name] = record[at : at + count].view(dtype).reshape(shape)
+            at += count
+        return out
+
+
+def estimate_bytes(
+    tokens: int,
+    k: int | None = None,
+    *,
+    hidden_size: int | None = None,
+    vocab_size: int | None = None,
+    documents: int = 0,
+) -> int:
+    """Bytes that a cache of ``tokens`` positions takes: top-k (``k``) or hidden states (``hidden_size``).
+
+    ``vocab_size``: teacher vocabulary; up to 65,536 ids take two bytes each, otherwise (and by default) four.
+    ``documents`` adds the journal's line of about 200 bytes each.
+    """
+    if (k is None) == (hidden_size is None):
+        raise CacheError(f"give either k or hidden_size to estimate a cache, got k={k}, hidden_size={hidden_size}")
+    if k is not None:
+        id_bytes = 2 if vocab_size is not None and vocab_size <= 1 << 16 else 4
+        per_token = 12 + k * (id_bytes + 2)
+    else:
+        per_token = 12 + 2 * int(hidden_size or 0)
+    return tokens * per_token + documents * 200
+
+
+def document_key(ids: npt.ArrayLike) -> str:
+    """Key of a document: a hash of the teacher's token ids."""
+    return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()[:32]
+
+
+def prefix_keys(ids: npt.NDArray[Any]) -> list[str]:
+    """Short hashes of the document's prefixes of 16, 64, 256, ... tokens, to find it again when it is cut shorter."""
+    return [document_key(ids[:n])[:16] for n in PREFIXES if n <= len(ids)]
+
+
+def pack_header(spec: CacheSpec, version: str) -> bytes:
+    """Magic, length and JSON header of a shard, padded to a multiple of 8 bytes."""
+    text = json.dumps({"format": FORMAT, "limbeck": version, "spec": spec.to_dict()}, sort_keys=True).encode()
+    text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
+    return MAGIC + struct.pack("<Q", len(text)) + text
+
+
+def read_header(data: bytes | memoryview, where: str) -> tuple[CacheSpec, int]:
+    """Spec of a shard and the offset of its first record. ``data``: at least the head of the file."""
+    head = bytes(data[:16])
+    if len(head) < 16 or head[:8] != MAGIC:
+        raise CacheError(
+            f"{where} is no teacher cache shard (it starts with {head[:8]!r}); point at the cache's folder"
+        )
+    (length,) = struct.unpack("<Q", head[8:])
+    if length > MAX_HEADER or 16 + length > len(data):
+        raise CacheError(f"{where} claims a header of {length} bytes in a file of {len(data)}; it is damaged")
+    try:
+        header = json.loads(bytes(data[16 : 16 + length]))
+    except ValueError as e:
+        raise CacheError(f"{where} has an unreadable header ({e}); it is damaged") from e
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else None
+        raise CacheError(f"{where} has cache format {found!r}, this version reads {FORMAT}; make the cache again")
+    return CacheSpec.from_dict(header.get("spec"), where), 16 + length
