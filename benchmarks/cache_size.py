@@ -75,7 +75,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    result = {
+    result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -64,9 +64,7 @@ class CacheWriter:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             self._lock.close()
-            raise CacheError(
-                f"another process is writing the cache {str(self.folder)!r}; wait for it or stop it"
-            ) from e
+            raise CacheError(f"another process writes the cache {str(self.folder)!r}; wait for it or stop it") from e
         try:
             self._resume()
         except BaseException:
