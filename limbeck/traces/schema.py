@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from limbeck.utils.errors import TraceError
 
-SCHEMA_VERSION = "limbeck.trace/1"
+SCHEMA_VERSION: Literal["limbeck.trace/1"] = "limbeck.trace/1"
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -52,7 +52,7 @@ class ToolCall(_Model):
     in_content: bool = False
 
     def key(self) -> tuple[str, str]:
-        """Structural identity: the name and the arguments with sorted keys; two calls that differ in neither are equal."""
+        """Structural identity: the name, and the arguments with sorted keys."""
         if isinstance(self.arguments, str):
             return self.name, " ".join(self.arguments.split())
         return self.name, json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""What all readers share: streaming JSON records with their lines, counting what is left out, and lenient field access.
+"""What all readers share: JSON records with their lines, counts of what is left out, lenient field access.
 
-A log is foreign data. Nothing in it may stop a run: a record that cannot be used is counted by reason, its file and line
-are kept for the report, and reading goes on.
+A log is foreign data. Nothing in it may stop a run: a record that cannot be used is counted by reason, its file and
+line are kept for the report, and reading goes on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Claude Code session logs: one event per line, linked by ``parentUuid``.
 
-The links form a tree, but not every fork is a branch of the conversation: the blocks of one assistant message are logged
-as separate events, parallel calls hang below each other, and each result hangs below its own call. So events are first
-folded into *units* (one user message, or one assistant message with the results of its calls), results being attached
-by ``tool_use_id``. What still forks after that is a real branch (an edited prompt, a retry) and becomes a trace of its
-own whose shared beginning is marked as context. Side chains (sub-agents) and the part after a compaction start from
-their own root, as the model's context did.
+The links form a tree, but not every fork is a branch of the conversation: the blocks of one assistant message are
+logged as separate events, parallel calls hang below each other, and each result hangs below its own call. So events are
+first folded into *units* (one user message, or one assistant message with the results of its calls), results being
+attached by ``tool_use_id``. What still forks after that is a real branch (an edited prompt, a retry) and becomes a
+trace of its own whose shared beginning is marked as context. Side chains (sub-agents) and the part after a compaction
+start from their own root, as the model's context did.
 
 A session has to be held in memory while it is read: its tree is known only at the end of the file.
 """

@@ -66,8 +66,8 @@ _KIND_PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "bad_argument",
-            r"is expected to be one of|invalid [`'\"]?\w+[`'\"]? parameter|InputValidationError|invalid type|must be (?:an? )?"
-            r"(?:int|integer|number|string|boolean|list|array|object)\b",
+            r"is expected to be one of|invalid [`'\"]?\w+[`'\"]? parameter|InputValidationError|invalid type|"
+            r"must be (?:an? )?(?:int|integer|number|string|boolean|list|array|object)\b",
         ),
         (
             "no_match",

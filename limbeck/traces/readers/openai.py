@@ -1,7 +1,7 @@
 """OpenAI-style message lists: tau-bench results, fine-tuning files and preference fine-tuning files.
 
-Recognised objects: ``{"messages": [...]}`` or tau-bench's ``{"traj": [...], "reward": r, "task_id": t, "trial": n}``, and
-``{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}``.
+Recognised objects: ``{"messages": [...]}``, tau-bench's ``{"traj": [...], "reward": r, "task_id": t, "trial": n}``
+and ``{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}``.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ def _sampled(item: dict[str, Any]) -> tuple[list[int] | None, list[float] | None
     logprobs = item.get("logprobs")
     if isinstance(logprobs, dict):
         logprobs = [entry.get("logprob") for entry in as_dicts(logprobs.get("content"))]
-    valid = isinstance(logprobs, list) and logprobs and all(as_number(value) is not None for value in logprobs)
-    return ids, ([float(value) for value in logprobs] if valid else None)
+    values = [as_number(value) for value in logprobs] if isinstance(logprobs, list) else []
+    numbers = [value for value in values if value is not None]
+    return ids, (numbers if numbers and len(numbers) == len(values) else None)
 
 
 def _append_result(

@@ -1,8 +1,8 @@
 """OpenHands runs: a history of action and observation events.
 
-Accepted are evaluation outputs (one object per run with ``history``), exported trajectories (a JSON array of events) and
-event streams (one event per line). Where the agent used function calling, ``tool_call_metadata`` holds the model's own
-response, and that is taken; otherwise the action's arguments become the call.
+Accepted are evaluation outputs (one object per run with ``history``), exported trajectories (a JSON array of events)
+and event streams (one event per line). Where the agent used function calling, ``tool_call_metadata`` holds the model's
+own response, and that is taken; otherwise the action's arguments become the call.
 """
 
 from __future__ import annotations

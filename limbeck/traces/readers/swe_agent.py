@@ -24,7 +24,7 @@ from limbeck.traces.readers.base import (
     openai_tools,
 )
 from limbeck.traces.readers.errors import detect_swe_agent, mark_error
-from limbeck.traces.schema import Message, ToolCall, Trace
+from limbeck.traces.schema import Message, Role, ToolCall, Trace
 
 
 def matches(data: Mapping[str, Any]) -> bool:
@@ -69,7 +69,7 @@ def _convert(record: Record, context: ReadContext) -> Trace:
 
 
 def _prompt(item: dict[str, Any], context: ReadContext, line: int) -> Message:
-    role = "system" if item["role"] == "system" else "user"
+    role: Role = "system" if item["role"] == "system" else "user"
     return Message(role=role, content=content_text(item.get("content"), context, line))
 
 

@@ -1,0 +1,330 @@
+"""Hints for error sites: what the teacher is told, directly before the message that went wrong.
+
+Generators are tried from the cheapest to the dearest: a sentence by error kind, the environment's own error text, a
+judge. A generator is anything with a name that maps a ``HintRequest`` to text or None. Whatever it does wrong (an
+exception, an empty or oversized answer, something that is no text) is counted, never fatal, and never retried: each
+generator is asked at most once per site.
+
+A hint must not contain what the agent could only learn later. ``leaks`` checks that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from limbeck.traces.placement import Placement, insert_hint, probe_placement
+from limbeck.traces.schema import Message, ToolCall, Trace
+from limbeck.traces.store import JsonCache, fingerprint
+
+__all__ = [
+    "Hint",
+    "HintGenerator",
+    "HintRequest",
+    "HookHints",
+    "JudgeHints",
+    "LayeredHints",
+    "Placement",
+    "RawErrorHints",
+    "TemplateHints",
+    "insert_hint",
+    "leaks",
+    "probe_placement",
+]
+
+MAX_HINT_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class HintRequest:
+    """One error site, as a generator sees it.
+
+    Attributes:
+        target: Index of the assistant message to correct.
+        cause: Index of the failed tool result.
+        call: The call that failed.
+    """
+
+    trace: Trace
+    target: int
+    cause: int
+    call: ToolCall
+
+    @property
+    def error_kind(self) -> str:
+        return self.trace.messages[self.cause].error_kind or "environment"
+
+    @property
+    def error_meta(self) -> dict[str, Any]:
+        return self.trace.messages[self.cause].error_meta
+
+    @property
+    def error_text(self) -> str:
+        return self.trace.messages[self.cause].content
+
+    def key(self) -> str:
+        """Identity of the question: the failure, and everything the agent had seen before it."""
+        seen = [
+            message.model_dump(mode="json", exclude_defaults=True) for message in self.trace.messages[: self.target]
+        ]
+        failed = [self.call.name, self.call.arguments, self.error_kind, self.error_meta, self.error_text]
+        return fingerprint([seen, failed])
+
+
+@runtime_checkable
+class HintGenerator(Protocol):
+    """Maps a site to a hint, or to None where it has nothing to say."""
+
+    name: str
+
+    def __call__(self, request: HintRequest) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A hint and the generator that wrote it."""
+
+    text: str
+    source: str
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+
+
+def _names(values: Any, limit: int = 20) -> str:
+    names = [f"`{value}`" for value in values]
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def _unknown_tool(tool: str, meta: Mapping[str, Any]) -> str | None:
+    known = meta.get("known_tools")
+    return f"There is no tool named `{tool}`. The available tools are {_names(known)}." if known else None
+
+
+def _missing(tool: str, meta: Mapping[str, Any]) -> str | None:
+    missing = meta.get("missing")
+    return f"A call of `{tool}` needs the argument {_names(missing)}: give it a value." if missing else None
+
+
+def _extra(tool: str, meta: Mapping[str, Any]) -> str | None:
+    if not meta.get("extra"):
+        return None
+    return f"`{tool}` does not accept {_names(meta['extra'])}; it accepts {_names(meta.get('known_arguments', ()))}."
+
+
+def _bad(tool: str, meta: Mapping[str, Any]) -> str | None:
+    if "argument" not in meta:
+        return None
+    return f"The argument `{meta['argument']}` of `{tool}` must be {meta['expected']}."
+
+
+def _exit(tool: str, meta: Mapping[str, Any]) -> str | None:
+    code = meta.get("exit_code")
+    status = f"exit code {code}" if code is not None else "a failure"
+    return (
+        f"The `{tool}` command that comes to mind here ends with {status}. Check what it depends on (paths, options, "
+        "earlier steps) and run one that succeeds."
+    )
+
+
+_TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
+    "unknown_tool": _unknown_tool,
+    "missing_argument": _missing,
+    "extra_argument": _extra,
+    "bad_argument": _bad,
+    "nonzero_exit": _exit,
+    "invalid_json": (
+        "The arguments of `{tool}` must be one valid JSON object: double quotes, escaped line breaks, no trailing text."
+    ),
+    "file_not_found": (
+        "The path that comes to mind for `{tool}` does not exist. Find the right one first, for instance by listing the "
+        "directory."
+    ),
+    "command_not_found": (
+        "The program that comes to mind for `{tool}` is not installed here. Use one that is, or install it first."
+    ),
+    "permission": "`{tool}` is not permitted to do that here. Choose a path or an action that the rules allow.",
+    "timeout": (
+        "The `{tool}` command that comes to mind here does not finish in time, or waits for input. Run it in the "
+        "background, limit its work, or give it its input."
+    ),
+    "no_match": (
+        "The text to replace must stand in the file exactly once, character for character, without line numbers. Read "
+        "that part of the file and copy it."
+    ),
+    "syntax_error": (
+        "The edit that comes to mind leaves the file with a syntax error. Keep the indentation of the lines around it "
+        "and replace whole statements."
+    ),
+    "too_large": (
+        "The result of `{tool}` would be too large. Ask for a part of it, with an offset and a limit or a search."
+    ),
+    "declined": "The user does not want this action taken. Ask, or choose a smaller step.",
+}
+
+
+class TemplateHints:
+    """A sentence by error kind, with the facts of the failure; None for kinds that need the error's own words."""
+
+    name = "template"
+
+    def __call__(self, request: HintRequest) -> str | None:
+        template = _TEMPLATES.get(request.error_kind)
+        if template is None:
+            return None
+        if callable(template):
+            return template(request.call.name, request.error_meta)
+        return template.replace("{tool}", request.call.name)
+
+
+class RawErrorHints:
+    """The environment's own error text, shortened in the middle to ``max_chars``."""
+
+    name = "raw_error"
+
+    def __init__(self, max_chars: int = 600) -> None:
+        self.max_chars = max_chars
+
+    def __call__(self, request: HintRequest) -> str | None:
+        text = request.error_text.strip()
+        if not text:
+            return None
+        if len(text) > self.max_chars:
+            half = self.max_chars // 2
+            text = f"{text[:half].rstrip()}\n[...]\n{text[-half:].lstrip()}"
+        return f"The action that comes to mind here, a call of `{request.call.name}`, is answered with:\n{text}"
+
+
+class HookHints:
+    """Adapter for the published hook ``(error_kind, error_meta) -> str | None``."""
+
+    def __init__(self, hook: Callable[[str, dict[str, Any]], str | None], name: str = "hook") -> None:
+        self.hook = hook
+        self.name = name
+
+    def __call__(self, request: HintRequest) -> str | None:
+        return self.hook(request.error_kind, dict(request.error_meta))
+
+
+class JudgeHints:
+    """A judge, usually a model, asked once per distinct failure; its answers are kept on disk.
+
+    Args:
+        judge: Maps a request to a hint or None.
+        cache: Folder of the answers; None asks every time.
+        name: Name and version of the judge, part of the cache key: a new judge does not read an old one's answers.
+    """
+
+    def __init__(
+        self, judge: Callable[[HintRequest], str | None], cache: Path | None = None, name: str = "judge"
+    ) -> None:
+        self.judge = judge
+        self.name = name
+        self.cache = None if cache is None else JsonCache(cache)
+
+    def __call__(self, request: HintRequest) -> str | None:
+        key = fingerprint([self.name, request.key()])
+        stored = self.cache.get(key) if self.cache is not None else None
+        if stored is not None and "hint" in stored:
+            return stored["hint"]
+        hint = self.judge(request)
+        if self.cache is not None and (hint is None or isinstance(hint, str)):
+            self.cache.put(key, {"hint": hint})
+        return hint
+
+
+@dataclass
+class LayeredHints:
+    """The first usable hint of several generators.
+
+    Attributes:
+        problems: ``generator: what`` -> count, for answers that were not usable.
+    """
+
+    generators: Sequence[HintGenerator] = field(default_factory=lambda: (TemplateHints(), RawErrorHints()))
+    max_chars: int = MAX_HINT_CHARS
+    problems: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, request: HintRequest) -> Hint | None:
+        """The hint, or None where no generator has a usable one; ``problems`` says why."""
+        for generator in self.generators:
+            try:
+                text = generator(request)
+            except Exception as error:  # a user's generator may raise anything; one site must not end the run
+                self.problems[f"{generator.name}: raised {type(error).__name__}"] += 1
+                continue
+            if text is None:
+                continue
+            problem = self._problem(text, request)
+            if problem is None:
+                return Hint(text.strip(), generator.name)
+            self.problems[f"{generator.name}: {problem}"] += 1
+        return None
+
+    def _problem(self, text: Any, request: HintRequest) -> str | None:
+        if not isinstance(text, str):
+            return f"returned {type(text).__name__}"
+        if not text.strip():
+            return "empty"
+        if len(text) > self.max_chars:
+            return "too long"
+        if any(ord(character) < 32 and character not in "\n\t\r" for character in text):
+            return "control characters"
+        return "leak" if leaks(text, request) else None
+
+
+# -- leak check --------------------------------------------------------------------------------------------------------
+
+_WINDOW = 32
+_TOKEN = re.compile(r"[\w./:@-]{5,}")
+
+
+def leaks(hint: str, request: HintRequest) -> str | None:
+    """The part of a hint that stands only in later observations; None where there is none.
+
+    Everything the agent had seen, its own message and the failed result are fair. Beyond these, a run of ``32``
+    characters or a name-like token (with a digit, a slash or an underscore) that a later tool or user message contains
+    is taken as a leak. White space and case are ignored.
+    """
+    trace = request.trace
+    later = _normal(" ".join(_observations(trace.messages, request.target + 1, request.cause)))
+    if not later:
+        return None
+    fair = _normal(" ".join(_fair_texts(request)))
+    text = _normal(hint)
+    for word in re.finditer(r"\S+", text):
+        window = text[word.start() : word.start() + _WINDOW]
+        if len(window) == _WINDOW and window.rstrip() in later and window.rstrip() not in fair:
+            return window
+    for match in _TOKEN.finditer(text):
+        token = match[0].strip(".:/-")
+        if len(token) >= 5 and re.search(r"[\d/_]", token) and token in later and token not in fair:
+            return token
+    return None
+
+
+def _observations(messages: list[Message], start: int, cause: int) -> list[str]:
+    return [
+        message.content
+        for index, message in enumerate(messages[start:], start)
+        if index != cause and message.role in ("tool", "user") and not message.is_ack
+    ]
+
+
+def _fair_texts(request: HintRequest) -> list[str]:
+    trace = request.trace
+    texts = [json.dumps(trace.tools, ensure_ascii=False) if trace.tools else "", request.error_text]
+    for message in trace.messages[: request.target + 1]:
+        texts += [message.content, message.reasoning or ""]
+        texts += [f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}" for call in message.tool_calls]
+    return texts
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())

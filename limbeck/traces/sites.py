@@ -1,0 +1,193 @@
+"""Error sites: which assistant message each failed tool result puts in question.
+
+A failed result points back, by its call id, to the message that made the call. That message is the target; the hint
+goes directly before it. The later message that puts things right can be a second target with a weight of its own. Whatever
+does not become a site is counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from limbeck.traces.hints import HintRequest, LayeredHints
+from limbeck.traces.schema import Message, Trace, describe_validation
+from limbeck.utils.errors import TraceError
+
+_EXCERPT = 200
+
+
+class Site(BaseModel):
+    """One error site, self-explanatory enough to be audited line by line.
+
+    Attributes:
+        target: Index of the assistant message to correct.
+        cause: Index of the failed tool result.
+        call: Position of the failed call among the target's calls.
+        weight: Share of this site in the hint loss; the failures of one message share a weight of 1.
+        recovery: Index of the message that put it right, where there is one.
+        recovery_weight: Weight of that second target; 0 leaves it out.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    trace_id: str
+    target: int = Field(ge=0)
+    cause: int = Field(ge=0)
+    call: int = Field(default=0, ge=0)
+    tool_call_id: str | None = None
+    tool: str | None = None
+    error_kind: str
+    error_meta: dict[str, Any] = Field(default_factory=dict)
+    detector: str | None = None
+    hint: str = Field(min_length=1)
+    hint_source: str
+    weight: float = Field(default=1.0, ge=0.0)
+    recovery: int | None = None
+    recovery_weight: float = Field(default=0.0, ge=0.0)
+    target_excerpt: str = ""
+    error_excerpt: str = ""
+
+
+@dataclass
+class SiteFinder:
+    """Finds the sites of traces, one trace at a time.
+
+    Args:
+        hints: Where the hints come from; asked once per site.
+        recovery_weight: Weight of the recovery message as a second target.
+        ignored_kinds: Failures that say nothing about the call: by default those cancelled because a sibling failed.
+
+    Attributes:
+        dropped: Reason -> failed results that did not become sites.
+        by_kind: Error kind -> sites.
+        by_hint_source: Generator -> sites.
+
+    Example:
+        >>> finder = SiteFinder()
+        >>> finder.find(Trace(id="t"))
+        []
+    """
+
+    hints: LayeredHints = field(default_factory=LayeredHints)
+    recovery_weight: float = 0.0
+    ignored_kinds: frozenset[str] = frozenset({"cancelled"})
+    dropped: Counter[str] = field(default_factory=Counter)
+    by_kind: Counter[str] = field(default_factory=Counter)
+    by_hint_source: Counter[str] = field(default_factory=Counter)
+
+    def find(self, trace: Trace) -> list[Site]:
+        """The sites of one trace, in order of their causes."""
+        sites: list[Site] = []
+        for index, message in trace.new_messages():
+            if message.role == "tool" and message.is_error:
+                site = self._site(trace, index, message)
+                if site is not None:
+                    sites.append(site)
+        shared = Counter(site.target for site in sites)
+        return [site.model_copy(update={"weight": site.weight / shared[site.target]}) for site in sites]
+
+    def _site(self, trace: Trace, cause: int, message: Message) -> Site | None:
+        caller = trace.caller_of(cause)
+        reason = self._unusable(trace, caller, message)
+        if caller is None or reason is not None:
+            self.dropped[reason or "no_call"] += 1
+            return None
+        target, position = caller
+        call = trace.messages[target].tool_calls[position]
+        leaked = self._leaks()
+        hint = self.hints(HintRequest(trace, target, cause, call))
+        if hint is None:
+            self.dropped["hint_leaks" if self._leaks() > leaked else "no_hint"] += 1
+            return None
+        kind = message.error_kind or "environment"
+        self.by_kind[kind] += 1
+        self.by_hint_source[hint.source] += 1
+        recovery = find_recovery(trace, cause) if self.recovery_weight > 0 else None
+        return Site(
+            trace_id=trace.id,
+            target=target,
+            cause=cause,
+            call=position,
+            tool_call_id=call.id,
+            tool=call.name,
+            error_kind=kind,
+            error_meta=message.error_meta,
+            detector=message.detector,
+            hint=hint.text,
+            hint_source=hint.source,
+            weight=trace.messages[target].weight,
+            recovery=recovery,
+            recovery_weight=self.recovery_weight if recovery is not None else 0.0,
+            target_excerpt=_excerpt(f"{trace.messages[target].content} -> {call.name}({call.arguments})"),
+            error_excerpt=_excerpt(message.content),
+        )
+
+    def _unusable(self, trace: Trace, caller: tuple[int, int] | None, message: Message) -> str | None:
+        if caller is None:
+            return "no_call"
+        if message.error_kind in self.ignored_kinds:
+            return f"kind_{message.error_kind}"
+        if caller[0] < trace.context_until:
+            return "target_in_shared_context"
+        if trace.messages[caller[0]].weight == 0:
+            return "unsupervised_target"
+        return None
+
+    def _leaks(self) -> int:
+        return sum(count for name, count in self.hints.problems.items() if name.endswith(": leak"))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts in the form that the command line prints as JSON."""
+        return {
+            "sites": self.by_kind.total(),
+            "by_kind": dict(self.by_kind.most_common()),
+            "by_hint_source": dict(self.by_hint_source.most_common()),
+            "dropped": dict(self.dropped.most_common()),
+        }
+
+
+def find_recovery(trace: Trace, cause: int) -> int | None:
+    """The first message after a failed result, and before the user speaks, that makes calls of which none fails."""
+    for index in range(cause + 1, len(trace.messages)):
+        message = trace.messages[index]
+        if message.role == "user":
+            return None
+        if message.role == "assistant" and message.tool_calls:
+            answers = _answers(trace, index)
+            if answers and not any(answer.is_error for answer in answers):
+                return index
+    return None
+
+
+def _answers(trace: Trace, index: int) -> list[Message]:
+    answers: list[Message] = []
+    for message in trace.messages[index + 1 :]:
+        if message.role != "tool":
+            break
+        answers.append(message)
+    return answers
+
+
+def _excerpt(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _EXCERPT else flat[: _EXCERPT - 1] + "…"
+
+
+def read_sites(path: Path) -> Iterator[Site]:
+    """The sites of a file written by ``limbeck traces sites``; a line that is no site is an error with its place."""
+    if not path.is_file():
+        raise TraceError(f"there is no site file {str(path)!r}: write one with `limbeck traces sites`")
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                yield Site.model_validate_json(line)
+            except ValidationError as error:
+                raise TraceError(f"{path.name}:{number}: not an error site ({describe_validation(error)})") from error
