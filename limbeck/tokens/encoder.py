@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Supplementary private-use characters: no normaliser touches them and no text has a reason to hold them.
 _ALIAS_OPEN, _ALIAS_CLOSE = "\U000f5a17", "\U000f5a18"
+_ALIAS = re.compile(f"{_ALIAS_OPEN}[0-9a-f]+{_ALIAS_CLOSE}")
+_ALIAS_BYTES = re.compile(_ALIAS.pattern.encode("utf-8"))
 
 
 def _alias_twin(spec: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
@@ -42,6 +45,10 @@ def _alias_twin(spec: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
         model["vocab"] = {aliases.get(token, token): i for token, i in vocab.items()}
     else:
         model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
+    if model.get("merges"):
+        # A merge that spells a special token would carry text to its id.
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [m for m in merges if not {m[0], m[1], m[0] + m[1]} & aliases.keys()]
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
     spec.update(model=model, post_processor=None, truncation=None, padding=None)
@@ -86,6 +93,7 @@ class TextEncoder:
     Attributes:
         vocab: the tokenizer's :class:`ByteVocab`.
         aliases: content of each special token -> the string that stands for it in :meth:`encode_aliased`.
+        special_ids: content of each special token -> its id.
         bos_id, eos_id: the tokenizer's own begin and end of a document, or None.
         adds_bos: whether the tokenizer puts its begin token in front of a text by default.
     """
@@ -95,6 +103,7 @@ class TextEncoder:
         self.vocab = ByteVocab.from_tokenizer(tokenizer)
         self._backend, self.aliases = _alias_twin(spec)
         self._alias_ids = {alias: self._backend.token_to_id(alias) for alias in self.aliases.values()}
+        self.special_ids = {content: self._alias_ids[alias] for content, alias in self.aliases.items()}
         original = {a["content"]: a["id"] for a in spec.get("added_tokens") or []}
         moved = [c for c, alias in self.aliases.items() if self._alias_ids[alias] != original[c]]
         if moved:
@@ -102,6 +111,8 @@ class TextEncoder:
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
+        self._meant = self.vocab.special.copy()
+        self._meant[list(self.vocab.ids_with_role("unk"))] = False
         self._is_byte_level = self.vocab.family == "byte_level"
 
     @classmethod
@@ -133,10 +144,7 @@ class TextEncoder:
         """Render a text in which aliases stand for special tokens; nothing is a target yet."""
         _check_text(text)
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        source = text
-        for alias in self._alias_ids:
-            if alias in source:
-                source = source.replace(alias, "")
+        source = _ALIAS.sub(lambda match: "" if match[0] in self._alias_ids else match[0], text)
         rendering = self._locate(ids, source) or self._resync(text)
         return Rendering(
             rendering.ids,
@@ -208,23 +216,21 @@ class TextEncoder:
     ) -> Rendering:
         """Move byte ends from the aliased text to the text without aliases."""
         source = aliased.encode("utf-8")
-        cuts: list[tuple[int, int]] = []
-        if _ALIAS_OPEN in aliased:
-            for alias in self._alias_ids:
-                needle, at = alias.encode("utf-8"), -1
-                while (at := source.find(needle, at + 1)) >= 0:
-                    cuts.append((at, len(needle)))
+        found = _ALIAS_BYTES.finditer(source)
+        cuts = [match.span() for match in found if match[0].decode("utf-8") in self._alias_ids]
         if cuts:
             keep = np.ones(len(source), dtype=bool)
-            for at, length in cuts:
-                keep[at : at + length] = False
+            for start, end in cuts:
+                keep[start:end] = False
             kept = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(keep)])
             ends = kept[ends]
             source = np.frombuffer(source, np.uint8)[keep].tobytes()
-        changed = int(np.count_nonzero(~exact & ~self.vocab.special[ids]))
+        # Special tokens that were meant are always exact; an unknown token stands for text that it lost.
+        exact = exact | self._meant[ids]
+        changed = int(np.count_nonzero(~exact))
         if changed:
             dropped["inexact_tokens"] = changed
-        return self._plain(ids, ends, source, exact | self.vocab.special[ids], dropped)
+        return self._plain(ids, ends, source, exact, dropped)
 
     def _plain(
         self, ids: IntArray, ends: IntArray, source: bytes, exact: BoolArray, dropped: dict[str, int]
