@@ -1,0 +1,212 @@
+"""Which rows carry which loss: index layouts built once per micro-batch, on the CPU, from plain tensors.
+
+Hidden states of a forward pass are viewed as flat rows `[R, h]`; token `t` of sample `b` sits at flat row
+`row_start[b] + t`, and the row that *predicts* it is the one before. A layout therefore serves padded, dynamic and
+packed batches alike, and only rows named in a layout ever reach a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from limbeck.utils.errors import LossError
+
+_Layout = TypeVar("_Layout", "ChunkLayout", "TokenLayout")
+
+
+def _moved(layout: _Layout, device: torch.device | str) -> _Layout:
+    """Copy of a layout whose tensors live on `device`."""
+    values = ((f.name, getattr(layout, f.name)) for f in fields(layout))
+    moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values if isinstance(v, Tensor)}
+    return replace(layout, **moved)
+
+
+def _max(values: Tensor) -> int:
+    return int(values.max()) if values.numel() else -1
+
+
+@dataclass
+class TokenLayout:
+    """Tokens under cross-entropy: flat predicting row, token id and weight, `[N]` each, rows ascending."""
+
+    rows: Tensor
+    ids: Tensor
+    weight: Tensor
+    max_row: int = -2
+    max_id: int = -2
+
+    def __post_init__(self) -> None:
+        if self.max_row == -2:
+            self.max_row, self.max_id = _max(self.rows), _max(self.ids)
+
+    def to(self, device: torch.device | str) -> TokenLayout:
+        return _moved(self, device)
+
+
+@dataclass
+class ChunkLayout:
+    """Aligned chunks of one micro-batch and one teacher, numbered `0..C-1` in the order of their student rows.
+
+    `*_rows`: flat predicting rows `[Ns]`/`[Nt]`; `*_chunk`: chunk number, non-decreasing; `*_ids`: the realised token.
+    `sample` `[C]`: row of the batch that a chunk belongs to. `*_first` `[C]`: index (into the arrays above) of a
+    chunk's first token; `*_count` `[C]`: its number of tokens. The last four are derived where they are not given.
+    `max_*` are plain integers so that range checks cost no device synchronisation.
+    """
+
+    student_rows: Tensor
+    student_chunk: Tensor
+    student_ids: Tensor
+    teacher_rows: Tensor
+    teacher_chunk: Tensor
+    teacher_ids: Tensor
+    num_chunks: int
+    sample: Tensor | None = None
+    student_first: Tensor = field(default=None)  # type: ignore[assignment]
+    student_count: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_first: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_count: Tensor = field(default=None)  # type: ignore[assignment]
+    max_student_row: int = -2
+    max_student_id: int = -2
+    max_teacher_row: int = -2
+    max_teacher_id: int = -2
+
+    def __post_init__(self) -> None:
+        chunks = torch.arange(self.num_chunks, device=self.student_chunk.device)
+        for side in ("student", "teacher"):
+            owner = getattr(self, f"{side}_chunk")
+            if getattr(self, f"{side}_first") is None:
+                setattr(self, f"{side}_first", torch.searchsorted(owner, chunks))
+                setattr(self, f"{side}_count", torch.bincount(owner, minlength=self.num_chunks))
+            if getattr(self, f"max_{side}_row") == -2:
+                setattr(self, f"max_{side}_row", _max(getattr(self, f"{side}_rows")))
+                setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids")))
+        if self.sample is None:
+            self.sample = torch.zeros_like(chunks)
+
+    def to(self, device: torch.device | str) -> ChunkLayout:
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class AlignmentTensors:
+    """The fields of an alignment that decide which tokens form a chunk (see `limbeck.align.AlignmentBatch`)."""
+
+    pair_valid: Tensor  # [B, C] bool
+    pair_is_correct: Tensor  # [B, C] bool: the bytes of both sides are equal
+    student_chunk_id: Tensor  # [B, Ts] int64, -1: none
+    teacher_chunk_id: Tensor  # [B, Tt] int64, -1: none
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any], prefix: str) -> AlignmentTensors:
+        names = [f.name for f in fields(cls)]
+        missing = [prefix + n for n in names if prefix + n not in batch]
+        if missing:
+            raise LossError(f"the batch lacks {missing}; collate it with an aligner for this teacher")
+        return cls(**{n: batch[prefix + n].cpu() for n in names})
+
+
+def _supervised_tokens(
+    lengths: Tensor, token_mask: Tensor, sample_mask: Tensor, row_start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sample, token, predicting row) of all tokens under cross-entropy, rows ascending."""
+    position = torch.arange(token_mask.shape[1])
+    keep = (token_mask.cpu() > 0) & (position >= 1) & (position < lengths.cpu()[:, None])
+    sample, token = (keep & (sample_mask.cpu() > 0)[:, None]).nonzero(as_tuple=True)
+    rows = row_start.cpu()[sample] + token - 1
+    order = rows.argsort()
+    return sample[order], token[order], rows[order]
+
+
+def build_token_layout(
+    ids: Tensor, lengths: Tensor, token_mask: Tensor, sample_mask: Tensor, row_start: Tensor
+) -> TokenLayout:
+    """Cross-entropy rows of a micro-batch: supervised tokens that have a predictor, lie inside their sample and whose
+    sample counts. ids, token_mask `[B, T]`; lengths, sample_mask, row_start `[B]`. Weight: the sample's mask."""
+    sample, token, rows = _supervised_tokens(lengths, token_mask, sample_mask, row_start)
+    return TokenLayout(rows, ids.cpu()[sample, token], sample_mask.cpu()[sample].float())
+
+
+def _tokens_of_chunks(chunk_id: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(sample, token, key) of all chunk tokens, and per key `sample * width + chunk`: token count, tokens that have
+    no predictor or lie in the padding."""
+    sample, token = (chunk_id >= 0).nonzero(as_tuple=True)
+    chunk = chunk_id[sample, token]
+    if chunk.numel() and int(chunk.max()) >= width:
+        raise LossError(
+            f"chunk id {int(chunk.max())} is out of range for an alignment of {width} chunks; align this batch again"
+        )
+    key = sample * width + chunk
+    total = chunk_id.shape[0] * width
+    count = torch.bincount(key, minlength=total)
+    unusable = (token == 0) | (token >= lengths[sample])
+    return sample, token, key, count, torch.bincount(key[unusable], minlength=total)
+
+
+def build_chunk_layout(
+    alignment: AlignmentTensors,
+    *,
+    student_ids: Tensor,
+    student_lengths: Tensor,
+    student_row_start: Tensor,
+    teacher_ids: Tensor,
+    teacher_lengths: Tensor,
+    teacher_row_start: Tensor,
+    sample_mask: Tensor,
+    allow_inexact: bool = False,
+) -> ChunkLayout:
+    """Layout of the valid chunks of a micro-batch.
+
+    A chunk is valid when its pair is, both sides are non-empty, every token on both sides has a predictor and lies
+    inside its sample, the bytes agree (unless `allow_inexact`) and the sample counts (`sample_mask > 0`).
+    """
+    batch, width = alignment.pair_valid.shape
+    student = _tokens_of_chunks(alignment.student_chunk_id, student_lengths.cpu(), width)
+    teacher = _tokens_of_chunks(alignment.teacher_chunk_id, teacher_lengths.cpu(), width)
+    valid = alignment.pair_valid.bool() & (sample_mask.cpu() > 0)[:, None]
+    if not allow_inexact:
+        valid = valid & alignment.pair_is_correct.bool()
+    valid = valid.reshape(-1)
+    for _, _, _, count, unusable in (student, teacher):
+        valid = valid & (count > 0) & (unusable == 0)
+
+    rows = student_row_start.cpu()[student[0]] + student[1] - 1
+    first_row = torch.full((batch * width,), torch.iinfo(torch.int64).max).scatter_reduce(0, student[2], rows, "amin")
+    kept = valid.nonzero().squeeze(1)
+    kept = kept[first_row[kept].argsort()]
+    number = torch.full((batch * width,), -1)
+    number[kept] = torch.arange(kept.numel())
+
+    def side(tokens: tuple[Tensor, ...], ids: Tensor, row_start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sample, token, key = tokens[:3]
+        chunk = number[key]
+        order = chunk.argsort(stable=True)
+        order = order[chunk[order] >= 0]
+        sample, token = sample[order], token[order]
+        return row_start.cpu()[sample] + token - 1, chunk[order], ids.cpu()[sample, token]
+
+    s_rows, s_chunk, s_ids = side(student, student_ids, student_row_start)
+    t_rows, t_chunk, t_ids = side(teacher, teacher_ids, teacher_row_start)
+    if bool((s_rows.diff() <= 0).any()):
+        raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
+    return ChunkLayout(s_rows, s_chunk, s_ids, t_rows, t_chunk, t_ids, int(kept.numel()), sample=kept // width)
+
+
+def build_identity_layout(
+    ids: Tensor,
+    lengths: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    student_row_start: Tensor,
+    teacher_row_start: Tensor,
+) -> ChunkLayout:
+    """Layout for a teacher that reads the student's own ids: every supervised token is a chunk of one token."""
+    sample, token, rows = _supervised_tokens(lengths, token_mask, sample_mask, student_row_start)
+    teacher_rows = teacher_row_start.cpu()[sample] + token - 1
+    target = ids.cpu()[sample, token]
+    chunk = torch.arange(rows.numel())
+    return ChunkLayout(rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample=sample)

@@ -1,0 +1,166 @@
+"""What a leaf loss sees: the student's logits of one block, one teacher's share of that block, and the mode's settings.
+
+A leaf is a pure function `(BlockLogits, TeacherBlock, Mode) -> LeafOut`. It may return an explicit gradient with
+respect to the block's logits (a fused kernel would); otherwise its loss carries a graph and autograd is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from limbeck.losses.divergences import DivergenceSpec
+from limbeck.losses.vocab_map import VocabMap
+from limbeck.utils.errors import LossError
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+"""Named (sum, count) pairs, detached."""
+
+
+class BlockLogits:
+    """Student logits `[n, V_s]` of one block of rows; log-probabilities are computed once per temperature."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self._log_probs: dict[float, Tensor] = {}
+
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
+        if temperature not in self._log_probs:
+            scaled = self.logits if temperature == 1.0 else self.logits / temperature
+            self._log_probs[temperature] = torch.log_softmax(scaled, -1)
+        return self._log_probs[temperature]
+
+
+@dataclass
+class TeacherScores:
+    """A teacher's opinion at the `nt` rows of a block: logits `[nt, V_t]` (or at chosen columns), or a top-k list."""
+
+    logits: Tensor | None = None
+    topk_ids: Tensor | None = None  # [nt, k], -1: empty place
+    topk_logprobs: Tensor | None = None  # [nt, k]
+    next_logprob: Tensor | None = None  # [nt]
+    _log_probs: dict[float, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_topk(self) -> bool:
+        return self.logits is None
+
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
+        if self.logits is None:
+            raise LossError("this loss needs the teacher's whole distribution; use a live teacher or another mode")
+        if temperature not in self._log_probs:
+            self._log_probs[temperature] = torch.log_softmax(self.logits / temperature, -1)
+        return self._log_probs[temperature]
+
+    def log_prob_of(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probability of the realised tokens `[nt]`."""
+        if self.next_logprob is not None:
+            return self.next_logprob
+        return self.log_probs(temperature).gather(1, ids[:, None]).squeeze(1)
+
+    def topk(self) -> tuple[Tensor, Tensor]:
+        """Top-k ids (empty places: 0) and log-probabilities (empty places: -inf)."""
+        if self.topk_ids is None or self.topk_logprobs is None:
+            raise LossError("this teacher carries no top-k list")
+        empty = self.topk_ids < 0
+        return self.topk_ids.masked_fill(empty, 0), self.topk_logprobs.masked_fill(empty, -torch.inf)
+
+
+@dataclass
+class TeacherBlock:
+    """The chunks of one teacher that lie in a block; all indices are local to the block.
+
+    student_row `[ns]`: place among the block's rows; `*_first` `[C]`: index into the token arrays of a chunk's first
+    token; `*_count` `[C]`; weight `[C]`: what each chunk counts (1 unless teachers are weighted by score).
+    """
+
+    num_chunks: int
+    student_row: Tensor
+    student_chunk: Tensor
+    student_ids: Tensor
+    student_first: Tensor
+    student_count: Tensor
+    teacher_chunk: Tensor
+    teacher_ids: Tensor
+    teacher_first: Tensor
+    teacher_count: Tensor
+    weight: Tensor
+    scores: TeacherScores
+
+    @property
+    def multi(self) -> Tensor:
+        """bool `[C]`: more than one token on a side."""
+        return (self.student_count > 1) | (self.teacher_count > 1)
+
+    def student_boundary(self, log_probs: Tensor) -> Tensor:
+        """Rows of `[n, V]` at which the student predicts each chunk's first token: `[C, V]`."""
+        return log_probs.index_select(0, self.student_row.index_select(0, self.student_first))
+
+    def student_tokens(self, log_probs: Tensor) -> Tensor:
+        """Log-probabilities `[ns]` of the realised student tokens."""
+        return log_probs[self.student_row, self.student_ids]
+
+    def student_mean(self, values: Tensor) -> Tensor:
+        """Mean of `[n, V]` over each chunk's student rows: `[C, V]`."""
+        return chunk_mean(values.index_select(0, self.student_row), self.student_chunk, self.student_count)
+
+    def teacher_mean(self, values: Tensor) -> Tensor:
+        """Mean of `[nt, V]` over each chunk's teacher rows: `[C, V]`."""
+        return chunk_mean(values, self.teacher_chunk, self.teacher_count)
+
+
+def chunk_sum(values: Tensor, chunk: Tensor, num_chunks: int) -> Tensor:
+    """Sums of `[n, ...]` by chunk: `[C, ...]`."""
+    return values.new_zeros(num_chunks, *values.shape[1:]).index_add(0, chunk, values)
+
+
+def chunk_mean(values: Tensor, chunk: Tensor, count: Tensor) -> Tensor:
+    if values.shape[0] == count.shape[0]:  # every chunk has one token: nothing to average, nothing to copy
+        return values
+    return chunk_sum(values, chunk, count.shape[0]) / count[:, None]
+
+
+@dataclass
+class Mode:
+    """Settings of one teacher's loss in one micro-batch, and the tables that it needs."""
+
+    temperature: float = 1.0
+    spec: DivergenceSpec = field(default_factory=DivergenceSpec)
+    chunk_weight: float = 1.0
+    vocab: VocabMap | None = None
+    rest_weight: Tensor | None = None  # [m] weights of vocab's multi-piece entries; a leaf of the block's graph
+    columns: Tensor | None = None  # [K] P-KL: the micro-batch's teacher columns
+    common: tuple[Tensor, Tensor] | None = None  # gold, H-KL: paired student and teacher ids
+    uncommon: tuple[Tensor, Tensor] | None = None  # their complements
+    vocab_topk: int = 8192
+    uncommon_topk: int = 8192
+
+    @property
+    def map(self) -> VocabMap:
+        if self.vocab is None:
+            raise LossError("this loss needs a projection between the vocabularies; give one for this teacher")
+        return self.vocab
+
+
+@dataclass
+class LeafOut:
+    """Result of a leaf on one block. `loss`: sum over chunks or tokens, by weight. `grad`: its gradient with respect
+    to the block's logits where the leaf computes it itself; `loss` then needs no graph."""
+
+    loss: Tensor
+    metrics: Metrics
+    grad: Tensor | None = None
+
+
+Leaf = Callable[[BlockLogits, TeacherBlock, Mode], LeafOut]
+
+
+def leaf_out(rows: Tensor, block: TeacherBlock, mode: Mode, **metrics: tuple[Tensor, Tensor]) -> LeafOut:
+    """Weighted sum of per-chunk losses `[C]` times temperature squared, with the metric `kl` beside the others."""
+    loss = (rows * block.weight).sum() * mode.temperature**2
+    count = loss.new_full((), float(block.num_chunks))
+    detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
+    return LeafOut(loss, {"kl": (loss.detach(), count), **detached})
