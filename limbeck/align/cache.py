@@ -98,6 +98,6 @@ def _unpack(value: bytes, text: str) -> tuple[Rendering, Rendering, Chunks] | No
         arrays.append(np.frombuffer(zlib.decompress(value[at : at + length]), np.int32).astype(np.int64))
         at += length
     source = text.encode("utf-8")
-    spans, flags = arrays[12:18], [a.astype(bool) for a in arrays[18:]]
-    chunks = Chunks(*spans, *flags)
+    a, b, c, d, start, end, exact, role = arrays[12:]
+    chunks = Chunks(a, b, c, d, start, end, exact.astype(bool), role.astype(bool))
     return _rendering(arrays[:6], source), _rendering(arrays[6:12], source), chunks

@@ -14,7 +14,8 @@ _SHADES = ("cyan", "magenta")
 _MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u200b": "∅", "\u200d": "⁀"}
 
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#1c2530;background:#fbfbfa}
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;
+color:#1c2530;background:#fbfbfa}
 h1{font-size:1.4rem;margin:0 0 .2rem}p.sub{color:#5a6672;margin:.1rem 0 1.2rem}
 .cards{display:flex;flex-wrap:wrap;gap:.6rem;margin:0 0 1.2rem}
 .card{background:#fff;border:1px solid #dfe4e8;border-radius:8px;padding:.5rem .8rem;min-width:8rem}
@@ -28,7 +29,8 @@ h1{font-size:1.4rem;margin:0 0 .2rem}p.sub{color:#5a6672;margin:.1rem 0 1.2rem}
 .k-1n{border-color:#c98a1b;background:#fff8ea}.k-n1{border-color:#2b7fb8;background:#eef7fd}
 .k-nm{border-color:#8b4bb3;background:#f8f0fd}.inexact{border-color:#c0392b;background:#fdeeee}
 .role{opacity:.65}.br{flex-basis:100%;height:0}
-@media (prefers-color-scheme:dark){body{background:#14181d;color:#dde3e9}.card,.chunk{background:#1c2229;border-color:#333c46}
+@media (prefers-color-scheme:dark){body{background:#14181d;color:#dde3e9}
+.card,.chunk{background:#1c2229;border-color:#333c46}
 .chunk .t{background:#222a33;border-color:#333c46}.k-1n{background:#33290f;border-color:#c98a1b}
 .k-n1{background:#0f2836;border-color:#2b7fb8}.k-nm{background:#2b1a38;border-color:#8b4bb3}.inexact{background:#3a1717}}
 """
@@ -107,7 +109,8 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str]) -> str:
     student, teacher = map(html.escape, names)
     left_out = "; ".join(f"{v} {k}" for k, v in sorted(s["left_out"].items())) or "nothing"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Alignment of {student} and {teacher}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>Alignment of {student} and {teacher}</title>"
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
         f"<h1>{student} and {teacher}, token by token</h1>"
         f'<p class="sub">Each box is a chunk: the bytes between two token edges that both tokenizers share. '
@@ -124,11 +127,11 @@ def _chunk_html(chunk: dict[str, Any]) -> str:
     kind = {"1:1": "", "1:n": " k-1n", "n:1": " k-n1", "n:m": " k-nm"}[chunk["kind"]]
     classes = f"chunk{kind}{'' if chunk['exact'] else ' inexact'}{' role' if chunk['role'] else ''}"
     title = f"{chunk['kind']}  student {chunk['student_ids']}  teacher {chunk['teacher_ids']}"
-    rows = "".join(
-        f'<div class="{side}">'
-        + "".join(f"<i>{html.escape(visible(t))}</i>" for t in chunk[f"{name}_tokens"])
-        + "</div>"
-        for side, name in (("s", "student"), ("t", "teacher"))
-    )
+    rows = "".join(_side_html(side, chunk[f"{side}_tokens"]) for side in ("student", "teacher"))
     line_break = '<div class="br"></div>' if "\n" in chunk["text"] else ""
     return f'<div class="{classes}" title="{html.escape(title)}">{rows}</div>{line_break}'
+
+
+def _side_html(side: str, tokens: list[str]) -> str:
+    cells = "".join(f"<i>{html.escape(visible(token))}</i>" for token in tokens)
+    return f'<div class="{side[0]}">{cells}</div>'

@@ -19,7 +19,9 @@ def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
             return _from_folder(path, trust_remote_code)
         if path.is_file():
             return _from_file(path)
-    except (OSError, ValueError, KeyError) as error:
+    except TokenizerError:
+        raise
+    except Exception as error:  # the backend raises bare exceptions for malformed files
         raise TokenizerError(f"no tokenizer can be read from {spec}: {_one_line(error)}") from error
     if path.suffix or str(spec).startswith((".", "/", "~")):
         raise TokenizerError(f"no tokenizer at {spec}: the path does not exist; give a model folder or a hub id.")

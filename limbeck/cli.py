@@ -1,0 +1,155 @@
+"""The ``limbeck`` command: parse, call, print.
+
+Every verb ends with exit code 0, or with 1 and one clear line on standard error; ``--debug`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from limbeck import __version__
+from limbeck.utils.errors import ConfigError, DataError, LimbeckError
+
+app = typer.Typer(
+    name="limbeck",
+    help="Distil any language model into any other, across tokenizers and across contexts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+StudentOption = Annotated[str, typer.Option("--student", "-s", help="Model folder, tokenizer file or hub id.")]
+TeacherOption = Annotated[str, typer.Option("--teacher", "-t", help="Model folder, tokenizer file or hub id.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    """Set-up that all verbs share."""
+    if version:
+        typer.echo(f"limbeck {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def align(
+    student: StudentOption,
+    teacher: TeacherOption,
+    text: Annotated[str | None, typer.Argument(help="Text to align; '-' reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the text from a file.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option("--messages", "-m", help="JSON file: a list of messages, or {messages, tools}.")
+    ] = None,
+    json_output: JsonOption = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained page.")] = None,
+) -> None:
+    """Show two tokenizations of one text side by side, chunk by chunk.
+
+    Example: limbeck align --student ./Llama-3.2-1B --teacher ./Qwen3-4B "In 2011 the café had 1,024 visitors."
+    """
+    from limbeck.align.view import view_messages, view_text
+    from limbeck.report.alignment import print_alignment, write_alignment_page
+    from limbeck.tokens import load_tokenizer
+
+    if sum(x is not None for x in (text, file, messages)) != 1:
+        raise ConfigError("give exactly one of a text, --file or --messages.")
+    if messages:
+        conversation, tools = _read_messages(messages)
+        view = view_messages(load_tokenizer(student), load_tokenizer(teacher), conversation, tools)
+    else:
+        content = _read_text(text, file)
+        view = view_text(load_tokenizer(student), load_tokenizer(teacher), content)
+    names = _short(student), _short(teacher)
+    if html:
+        write_alignment_page(view, html, names)
+    if json_output:
+        typer.echo(json.dumps(view, ensure_ascii=False))
+    else:
+        print_alignment(view, _console(), names)
+        if html:
+            typer.echo(f"page: {html}")
+
+
+@app.command()
+def doctor(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models whose tokenizer, head and template to check.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Check this installation and, if given, models: versions, devices, extras, tokenizers, heads, chat templates.
+
+    Example: limbeck doctor ./Llama-3.2-1B ./Qwen3-4B
+    """
+    from limbeck.report.doctor import examine, print_findings
+
+    findings = examine(models or [])
+    if json_output:
+        typer.echo(json.dumps({"findings": findings}))
+    else:
+        print_findings(findings, _console())
+    if any(f["level"] == "bad" for f in findings):
+        raise typer.Exit(1)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(soft_wrap=False)
+
+
+def _short(spec: str) -> str:
+    path = Path(spec)
+    return path.parent.name if path.name in ("tokenizer.json", "tekken.json") else path.name or spec
+
+
+def _read_text(text: str | None, file: Path | None) -> str:
+    if file is None:
+        return sys.stdin.read() if text == "-" else str(text)
+    try:
+        return file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}; convert it first.") from error
+
+
+def _read_messages(path: Path) -> tuple[list[dict[str, Any]], Any]:
+    try:
+        data = json.loads(_read_text(None, path))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno} is no JSON: {error.msg}.") from error
+    messages, tools = (data.get("messages"), data.get("tools")) if isinstance(data, dict) else (data, None)
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise DataError(f"{path} holds no list of messages; expected [{{role, content}}, ...] or {{messages: [...]}}.")
+    return messages, tools
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run the command and turn an expected error into one line."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    if debug:
+        arguments.remove("--debug")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app(args=arguments, prog_name="limbeck", standalone_mode=True)
+    except LimbeckError as error:
+        if debug:
+            raise
+        typer.echo(f"limbeck: {error}", err=True)
+        raise SystemExit(1) from None
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

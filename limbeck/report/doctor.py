@@ -1,0 +1,161 @@
+"""What ``limbeck doctor`` looks at: versions, devices, extras, and whether models can be used; each with a remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from limbeck.tokens import ByteVocab, TextEncoder, load_tokenizer
+from limbeck.tokens.chat import render_chat
+from limbeck.utils.errors import LimbeckError
+
+Finding = dict[str, str]
+
+_CORE = ("torch", "transformers", "tokenizers", "safetensors", "torchdata", "datasets", "pyarrow", "pydantic")
+_EXTRAS = {
+    "peft": ("peft", "LoRA students"),
+    "ray": ("ray", "training and caching past one machine"),
+    "httpx": ("server", "teachers and judges behind a server"),
+    "wandb": ("wandb", "logging to Weights & Biases"),
+    "trackio": ("trackio", "logging to trackio"),
+    "lm_eval": ("eval", "multiple-choice benchmarks in limbeck eval"),
+    "sentencepiece": ("sentencepiece", "tokenizers that ship only a .model file"),
+}
+_PROBE = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def _finding(level: str, what: str, found: str, remedy: str = "") -> Finding:
+    return {"level": level, "what": what, "found": found, "remedy": remedy}
+
+
+def examine(models: list[str]) -> list[Finding]:
+    """All findings: ``level`` is ``ok``, ``note`` or ``bad``; ``remedy`` is one line, empty where none is needed."""
+    findings = [_finding("ok", "python", platform.python_version())]
+    findings += [_version(name) for name in _CORE]
+    findings += _devices()
+    findings += [_extra(module, *use) for module, use in _EXTRAS.items()]
+    for model in models:
+        findings += examine_model(model)
+    return findings
+
+
+def _version(name: str) -> Finding:
+    try:
+        return _finding("ok", name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return _finding("bad", name, "missing", f"pip install {name}")
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    found = [_finding("ok", "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use")]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            found.append(_finding("ok", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB"))
+    else:
+        found.append(_finding("note", "gpu", "none visible", "runs use the CPU; small models only"))
+    free = shutil.disk_usage(".").free / 2**30
+    level, remedy = ("ok", "") if free > 5 else ("note", "checkpoints and teacher caches need room; free some disk")
+    found.append(_finding(level, "disk", f"{free:.0f} GiB free here", remedy))
+    return found
+
+
+def _extra(module: str, extra: str, use: str) -> Finding:
+    if importlib.util.find_spec(module) is not None:
+        return _finding("ok", module, "installed")
+    return _finding("note", module, "not installed", f"pip install 'limbeck[{extra}]' for {use}")
+
+
+def examine_model(spec: str) -> list[Finding]:
+    """Tokenizer, head width and chat template of one model."""
+    try:
+        tokenizer = load_tokenizer(spec)
+        vocab = ByteVocab.from_tokenizer(tokenizer)
+    except LimbeckError as error:
+        return [_finding("bad", f"{spec}: tokenizer", str(error), "give a folder with a tokenizer.json")]
+    kind = f"{vocab.family}, {vocab.size} ids, fingerprint {vocab.fingerprint[:12]}"
+    level, remedy = ("ok", "") if vocab.lossless else ("note", "lossy: most chunks will not be exact")
+    return [
+        _finding(level, f"{spec}: tokenizer", kind, remedy),
+        _proof(spec, tokenizer),
+        *_head(spec, vocab),
+        _template(spec, tokenizer),
+    ]
+
+
+def _proof(spec: str, tokenizer: Any) -> Finding:
+    rendering = TextEncoder.for_tokenizer(tokenizer).encode("Naïve café, 1,024 = 2¹⁰; 日本語 👩‍🔬\r\n\tdone  <pad>")
+    changed = rendering.dropped.get("inexact_tokens", 0)
+    if not changed:
+        return _finding("ok", f"{spec}: bytes", "joined token bytes reproduce the text")
+    return _finding(
+        "note",
+        f"{spec}: bytes",
+        f"a normaliser changes {changed} of {len(rendering)} probe tokens",
+        "chunks it touches are counted and left out of the loss",
+    )
+
+
+def _head(spec: str, vocab: ByteVocab) -> list[Finding]:
+    path = Path(spec) / "config.json"
+    if not path.is_file():
+        return []
+    config = json.loads(path.read_text(encoding="utf-8"))
+    width = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if not width:
+        return [_finding("note", f"{spec}: head", "config.json names no vocab_size", "check the folder")]
+    report = vocab.head_report(int(width))
+    text = f"{report['width']} rows for {report['tokens']} tokens"
+    if report["missing_ids"]:
+        return [
+            _finding(
+                "note",
+                f"{spec}: head",
+                f"{text}: the last {report['missing_ids']} ids have no row",
+                "texts that use them are refused; resize the embedding if they are needed",
+            )
+        ]
+    extra = (
+        f"; {report['extra_rows']} rows are no token and take no part in any softmax" if report["extra_rows"] else ""
+    )
+    return [_finding("ok", f"{spec}: head", text + extra)]
+
+
+def _template(spec: str, tokenizer: Any) -> Finding:
+    if not tokenizer.chat_template:
+        return _finding("note", f"{spec}: chat template", "none", "use mode text, or give a template in the run file")
+    try:
+        rendering = render_chat(tokenizer, _PROBE, name=spec)
+    except LimbeckError as error:
+        return _finding("bad", f"{spec}: chat template", str(error), "give another template in the run file")
+    return _finding(
+        "ok",
+        f"{spec}: chat template",
+        f"usable; {int(rendering.target.sum())} of {len(rendering)} probe tokens are supervised",
+    )
+
+
+def print_findings(findings: list[Finding], console: Any) -> None:
+    """Findings as a table with colours."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, header_style="bold")
+    for column in ("", "what", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("bad", "bold red")}
+    for f in findings:
+        mark, style = marks[f["level"]]
+        table.add_row(Text(mark, style=style), Text(f["what"]), Text(f["found"]), Text(f["remedy"]))
+    console.print(table)

@@ -1,0 +1,125 @@
+"""ByteVocab on real vocabularies: bytes, roles, fingerprints, head widths."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from limbeck.tokens import ByteVocab, load_tokenizer
+from limbeck.tokens.roles import is_end, role_class, role_of
+from limbeck.tokens.vocab import byte_alphabet
+from limbeck.utils.errors import TokenizerError
+from tests.zoo import FAMILY, NAMES, tokenizer
+
+
+def test_byte_alphabet_is_a_bijection_onto_all_bytes() -> None:
+    assert sorted(byte_alphabet().values()) == list(range(256))
+    assert byte_alphabet()["Ġ"] == 0x20
+    assert byte_alphabet()["Ċ"] == 0x0A
+    assert byte_alphabet()["A"] == 0x41
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_id_has_bytes_or_a_role(name: str) -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer(name))
+    assert vocab.family == FAMILY[name]
+    assert vocab.size == len(tokenizer(name)) or not vocab.present.all()
+    empty = vocab.byte_len == 0
+    plain = vocab.present & ~vocab.special
+    # A piece such as a bare "##" or a metaspace alone may be empty; real vocabularies have at most a handful.
+    assert np.count_nonzero(empty & plain) <= 2
+    assert not vocab.byte_len[vocab.special].any()
+    assert set(vocab.roles) == set(np.flatnonzero(vocab.special).tolist())
+    assert ByteVocab.from_tokenizer(tokenizer(name)) is vocab
+
+
+def test_roles_of_known_families() -> None:
+    llama, qwen, gemma = (ByteVocab.from_tokenizer(tokenizer(n)) for n in ("llama3_2", "qwen3", "gemma3"))
+    assert llama.ids_with_role("bos") == (128000,)
+    assert llama.ids_with_role("eot") == (128009,)
+    assert qwen.ids_with_role("eot") == (151645,)
+    assert qwen.ids_with_role("bos") == ()
+    assert gemma.ids_with_role("eot") == (106,)
+    assert role_class("eos") == role_class("eot")
+    assert is_end("eot")
+    assert not is_end("bos")
+    assert role_of("<my_end>", {"eos_token": "<my_end>"}) == "eos"
+    assert role_of("<what>", {}) == "special:<what>"
+
+
+def test_gemma_runs_of_spaces_are_spaces_and_byte_tokens_are_bytes() -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer("gemma3"))
+    assert {b" " * n for n in range(2, 32)} <= set(vocab.token_bytes)
+    assert all(bytes([b]) in vocab.ids_by_bytes for b in range(256))
+
+
+def test_non_special_added_tokens_are_their_text() -> None:
+    qwen = tokenizer("qwen3")
+    vocab = ByteVocab.from_tokenizer(qwen)
+    think = qwen.convert_tokens_to_ids("<think>")
+    assert vocab.token_bytes[think] == b"<think>"
+    assert not vocab.special[think]
+
+
+def test_head_wider_and_narrower_than_the_tokenizer() -> None:
+    qwen = ByteVocab.from_tokenizer(tokenizer("qwen3"))
+    assert qwen.head_report(151936) == {"width": 151936, "tokens": 151669, "extra_rows": 267, "missing_ids": 0}
+    gemma = ByteVocab.from_tokenizer(tokenizer("gemma3"))
+    assert gemma.head_report(262144)["missing_ids"] == 1
+
+
+def test_fingerprints_tell_tokenizers_apart() -> None:
+    # The package named llama2 ships the vocabulary of Mistral v1: equality is decided by bytes, never by name.
+    names = [n for n in NAMES if n != "llama2"]
+    prints = {ByteVocab.from_tokenizer(tokenizer(n)).fingerprint for n in names}
+    assert len(prints) == len(names)
+    twins = (ByteVocab.from_tokenizer(tokenizer(n)) for n in ("llama2", "mistral_v1"))
+    assert next(twins).same_tokens(next(twins))
+
+
+def _changed(base: PreTrainedTokenizerFast, change) -> str:
+    spec = json.loads(base.backend_tokenizer.to_str())
+    change(spec)
+    from tokenizers import Tokenizer
+
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
+    return ByteVocab.from_tokenizer(other).fingerprint
+
+
+def test_fingerprint_follows_every_part_that_decides_ids() -> None:
+    base = tokenizer("gpt2")
+    same = _changed(base, lambda spec: spec.update(post_processor=None, padding=None))
+    assert same == ByteVocab.from_tokenizer(base).fingerprint
+    changes = [
+        lambda s: s.update(normalizer={"type": "NFC"}),
+        lambda s: s["model"]["merges"].pop(),
+        lambda s: s["added_tokens"].append({**s["added_tokens"][0], "id": 50257, "content": "<new>"}),
+        lambda s: s["model"]["vocab"].update({"zzzzzz": 50257}),
+        lambda s: s["pre_tokenizer"].update(add_prefix_space=True),
+    ]
+    prints = [_changed(base, c) for c in changes]
+    assert len({same, *prints}) == len(changes) + 1
+
+
+def test_vocab_survives_pickling() -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer("gpt2"))
+    again = pickle.loads(pickle.dumps(vocab))
+    assert again.token_bytes == vocab.token_bytes
+    assert again.same_tokens(vocab)
+
+
+def test_tokenizers_without_a_backend_and_bad_paths_are_refused(tmp_path) -> None:
+    with pytest.raises(TokenizerError, match="no `tokenizers` backend"):
+        ByteVocab.from_tokenizer(type("Slow", (), {"special_tokens_map": {}, "__hash__": object.__hash__})())
+    with pytest.raises(TokenizerError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere" / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(TokenizerError, match="no tokenizer can be read"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(TokenizerError, match="no tokenizer file"):
+        load_tokenizer(tmp_path / "notes.txt")
