@@ -1,0 +1,313 @@
+"""One reader per file format: how many records there are, how large each is, and record i by itself.
+
+A reader holds offsets, not text, so memory does not grow with the data; it can be pickled into a worker process.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from typing import Any, Protocol
+
+import numpy as np
+
+from limbeck.data.files import (
+    HUB_PREFIX,
+    RandomAccessFile,
+    cached_copy,
+    format_of,
+    index_lines,
+    split_spans,
+    unpacked,
+)
+from limbeck.utils.errors import DataError
+
+_BLANK_LINES = re.compile(rb"\r?\n(?:[ \t\r]*\n)+")
+
+
+class BadRecord(Exception):
+    """One record is not usable: the reason to count it under, and what to tell the user."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Reader(Protocol):
+    """Random access to the records of one file."""
+
+    def __len__(self) -> int: ...
+
+    def sizes(self) -> np.ndarray:
+        """int64 ``[n]``: bytes of each record, or more than that (escapes, other keys)."""
+        ...
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Record ``number`` by key; raises BadRecord."""
+        ...
+
+    def location(self, number: int) -> str:
+        """``file:line`` of record ``number`` for messages."""
+        ...
+
+
+class JsonlReader:
+    """One JSON object per line; empty lines are no records."""
+
+    def __init__(self, path: str, cache_dir: str | None) -> None:
+        self.path = path
+        self._plain = _lines_of(unpacked(path, cache_dir), path, cache_dir)
+        self._file = RandomAccessFile(self._plain)
+        self._starts, self._lengths, self._lines = index_lines(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def sizes(self) -> np.ndarray:
+        return self._lengths
+
+    def location(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        raw = self._file.read(int(self._starts[number]), int(self._lengths[number]))
+        try:
+            line = raw.decode("utf-8-sig" if self._starts[number] == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRecord("invalid_utf8", f"byte {error.start} of the line is not valid UTF-8") from None
+        if not line.strip():
+            raise BadRecord("empty", "the line is blank")
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord("malformed_json", f"the line is not valid JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise BadRecord("not_an_object", f"the line is a JSON {type(value).__name__}, not an object with keys")
+        return value
+
+
+def _lines_of(plain: str, path: str, cache_dir: str | None) -> str:
+    """A file that is one JSON array is rewritten once as lines; others are lines already."""
+    with open(plain, "rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith(b"["):
+        return plain
+
+    def fill(target: str) -> None:
+        try:
+            with open(plain, encoding="utf-8-sig") as file:
+                values = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} starts as a JSON array but cannot be read as one: {error}.") from error
+        with open(target, "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(value) + "\n" for value in values)
+
+    return cached_copy(plain, "lines", cache_dir, fill)
+
+
+class TextReader:
+    """Plain text: a document per file or per paragraph; long ones are cut into pieces of ``limit`` bytes."""
+
+    def __init__(self, path: str, key: str, cache_dir: str | None, *, paragraphs: bool, limit: int | None) -> None:
+        self.path = path
+        self._key = key
+        self._plain = unpacked(path, cache_dir)
+        self._file = RandomAccessFile(self._plain)
+        spans: list[tuple[int, int]] = []
+        lines: list[int] = []
+        if os.path.getsize(self._plain):
+            spans, lines = self._spans_and_lines(paragraphs, limit)
+        self._starts = np.array([start for start, _ in spans], dtype=np.int64)
+        self._lengths = np.array([end - start for start, end in spans], dtype=np.int64)
+        self._lines = np.array(lines, dtype=np.int64)
+
+    def _spans_and_lines(self, paragraphs: bool, limit: int | None) -> tuple[list[tuple[int, int]], list[int]]:
+        with open(self._plain, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start, size = 3 if data[:3] == b"\xef\xbb\xbf" else 0, len(data)
+            spans = []
+            if paragraphs:
+                for gap in _BLANK_LINES.finditer(data):
+                    if gap.start() > start:
+                        spans.append((start, gap.start()))
+                    start = gap.end()
+            if start < size:
+                spans.append((start, size))
+            if limit is not None:
+                spans = [piece for begin, end in spans for piece in split_spans(data, begin, end, limit)]
+            lines, line, counted = [], 1, 0
+            for begin, _ in spans:
+                for block in range(counted, begin, 1 << 20):
+                    line += data[block : min(block + (1 << 20), begin)].count(b"\n")
+                counted = begin
+                lines.append(line)
+            return spans, lines
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def sizes(self) -> np.ndarray:
+        return self._lengths
+
+    def location(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        raw = self._file.read(int(self._starts[number]), int(self._lengths[number]))
+        try:
+            return {self._key: raw.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            line = int(self._lines[number]) + raw.count(b"\n", 0, error.start)
+            raise BadRecord("invalid_utf8", f"line {line} is not valid UTF-8") from None
+
+
+class ArrowReader:
+    """Rows of an Arrow file (file or stream format), memory-mapped."""
+
+    def __init__(self, path: str, plain: str, key: str, optional: list[str]) -> None:
+        self.path = path
+        self._plain = plain
+        self._key = key
+        self._optional = optional
+        self._table: Any = None
+        self._rows = self._open().num_rows
+
+    def _open(self) -> Any:
+        if self._table is not None:
+            return self._table
+        import pyarrow as pa
+
+        source = pa.memory_map(self._plain) if os.path.getsize(self._plain) else None
+        try:
+            if source is None:
+                raise pa.ArrowInvalid("the file is empty")
+            try:
+                table = pa.ipc.open_file(source).read_all()
+            except pa.ArrowInvalid:
+                source.seek(0)
+                table = pa.ipc.open_stream(source).read_all()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self.path} is not a readable Arrow file: {error}.") from error
+        _require_column(self.path, self._key, table.column_names)
+        self._table = table.select([self._key, *(name for name in self._optional if name in table.column_names)])
+        return self._table
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def sizes(self) -> np.ndarray:
+        return column_sizes(self._open().column(self._key))
+
+    def location(self, number: int) -> str:
+        return f"{self.path}:{number + 1}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        table = self._open()
+        try:
+            return {name: table.column(name)[number].as_py() for name in table.column_names}
+        except UnicodeDecodeError as error:
+            raise BadRecord("invalid_utf8", f"byte {error.start} of the value is not valid UTF-8") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None}
+
+
+def parquet_as_arrow(path: str, key: str, optional: list[str], cache_dir: str | None) -> str:
+    """The needed columns of a parquet file as an Arrow file, unpacked once: parquet has no random access to rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def fill(target: str) -> None:
+        try:
+            with pq.ParquetFile(path) as source:
+                _require_column(path, key, source.schema_arrow.names)
+                names = [key, *(name for name in optional if name in source.schema_arrow.names)]
+                schema = pa.schema([source.schema_arrow.field(name) for name in names])
+                with pa.OSFile(target, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                    for batch in source.iter_batches(batch_size=1024, columns=names):
+                        writer.write_batch(batch.select(names))
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path} is not a readable parquet file: {error}.") from error
+
+    return cached_copy(path, f"arrow:{key}:{','.join(optional)}", cache_dir, fill)
+
+
+class HubReader:
+    """A split of a data set on the hub, which the ``datasets`` package keeps memory-mapped in its cache."""
+
+    def __init__(self, spec: str, key: str, optional: list[str], subset: str | None, split: str) -> None:
+        self.path = spec
+        self._key = key
+        name = spec.removeprefix(HUB_PREFIX)
+        try:
+            import datasets
+        except ImportError:
+            raise DataError(
+                f"Reading {spec} needs the datasets package; install it with pip install datasets."
+            ) from None
+        try:
+            data = datasets.load_dataset(name, subset, split=split)
+        except (OSError, ValueError, RuntimeError) as error:
+            first = str(error).strip().split("\n")[0]
+            raise DataError(
+                f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}"
+            ) from error
+        _require_column(spec, key, data.column_names)
+        self._data = data.select_columns([key, *(column for column in optional if column in data.column_names)])
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def sizes(self) -> np.ndarray:
+        # A selection of rows is kept beside the table, so the column alone would tell other rows' sizes.
+        if self._data._indices is not None:
+            return np.zeros(len(self._data), dtype=np.int64)
+        return column_sizes(self._data.data.column(self._key))
+
+    def location(self, number: int) -> str:
+        return f"{self.path}:{number + 1}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        return dict(self._data[number])
+
+
+def column_sizes(column: Any) -> np.ndarray:
+    """Bytes per value of a string column, read from its offsets alone; 0 for null and for other types."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return np.zeros(len(column), dtype=np.int64)
+    return pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+
+
+def _require_column(path: str, key: str, names: list[str]) -> None:
+    if key not in names:
+        raise DataError(f"{path} has no column {key!r}; it has {', '.join(names) or 'none'}.")
+
+
+def open_reader(
+    path: str,
+    *,
+    format: str,
+    key: str,
+    optional: list[str],
+    cache_dir: str | None,
+    paragraphs: bool = False,
+    text_limit: int | None = None,
+    hub_subset: str | None = None,
+    hub_split: str = "train",
+) -> Reader:
+    """The reader for one file or hub id; ``key`` is the column that every record must have."""
+    if path.startswith(HUB_PREFIX):
+        return HubReader(path, key, optional, hub_subset, hub_split)
+    kind = format_of(path, format)
+    if kind == "jsonl":
+        return JsonlReader(path, cache_dir)
+    if kind == "text":
+        return TextReader(path, key, cache_dir, paragraphs=paragraphs, limit=text_limit)
+    plain = unpacked(path, cache_dir)
+    if kind == "parquet":
+        plain = parquet_as_arrow(plain, key, optional, cache_dir)
+    return ArrowReader(path, plain, key, optional)

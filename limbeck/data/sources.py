@@ -1,0 +1,404 @@
+"""Data sets of texts and conversations: files in, records out, by index.
+
+A data set is an index of (file, record, piece) over memory-light readers. Record i is the same whoever asks, so any
+number of loader workers gives the same data, and a sampler's position is all there is to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch.utils.data
+
+from limbeck.data.files import HUB_PREFIX, expand, format_of, split_spans
+from limbeck.data.readers import BadRecord, Reader, open_reader
+from limbeck.utils.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+PAD_INDEX = -1
+"""Asked for by a sampler that fills up a last batch; gives a record that counts for nothing."""
+_CHECK_AT_START_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How records are read; the meanings are those of the ``data`` section's keys of the same names."""
+
+    mode: Literal["text", "chat"] = "text"
+    text_key: str = "text"
+    messages_key: str = "messages"
+    tools_key: str | None = "tools"
+    format: str = "auto"
+    split_documents: Literal["file", "blank_lines"] = "file"
+    join_to_bytes: int | None = None
+    max_document_bytes: int = 1 << 20
+    long_documents: Literal["split", "skip", "error"] = "split"
+    on_bad_record: Literal["error", "skip"] = "error"
+    check_records: Literal["auto", "at_start", "on_read"] = "auto"
+    cache_dir: str | None = None
+    hub_subset: str | None = None
+    hub_split: str = "train"
+
+    @property
+    def key(self) -> str:
+        """The key every record must have."""
+        return self.messages_key if self.mode == "chat" else self.text_key
+
+
+class RecordDataset(torch.utils.data.Dataset):
+    """Records of one or several files, by index.
+
+    A record is a dict: ``text`` (str or None), ``messages`` (list or None), ``tools``, ``idx``, ``loss_multiplier``,
+    ``source`` (``file:line``). With ``join_to_bytes`` it has ``documents`` instead: a list of such records, which
+    :func:`flatten_documents` turns into rows of their own, so that no attention crosses from one to the next.
+
+    A record that is found bad when it is read (``on_bad_record="skip"`` with ``check_records="on_read"``) comes back
+    with ``loss_multiplier`` 0 and a ``skip_reason``; :func:`count_skipped` adds them up, in whichever process.
+
+    Attributes:
+        skipped: records left out, by reason, as far as this process has seen them.
+    """
+
+    def __init__(self, paths: str | list[str], options: SourceOptions | None = None) -> None:
+        self.options = options or SourceOptions()
+        self.paths = expand(paths)
+        self.skipped: Counter[str] = Counter()
+        self._long: tuple[int, bytes, list[tuple[int, int]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._index.groups) if self._index.groups is not None else self._index.count
+
+    def __getitem__(self, position: int) -> Record:
+        if position == PAD_INDEX:
+            return self._placeholder(PAD_INDEX, "padding", "padding")
+        if not 0 <= position < len(self):
+            raise IndexError(f"Record {position} is outside the data set of {len(self)} records.")
+        groups = self._index.groups
+        if groups is None:
+            return self._read(position)
+        end = groups[position + 1] if position + 1 < len(groups) else self._index.count
+        documents = [self._read(unit) for unit in range(int(groups[position]), int(end))]
+        return {
+            "text": None,
+            "messages": None,
+            "documents": documents,
+            "idx": position,
+            "loss_multiplier": 1.0,
+            "source": documents[0]["source"],
+        }
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[position] for position in range(len(self)))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when a file, its order or an option that changes records does; saved with a run's position."""
+        digest = hashlib.sha256(repr(replace(self.options, cache_dir=None)).encode())
+        for path, reader in zip(self.paths, self._readers, strict=True):
+            digest.update(json.dumps([path.rsplit("/", 1)[-1], len(reader)]).encode())
+            digest.update(np.ascontiguousarray(reader.sizes(), dtype=np.int64).tobytes())
+            if not path.startswith(HUB_PREFIX):
+                with open(path, "rb") as file:
+                    digest.update(file.read(1 << 16))
+        return digest.hexdigest()
+
+    def prepare(self) -> RecordDataset:
+        """Index (and check) now instead of at the first access; call it before workers are forked."""
+        _ = self._index
+        return self
+
+    @cached_property
+    def _readers(self) -> list[Reader]:
+        o = self.options
+        whole = o.mode == "chat" or o.long_documents != "split"
+        optional = [o.tools_key] if o.mode == "chat" and o.tools_key else []
+        readers = []
+        for path in self.paths:
+            if o.mode == "chat" and not path.startswith(HUB_PREFIX) and format_of(path, o.format) == "text":
+                raise ConfigError(f"{path} is read as plain text, which holds no conversations; use data.mode=text.")
+            readers.append(
+                open_reader(
+                    path,
+                    format=o.format,
+                    key=o.key,
+                    optional=optional,
+                    cache_dir=o.cache_dir,
+                    paragraphs=o.split_documents == "blank_lines",
+                    text_limit=None if whole else o.max_document_bytes,
+                    hub_subset=o.hub_subset,
+                    hub_split=o.hub_split,
+                )
+            )
+        return readers
+
+    @cached_property
+    def _first(self) -> np.ndarray:
+        """Number of the first record of each file, and the total."""
+        return np.cumsum([0, *(len(reader) for reader in self._readers)])
+
+    @cached_property
+    def _index(self) -> _Index:
+        sizes = np.concatenate([reader.sizes() for reader in self._readers])
+        index = _Index.of_records(len(sizes))
+        long = np.flatnonzero(sizes > self.options.max_document_bytes)
+        if long.size and self.options.mode == "text":
+            index = self._index_long(sizes, long)
+        if self._checks_at_start(int(sizes.sum())):
+            usable = np.array([self._usable(index, unit) for unit in range(index.count)], dtype=bool)
+            if not usable.all():
+                index = index.select(np.flatnonzero(usable))
+        if self.skipped:
+            log.warning("Skipped records in %s: %s.", _shorten(self.paths), dict(self.skipped))
+        if index.count == 0:
+            why = f" (skipped: {dict(self.skipped)})" if self.skipped else ""
+            raise DataError(f"There is no usable record in {_shorten(self.paths)}{why}.")
+        if self.options.join_to_bytes is not None:
+            index.groups = _group(index.unit_sizes(sizes, self.options.max_document_bytes), self.options.join_to_bytes)
+        return index
+
+    def _checks_at_start(self, total_bytes: int) -> bool:
+        choice = self.options.check_records
+        return choice == "at_start" or (choice == "auto" and total_bytes <= _CHECK_AT_START_BYTES)
+
+    def _index_long(self, sizes: np.ndarray, long: np.ndarray) -> _Index:
+        """Cut documents over the limit into pieces, or leave them out, or stop, as the options say."""
+        pieces = np.ones(len(sizes), dtype=np.int64)
+        for record in long.tolist():
+            try:
+                data = self._document(record)["text"].encode("utf-8")
+            except BadRecord:
+                continue  # Handled like any other bad record when its turn comes.
+            if len(data) <= self.options.max_document_bytes:
+                continue
+            if self.options.long_documents == "split":
+                pieces[record] = len(split_spans(data, 0, len(data), self.options.max_document_bytes))
+                continue
+            self._refuse(
+                record,
+                BadRecord("too_long", f"the document has {len(data)} bytes, more than max_document_bytes"),
+                stop=self.options.long_documents == "error",
+            )
+            pieces[record] = 0
+        return _Index.of_pieces(pieces)
+
+    def _usable(self, index: _Index, unit: int) -> bool:
+        record, piece = index.at(unit)
+        if piece > 0:
+            return True
+        try:
+            self._document(record)
+        except BadRecord as error:
+            self._refuse(record, error)
+            return False
+        return True
+
+    def _read(self, unit: int) -> Record:
+        number, piece = self._index.at(unit)
+        try:
+            record = self._document(number) if not self._index.is_split(unit) else self._piece(number, piece)
+        except BadRecord as error:
+            self._refuse(number, error)
+            return self._placeholder(unit, error.reason, self._location(number))
+        return {**record, "idx": unit, "loss_multiplier": 1.0, "source": self._location(number)}
+
+    def _piece(self, number: int, piece: int) -> Record:
+        """One piece of a long document; the last such document is kept, because its pieces are often asked in a row."""
+        if self._long is None or self._long[0] != number:
+            data = self._document(number)["text"].encode("utf-8")
+            self._long = (number, data, split_spans(data, 0, len(data), self.options.max_document_bytes))
+        start, end = self._long[2][piece]
+        return {"text": self._long[1][start:end].decode("utf-8"), "messages": None, "tools": None}
+
+    def _document(self, number: int) -> Record:
+        file = int(np.searchsorted(self._first, number, side="right")) - 1
+        row = self._readers[file].row(number - int(self._first[file]))
+        o = self.options
+        if o.key not in row or row[o.key] is None:
+            raise BadRecord("missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(row)) or 'no keys'}")
+        if o.mode == "text":
+            return {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None}
+        messages = checked_messages(row[o.key], o.key)
+        size = len(json.dumps(messages, ensure_ascii=False).encode("utf-8"))
+        if size > o.max_document_bytes:
+            raise BadRecord("too_long", f"the conversation has {size} bytes, more than max_document_bytes")
+        tools = row.get(o.tools_key) if o.tools_key else None
+        return {"text": None, "messages": messages, "tools": _checked_tools(tools, str(o.tools_key))}
+
+    def _location(self, number: int) -> str:
+        file = int(np.searchsorted(self._first, number, side="right")) - 1
+        return self._readers[file].location(number - int(self._first[file]))
+
+    def _refuse(self, number: int, error: BadRecord, stop: bool | None = None) -> None:
+        """Stop with file and line, or count the record; an empty one holds nothing to lose and never stops a run."""
+        if stop is None:
+            harmless = error.reason == "empty" or (
+                error.reason == "too_long" and self.options.long_documents != "error"
+            )
+            stop = self.options.on_bad_record == "error" and not harmless
+        if stop:
+            remedy = "raise data.max_document_bytes" if error.reason == "too_long" else "mend it"
+            option = "long_documents" if error.reason == "too_long" else "on_bad_record"
+            raise DataError(f"{self._location(number)}: {error}; {remedy}, or set data.{option}=skip to leave it out.")
+        if not self.skipped[error.reason]:
+            log.warning(
+                "Skipping %s: %s (further records of this kind are only counted).", self._location(number), error
+            )
+        self.skipped[error.reason] += 1
+
+    def _placeholder(self, position: int, reason: str, source: str) -> Record:
+        chat = self.options.mode == "chat"
+        return {
+            "text": None if chat else "",
+            "messages": [] if chat else None,
+            "tools": None,
+            "idx": position,
+            "loss_multiplier": 0.0,
+            "source": source,
+            "skip_reason": reason,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_long": None}
+
+
+class _Index:
+    """Units (whole records or pieces of long ones) in order; without pieces or gaps it needs no memory."""
+
+    def __init__(
+        self, count: int, record: np.ndarray | None, piece: np.ndarray | None, split: np.ndarray | None
+    ) -> None:
+        self.count = count
+        self._record = record
+        self._piece = piece
+        self._split = split
+        self.groups: np.ndarray | None = None
+
+    @classmethod
+    def of_records(cls, count: int) -> _Index:
+        return cls(count, None, None, None)
+
+    @classmethod
+    def of_pieces(cls, pieces: np.ndarray) -> _Index:
+        record = np.repeat(np.arange(len(pieces)), pieces)
+        piece = np.arange(len(record)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        return cls(len(record), record, piece.astype(np.int32), np.repeat(pieces > 1, pieces))
+
+    def select(self, units: np.ndarray) -> _Index:
+        if self._record is None or self._piece is None or self._split is None:
+            return _Index(len(units), units, np.zeros(len(units), dtype=np.int32), np.zeros(len(units), dtype=bool))
+        return _Index(len(units), self._record[units], self._piece[units], self._split[units])
+
+    def at(self, unit: int) -> tuple[int, int]:
+        if self._record is None or self._piece is None:
+            return unit, 0
+        return int(self._record[unit]), int(self._piece[unit])
+
+    def is_split(self, unit: int) -> bool:
+        return self._split is not None and bool(self._split[unit])
+
+    def unit_sizes(self, sizes: np.ndarray, limit: int) -> np.ndarray:
+        return np.minimum(sizes if self._record is None else sizes[self._record], limit)
+
+
+def _group(sizes: np.ndarray, limit: int) -> np.ndarray:
+    """First unit of each group of neighbours whose sizes add up to at most ``limit`` (or of a single larger one)."""
+    ends = np.cumsum(sizes)
+    starts = [0]
+    while True:
+        done = ends[starts[-1] - 1] if starts[-1] else 0
+        after = max(int(np.searchsorted(ends, done + limit, side="right")), starts[-1] + 1)
+        if after >= len(sizes):
+            return np.array(starts, dtype=np.int64)
+        starts.append(after)
+
+
+def checked_text(value: Any, key: str) -> str:
+    """``value`` if it is text that can be encoded; raises BadRecord."""
+    if not isinstance(value, str):
+        raise BadRecord("wrong_type", f"{key!r} is a {type(value).__name__}, not a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_unicode", f"{key!r} has half a surrogate pair at character {error.start}") from None
+    if not value.strip():
+        raise BadRecord("empty", f"{key!r} is empty")
+    return value
+
+
+def checked_messages(value: Any, key: str) -> list[dict[str, Any]]:
+    """A conversation: a list (or its JSON) of objects with a role; raises BadRecord."""
+    messages = _from_json(value, key)
+    if not isinstance(messages, list):
+        raise BadRecord("wrong_type", f"{key!r} is a {type(messages).__name__}, not a list of messages")
+    if not messages:
+        raise BadRecord("empty", f"{key!r} has no message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadRecord("bad_message", f"message {number} of {key!r} has no role")
+    try:
+        json.dumps(messages, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord("invalid_unicode", f"{key!r} has half a surrogate pair") from None
+    except (TypeError, ValueError) as error:
+        raise BadRecord("wrong_type", f"{key!r} holds a value that JSON cannot hold ({error})") from None
+    # Columnar files give every message the keys of all of them, with null where it has none.
+    return [{name: part for name, part in message.items() if part is not None} for message in messages]
+
+
+def _checked_tools(value: Any, key: str) -> list[Any] | None:
+    tools = _from_json(value, key)
+    if tools is not None and not isinstance(tools, list):
+        raise BadRecord("wrong_type", f"{key!r} is a {type(tools).__name__}, not a list of tools")
+    return tools or None
+
+
+def _from_json(value: Any, key: str) -> Any:
+    """Columnar files often keep nested values as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("malformed_json", f"{key!r} is text but not valid JSON ({error})") from None
+
+
+def flatten_documents(records: Iterable[Record]) -> list[Record]:
+    """Rows for a collator: each document of a joined record by itself, other records as they are."""
+    return [row for record in records for row in record.get("documents") or [record]]
+
+
+def count_skipped(records: Iterable[Record]) -> Counter[str]:
+    """Records that were left out, by reason; padding at the end of an epoch is not one of them."""
+    reasons = (row.get("skip_reason") for row in flatten_documents(records))
+    return Counter(reason for reason in reasons if reason and reason != "padding")
+
+
+def _shorten(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def build_dataset(cfg: Any, split: Literal["train", "validation"] = "train") -> RecordDataset:
+    """The data set of a ``data`` section (:class:`limbeck.data.config.DataConfig`, or a dict or object like it)."""
+
+    def get(name: str, default: Any = None) -> Any:
+        value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+        return default if value is None else value
+
+    paths = get(split)
+    if not paths:
+        raise ConfigError(f"data.{split} is not set; give a file, a glob, a folder or {HUB_PREFIX}owner/name.")
+    names = [name for name in SourceOptions.__dataclass_fields__ if name not in ("hub_split", "tools_key")]
+    chosen = {name: value for name in names if (value := get(name)) is not None}
+    hub_split = get("hub_validation_split", "validation") if split == "validation" else get("hub_split", "train")
+    tools_key = cfg.get("tools_key", "tools") if isinstance(cfg, Mapping) else getattr(cfg, "tools_key", "tools")
+    return RecordDataset(paths, SourceOptions(**chosen, hub_split=hub_split, tools_key=tools_key))

@@ -1,0 +1,428 @@
+"""Files to records: every format, every kind of bad input with its file and line, exact order and resume."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from limbeck.data.config import DataConfig
+from limbeck.data.files import RandomAccessFile, expand, index_lines, split_spans
+from limbeck.data.sources import (
+    PAD_INDEX,
+    RecordDataset,
+    SourceOptions,
+    build_dataset,
+    count_skipped,
+    flatten_documents,
+)
+from limbeck.utils.errors import ConfigError, DataError
+
+TEXTS = ["one", "zwei\nzeilen", "三 个", "four 🙂", "five"]
+CHAT = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": [{"name": "f"}]},
+    {"messages": [{"role": "user", "content": "2"}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def zst(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as out:
+        out.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(path: Path, table: pa.Table, stream: bool) -> str:
+    with pa.OSFile(str(path), "wb") as sink:
+        make = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return str(path)
+
+
+def parquet(path: Path, table: pa.Table) -> str:
+    pq.write_table(table, path, row_group_size=2)
+    return str(path)
+
+
+def texts(data: RecordDataset) -> list[str]:
+    return [record["text"] for record in data]
+
+
+ROWS = [{"text": text, "other": 1} for text in TEXTS]
+MAKERS: dict[str, Callable[[Path], str]] = {
+    "jsonl": lambda p: write(p / "a.jsonl", lines(ROWS)),
+    "no_last_newline": lambda p: write(p / "a.jsonl", lines(ROWS)[:-1]),
+    "crlf_and_blank_lines": lambda p: write(p / "a.jsonl", lines(ROWS).replace(b"\n", b"\r\n\r\n\n")),
+    "byte_order_mark": lambda p: write(p / "a.jsonl", b"\xef\xbb\xbf" + lines(ROWS)),
+    "json_array": lambda p: write(p / "a.json", json.dumps(ROWS, indent=1).encode()),
+    "gz": lambda p: write(p / "a.jsonl.gz", gzip.compress(lines(ROWS))),
+    "json_gz": lambda p: write(p / "a.json.gz", gzip.compress(lines(ROWS))),
+    "bz2": lambda p: write(p / "a.jsonl.bz2", bz2.compress(lines(ROWS))),
+    "xz": lambda p: write(p / "a.jsonl.xz", lzma.compress(lines(ROWS))),
+    "zst": lambda p: write(p / "a.jsonl.zst", zst(lines(ROWS))),
+    "parquet": lambda p: parquet(p / "a.parquet", pa.Table.from_pylist(ROWS)),
+    "arrow_file": lambda p: arrow(p / "a.arrow", pa.Table.from_pylist(ROWS), stream=False),
+    "arrow_stream": lambda p: arrow(p / "a.arrow", pa.Table.from_pylist(ROWS), stream=True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("check", ["at_start", "on_read"])
+def test_every_format_gives_the_same_records(kind: str, check: Any, tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path)
+    data = RecordDataset(path, SourceOptions(check_records=check))
+    assert texts(data) == TEXTS
+    assert data[3]["idx"] == 3
+    assert data[3]["loss_multiplier"] == 1.0
+    assert data[3]["source"].startswith(path + ":")
+    copy = pickle.loads(pickle.dumps(data))
+    assert texts(copy) == TEXTS
+    assert copy.fingerprint == data.fingerprint
+    assert texts(RecordDataset(path)) == TEXTS  # from the unpacked copy
+
+
+def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
+    data = RecordDataset(write(tmp_path / "a.jsonl", b'\n{"text":"x"}\r\n\r\n\n{"text":"y"}'))
+    assert [record["source"].rsplit(":", 1)[1] for record in data] == ["2", "5"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py"])
+def test_plain_text_by_file_and_by_paragraph(name: str, tmp_path: Path) -> None:
+    content = "a b\nc\n\n\r\n  \nd\n\ne é"
+    path = write(tmp_path / name, b"\xef\xbb\xbf" + content.encode())
+    assert texts(RecordDataset(path)) == [content]
+    data = RecordDataset(path, SourceOptions(split_documents="blank_lines"))
+    assert texts(data) == ["a b\nc", "d", "e é"]
+    assert [record["source"] for record in data] == [f"{path}:1", f"{path}:6", f"{path}:8"]
+
+
+def test_files_globs_folders(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for number, name in enumerate(["b.jsonl", "a.jsonl", "sub/c.txt"]):
+        write(tmp_path / name, lines([{"text": str(number)}]))
+    write(tmp_path / "sub/notes.bin", b"")
+    assert texts(RecordDataset(str(tmp_path / "*.jsonl"))) == ["1", "0"]
+    assert [Path(path).name for path in expand(str(tmp_path))] == ["a.jsonl", "b.jsonl", "c.txt"]
+    assert len(expand([str(tmp_path / "a.jsonl"), str(tmp_path / "*.jsonl")])) == 2
+    with pytest.raises(DataError, match="No file matches"):
+        expand(str(tmp_path / "*.zip"))
+    with pytest.raises(DataError, match=r"'no/such' does not exist.*write hf:no/such"):
+        expand("no/such")
+    with pytest.raises(DataError, match=r"notes.bin is not known by its name; .*data.format"):
+        len(RecordDataset(str(tmp_path / "sub/notes.bin")))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        expand(str(tmp_path / "none"))
+
+
+def test_saved_datasets_folder(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    assert texts(RecordDataset(str(tmp_path / "saved"))) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json_text"])
+def test_conversations(kind: str, tmp_path: Path) -> None:
+    if kind == "jsonl":
+        path = write(tmp_path / "c.jsonl", lines(CHAT))
+    elif kind == "parquet":
+        rows = [{"messages": row["messages"], "tools": row.get("tools")} for row in CHAT]
+        rows[1]["messages"] = [{"role": "user", "content": "2", "name": "u"}]
+        path = parquet(tmp_path / "c.parquet", pa.Table.from_pylist(rows))
+    else:
+        path = write(
+            tmp_path / "c.jsonl",
+            lines([{k: json.dumps(v) for k, v in row.items()} for row in CHAT]),
+        )
+    data = RecordDataset(path, SourceOptions(mode="chat"))
+    first, second = data[0], data[1]
+    assert first["messages"] == CHAT[0]["messages"]
+    assert first["tools"] == [{"name": "f"}]
+    assert first["text"] is None
+    assert second["tools"] is None
+    assert second["messages"][0]["content"] == "2"
+
+
+BAD: dict[str, tuple[bytes, str, str]] = {
+    "invalid_utf8": (b'{"text":"a\xff"}', "invalid_utf8", "byte 10 of the line is not valid UTF-8"),
+    "malformed": (b'{"text":', "malformed_json", "not valid JSON"),
+    "deep": (b"[" * 100_000, "malformed_json", "not valid JSON"),
+    "array": (b"[1]", "not_an_object", "a JSON list, not an object"),
+    "missing": (b'{"txt":"a"}', "missing_key", "no 'text', only txt"),
+    "null": (b'{"text":null}', "missing_key", "no 'text'"),
+    "type": (b'{"text":7}', "wrong_type", "'text' is a int, not a string"),
+    "surrogate": (b'{"text":"ab\\ud800"}', "invalid_unicode", "half a surrogate pair at character 2"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("check", ["at_start", "on_read"])
+def test_bad_records_stop_with_file_and_line_or_are_counted(kind: str, check: Any, tmp_path: Path) -> None:
+    line, reason, message = BAD[kind]
+    path = write(tmp_path / "a.jsonl", b'{"text":"good"}\n\n' + line + b'\n{"text":"too"}\n')
+    with pytest.raises(DataError, match="on_bad_record=skip") as caught:
+        list(RecordDataset(path, SourceOptions(check_records=check)))
+    assert f"{path}:3: " in str(caught.value)
+    assert message in str(caught.value)
+    data = RecordDataset(path, SourceOptions(check_records=check, on_bad_record="skip"))
+    records = list(data)
+    assert data.skipped == {reason: 1}
+    if check == "at_start":
+        assert [record["text"] for record in records] == ["good", "too"]
+        assert not count_skipped(records)
+    else:
+        assert [record["loss_multiplier"] for record in records] == [1.0, 0.0, 1.0]
+        assert records[1]["skip_reason"] == reason
+        assert records[1]["text"] == ""
+        assert count_skipped(records) == {reason: 1}
+
+
+BAD_CHATS = {
+    "wrong_type": {"messages": 3},
+    "bad_message": {"messages": [{"role": "user", "content": "x"}, {"content": "y"}]},
+    "malformed_json": {"messages": "hello"},
+    "invalid_unicode": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "missing_key": {"conversation": []},
+}
+
+
+@pytest.mark.parametrize("reason", BAD_CHATS)
+def test_bad_conversations(reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", lines([*CHAT, BAD_CHATS[reason]]))
+    with pytest.raises(DataError, match=r"c\.jsonl:3: "):
+        len(RecordDataset(path, SourceOptions(mode="chat")))
+    data = RecordDataset(path, SourceOptions(mode="chat", on_bad_record="skip"))
+    assert len(data) == 2
+    assert data.skipped == {reason: 1}
+
+
+def test_tools_of_the_wrong_type(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", lines([{**CHAT[0], "tools": 5}]))
+    with pytest.raises(DataError, match=r"c\.jsonl:1: 'tools' is a int"):
+        len(RecordDataset(path, SourceOptions(mode="chat")))
+    assert RecordDataset(path, SourceOptions(mode="chat", tools_key=None))[0]["tools"] is None
+
+
+def test_empty_documents_are_counted_and_never_stop_a_run(tmp_path: Path) -> None:
+    data = RecordDataset(write(tmp_path / "a.jsonl", lines([{"text": " \n"}, {"text": "x"}]) + b"   \n"))
+    assert texts(data) == ["x"]
+    assert data.skipped == {"empty": 2}
+    with pytest.raises(DataError, match="no usable record"):
+        len(RecordDataset(write(tmp_path / "b.jsonl", b"")))
+    with pytest.raises(DataError, match=r"no usable record .*\(skipped: {'empty': 1}\)"):
+        len(RecordDataset(write(tmp_path / "b.txt", b"\n\n")))
+
+
+def test_invalid_utf8_in_plain_text_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one\n\ntwo\nbad \xff here\n")
+    with pytest.raises(DataError, match=r"a\.txt:1: line 4 is not valid UTF-8"):
+        len(RecordDataset(path))
+    with pytest.raises(DataError, match=r"a\.txt:3: line 4 is not valid UTF-8"):
+        len(RecordDataset(path, SourceOptions(split_documents="blank_lines")))
+
+
+def test_invalid_utf8_in_arrow(tmp_path: Path) -> None:
+    values = pa.array([b"ok", b"\xff\xfe"], pa.binary())
+    # Files from other writers may carry such bytes in a string column; build one without validation.
+    column = pa.Array.from_buffers(pa.string(), 2, values.buffers())
+    path = arrow(tmp_path / "a.arrow", pa.table({"text": column}), stream=False)
+    with pytest.raises(DataError, match=r"a\.arrow:2: byte 0 of the value is not valid UTF-8"):
+        len(RecordDataset(path))
+
+
+def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
+    for name, message in [("a.parquet", "not a readable parquet"), ("a.arrow", "not a readable Arrow")]:
+        with pytest.raises(DataError, match=message):
+            len(RecordDataset(write(tmp_path / name, b"not columns")))
+    for name, packed in [("g.jsonl.gz", gzip.compress(lines(ROWS))), ("x.jsonl.xz", lzma.compress(lines(ROWS)))]:
+        with pytest.raises(DataError, match="not a whole compressed file"):
+            len(RecordDataset(write(tmp_path / name, packed[:-12])))
+    with pytest.raises(DataError, match="not a whole compressed file"):
+        len(RecordDataset(write(tmp_path / "z.jsonl.zst", b"not zstd at all")))
+    with pytest.raises(DataError, match=r"b\.parquet has no column 'text'; it has a"):
+        len(RecordDataset(parquet(tmp_path / "b.parquet", pa.table({"a": [1]}))))
+    with pytest.raises(DataError, match="starts as a JSON array but cannot be read as one"):
+        len(RecordDataset(write(tmp_path / "t.json", b'[{"text": "a"},')))
+    with pytest.raises(ConfigError, match="holds no conversations"):
+        len(RecordDataset(write(tmp_path / "a.txt", b"x"), SourceOptions(mode="chat")))
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ROWS))
+    data = RecordDataset(path).prepare()
+    write(tmp_path / "a.jsonl", b"")
+    with pytest.raises(DataError, match="become shorter"):
+        data[4]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+def test_a_huge_document_is_split_between_characters(kind: str, tmp_path: Path) -> None:
+    body = "漢字とemoji🙂 " * 200_000
+    if kind == "jsonl":
+        path = write(tmp_path / "a.jsonl", lines([{"text": "first"}, {"text": body}, {"text": "last"}]))
+    elif kind == "txt":
+        path = write(tmp_path / "a.txt", body.encode())
+    else:
+        path = parquet(tmp_path / "a.parquet", pa.table({"text": ["first", body, "last"]}))
+    data = RecordDataset(path, SourceOptions(max_document_bytes=1 << 16))
+    found = texts(data)
+    if kind != "txt":
+        assert (found[0], found[-1]) == ("first", "last")
+        found = found[1:-1]
+    assert "".join(found) == body
+    assert max(len(piece.encode()) for piece in found) <= 1 << 16
+    assert len(found) < 1.2 * len(body.encode()) / (1 << 16)
+
+
+def test_long_documents_by_policy(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([{"text": "short"}, {"text": "x" * 100}, {"text": "é" * 9}]))
+    data = RecordDataset(path, SourceOptions(max_document_bytes=64, long_documents="skip"))
+    # The escaped line of the third document is longer than the limit, the document itself is not.
+    assert texts(data) == ["short", "é" * 9]
+    assert data.skipped == {"too_long": 1}
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the document has 100 bytes.*long_documents=skip"):
+        len(RecordDataset(path, SourceOptions(max_document_bytes=64, long_documents="error")))
+    chat = write(tmp_path / "c.jsonl", lines([*CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}]))
+    data = RecordDataset(chat, SourceOptions(mode="chat", max_document_bytes=128))
+    assert len(data) == 2
+    assert data.skipped == {"too_long": 1}
+
+
+@given(text=st.text(max_size=300), limit=st.integers(16, 40))
+@settings(max_examples=100, deadline=None)
+def test_spans_cover_the_text_and_stay_valid(text: str, limit: int) -> None:
+    data = text.encode()
+    pieces = [data[start:end] for start, end in split_spans(data, 0, len(data), limit)]
+    assert b"".join(pieces) == data
+    assert all(len(piece) <= limit for piece in pieces)
+    assert "".join(piece.decode() for piece in pieces) == text
+
+
+@given(raw=st.lists(st.sampled_from(["a", "bb", "", "\r", " ", "\n"]), max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_line_index_agrees_with_splitting(raw: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    content = "\n".join(raw).encode()
+    path = tmp_path_factory.mktemp("index") / "a"
+    path.write_bytes(content)
+    starts, lengths, numbers = index_lines(str(path))
+    wanted = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line not in (b"", b"\r")]
+    file = RandomAccessFile(str(path))
+    found = [(int(n), file.read(int(s), int(c))) for n, s, c in zip(numbers, starts, lengths, strict=True)]
+    assert found == wanted
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=30), limit=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_joined_records_keep_documents_apart(
+    sizes: list[int], limit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("join") / "a.txt"
+    path.write_text("\n\n".join("x" * size for size in sizes))
+    data = RecordDataset(str(path), SourceOptions(split_documents="blank_lines", join_to_bytes=limit))
+    records = list(data)
+    rows = flatten_documents(records)
+    assert [len(row["text"]) for row in rows] == sizes
+    assert [row["idx"] for row in rows] == list(range(len(sizes)))
+    totals = [sum(len(row["text"]) for row in record["documents"]) for record in records]
+    assert all(t <= limit or len(r["documents"]) == 1 for t, r in zip(totals, records, strict=True))
+    # Greedy: a group and the next document never fit together.
+    firsts = [len(record["documents"][0]["text"]) for record in records]
+    assert all(total + first > limit for total, first in zip(totals, firsts[1:], strict=False))
+
+
+def test_padding_index_gives_a_record_that_counts_for_nothing(tmp_path: Path) -> None:
+    data = RecordDataset(write(tmp_path / "a.jsonl", lines(ROWS)))
+    assert data[PAD_INDEX]["loss_multiplier"] == 0.0
+    assert not count_skipped([data[PAD_INDEX]])
+    with pytest.raises(IndexError, match="Record 5 is outside the data set of 5 records"):
+        data[5]
+
+
+def test_fingerprint_follows_the_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ROWS))
+    first = RecordDataset(path).fingerprint
+    assert RecordDataset(path).fingerprint == first
+    assert RecordDataset(path, SourceOptions(cache_dir=str(tmp_path))).fingerprint == first
+    assert RecordDataset(path, SourceOptions(join_to_bytes=9)).fingerprint != first
+    write(tmp_path / "a.jsonl", lines([{"text": "ONE", "other": 1}, *ROWS[1:]]))
+    assert RecordDataset(path).fingerprint != first
+
+
+def test_memory_holds_offsets_not_text(tmp_path: Path) -> None:
+    body = "x" * 4000
+    path = write(tmp_path / "a.jsonl", lines([{"text": body}] * 500))
+    data = RecordDataset(path).prepare()
+    list(data)
+    assert len(pickle.dumps(data)) < 500 * 64
+
+
+def test_build_from_a_config(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([{"body": "x"}]))
+    config = DataConfig(train=[path], text_key="body")
+    assert texts(build_dataset(config)) == ["x"]
+    assert texts(build_dataset({"train": path, "text_key": "body"})) == ["x"]
+    assert build_dataset(DataConfig(train=path, tools_key=None)).options.tools_key is None
+    with pytest.raises(ConfigError, match=r"data.validation is not set"):
+        build_dataset(config, "validation")
+
+
+def test_options_and_config_agree() -> None:
+    defaults = DataConfig(train="x")
+    for name, value in SourceOptions().__dict__.items():
+        assert getattr(defaults, name) == value, name
+
+
+def test_hub_data_set_offline_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'no/such' on the Hub (OfflineModeIsEnabled)\nmore lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        DataError, match=r"'no/such' \(split 'train'\) cannot be loaded from the hub: Couldn't"
+    ) as caught:
+        len(RecordDataset("hf:no/such"))
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: made)
+    data = RecordDataset("hf:some/texts")
+    assert texts(data) == TEXTS
+    assert data[1]["source"] == "hf:some/texts:2"
+    shuffled = made.select([4, 2])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: shuffled)
+    assert texts(RecordDataset("hf:some/texts")) == [TEXTS[4], TEXTS[2]]
+    assert np.array_equal(RecordDataset("hf:some/texts")._readers[0].sizes(), [0, 0])
