@@ -143,8 +143,8 @@ _TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
         "The arguments of `{tool}` must be one valid JSON object: double quotes, escaped line breaks, no trailing text."
     ),
     "file_not_found": (
-        "The path that comes to mind for `{tool}` does not exist. Find the right one first, for instance by listing the "
-        "directory."
+        "The path that comes to mind for `{tool}` does not exist. Find the right one first, for instance by listing "
+        "the directory."
     ),
     "command_not_found": (
         "The program that comes to mind for `{tool}` is not installed here. Use one that is, or install it first."

@@ -1,8 +1,8 @@
 """Error sites: which assistant message each failed tool result puts in question.
 
 A failed result points back, by its call id, to the message that made the call. That message is the target; the hint
-goes directly before it. The later message that puts things right can be a second target with a weight of its own. Whatever
-does not become a site is counted by reason.
+goes directly before it. The later message that puts things right can be a second target with a weight of its own.
+Whatever does not become a site is counted by reason.
 """
 
 from __future__ import annotations

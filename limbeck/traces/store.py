@@ -1,13 +1,41 @@
-"""A small cache of JSON values on disk, for answers that cost money or time."""
+"""Files that traces leave behind: line files written whole or not at all, and a cache of answers that cost money."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from limbeck.utils.errors import TraceError
+from limbeck.utils.paths import write_atomic
+
+
+@contextmanager
+def line_writer(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """A function that writes lines to ``path``, which appears only when all are written; None writes nothing.
+
+    The output may be one of the inputs still being read.
+    """
+    if path is None:
+        yield lambda line: None
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise TraceError(f"cannot write {str(path)!r}: give a file in an existing folder")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+
+            def write(line: str) -> None:
+                out.write(line + "\n")
+
+            yield write
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def fingerprint(value: Any) -> str:
@@ -48,7 +76,4 @@ class JsonCache:
         """Store an object under a key made by ``fingerprint``."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(value, out, ensure_ascii=False)
-        os.replace(name, path)
+        write_atomic(path, json.dumps(value, ensure_ascii=True))

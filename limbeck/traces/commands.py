@@ -1,0 +1,346 @@
+"""``limbeck traces ingest | sites | pairs``: agent logs to canonical traces, error sites and preference pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointTeacher
+from limbeck.traces.hints import HintGenerator, HookHints, JudgeHints, LayeredHints, RawErrorHints, TemplateHints
+from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+from limbeck.traces.readers import READERS, ReadReport
+from limbeck.traces.replay import CallableTeacher, Replayer, Teacher, assistant_targets, error_targets
+from limbeck.traces.schema import Trace
+from limbeck.traces.sites import SiteFinder
+from limbeck.traces.store import JsonCache, line_writer
+from limbeck.utils.errors import TraceError
+
+traces_app = typer.Typer(help="Agent logs: canonical traces, error sites, preference pairs.", no_args_is_help=True)
+
+
+class DetectorSet(str, Enum):
+    """Which signs of failure count."""
+
+    standard = "standard"
+    extended = "extended"
+
+
+class States(str, Enum):
+    """Which recorded messages are replayed."""
+
+    errors = "errors"
+    all = "all"
+
+
+FilesArgument = Annotated[
+    list[Path], typer.Argument(help="Log files; each may have its own format.", metavar="FILES...")
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option("--format", "-f", help=f"One of {', '.join(READERS)}; detected from the content if absent."),
+]
+RedactOption = Annotated[bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and passwords out.")]
+ReasoningOption = Annotated[bool, typer.Option("--strip-reasoning", help="Take hidden reasoning out of all messages.")]
+DetectorsOption = Annotated[
+    DetectorSet, typer.Option("--detectors", help="extended: also failures that the log states without a flag.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@traces_app.command("ingest")
+def ingest_command(
+    files: FilesArgument,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write canonical traces, one per line.")] = None,
+    format: FormatOption = None,
+    redact: RedactOption = True,
+    strip_reasoning: ReasoningOption = False,
+    detectors: DetectorsOption = DetectorSet.standard,
+    json_output: JsonOption = False,
+) -> None:
+    """Read agent logs into canonical traces and show what is in them.
+
+    Example: limbeck traces ingest session.jsonl airline.jsonl -o traces.jsonl
+    """
+    stats = IngestStats()
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value)
+    with line_writer(out) as write, _progress("traces") as advance:
+        for trace in ingest(files, options, stats):
+            write(trace.to_json())
+            advance()
+    if json_output:
+        typer.echo(json.dumps(stats.summary()))
+    else:
+        _print_ingest(stats)
+    _warn(stats.report)
+    _require_traces(stats, files)
+
+
+@traces_app.command("sites")
+def sites_command(
+    files: FilesArgument,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write error sites, one per line.")] = None,
+    format: FormatOption = None,
+    recovery_weight: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the message that put it right, as a second target.")
+    ] = 0.0,
+    hints: Annotated[str, typer.Option(help="Hint generators in order, from: template, raw.")] = "template,raw",
+    hook: Annotated[
+        str | None, typer.Option(help="module:function (error_kind, error_meta) -> text or None; asked first.")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="module:function (HintRequest) -> text or None; asked last.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder that keeps the judge's answers.")] = None,
+    redact: RedactOption = True,
+    strip_reasoning: ReasoningOption = False,
+    detectors: DetectorsOption = DetectorSet.standard,
+    json_output: JsonOption = False,
+) -> None:
+    """Find the messages whose tool calls failed and write a hint for each.
+
+    Example: limbeck traces sites traces.jsonl -o sites.jsonl
+    """
+    stats = IngestStats()
+    finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, cache)), recovery_weight)
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value)
+    with line_writer(out) as write, _progress("traces") as advance:
+        for trace in ingest(files, options, stats):
+            for site in finder.find(trace):
+                write(json.dumps(site.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
+            advance()
+    summary = finder.summary()
+    if json_output:
+        typer.echo(json.dumps(summary))
+    else:
+        _print_counts(f"{summary['sites']} error sites in {stats.traces} traces", "error kind", summary["by_kind"])
+        _print_counts("hints", "source", summary["by_hint_source"])
+        _print_counts("dropped", "reason", summary["dropped"])
+    for problem, count in finder.hints.problems.most_common():
+        typer.echo(f"hint not usable, {count} times: {problem}", err=True)
+    _warn(stats.report)
+    _require_traces(stats, files)
+
+
+@traces_app.command("pairs")
+def pairs_command(
+    files: FilesArgument,
+    teacher: Annotated[
+        list[str],
+        typer.Option("--teacher", "-t", help="MODEL@URL of a chat endpoint, or py:module:function; repeatable."),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write preference pairs, one per line.")] = None,
+    format: FormatOption = None,
+    states: Annotated[States, typer.Option("--at", help="errors: messages whose calls failed; all: every one.")] = (
+        States.errors
+    ),
+    quorum: Annotated[
+        int | None, typer.Option(min=1, help="Equal answers that it takes (default: a majority).")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder that keeps the endpoints' answers, to resume from.")
+    ] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoints' key.")] = "OPENAI_API_KEY",
+    requests_per_minute: Annotated[float, typer.Option(min=0.0, help="Per endpoint; 0 for no limit.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight per endpoint.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds per request.")] = 120.0,
+    retries: Annotated[int, typer.Option(min=0, help="Further attempts after a failed one.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    price_in: Annotated[float, typer.Option(min=0.0, help="Money per million prompt tokens.")] = 0.0,
+    price_out: Annotated[float, typer.Option(min=0.0, help="Money per million answer tokens.")] = 0.0,
+    max_cost: Annotated[float | None, typer.Option(min=0.0, help="Stop asking before this much is spent.")] = None,
+    keep_reasoning: Annotated[bool, typer.Option("--keep-reasoning", help="Keep reasoning on both sides.")] = False,
+    redact: RedactOption = True,
+    json_output: JsonOption = False,
+) -> None:
+    """Ask teachers what they would have done, and pair their agreed action with the recorded one.
+
+    Example: limbeck traces pairs traces.jsonl -t qwen3-32b@http://localhost:8000/v1 -o pairs.jsonl --cache answers
+    """
+    budget = Budget(max_cost)
+    answers = None if cache is None else JsonCache(cache)
+
+    def endpoint(model: str, url: str) -> EndpointTeacher:
+        config = EndpointConfig(
+            url=url,
+            model=model,
+            api_key_env=api_key_env,
+            timeout=timeout,
+            max_retries=retries,
+            requests_per_minute=requests_per_minute,
+            concurrency=concurrency,
+            max_tokens=max_tokens,
+            price_in=price_in,
+            price_out=price_out,
+        )
+        return EndpointTeacher(config, answers, budget)
+
+    replayer = Replayer([_teacher(spec, endpoint) for spec in teacher], quorum, not keep_reasoning)
+    stats = IngestStats()
+    targets = error_targets if states is States.errors else assistant_targets
+    traces = ingest(files, IngestOptions(format, redact, strip_reasoning=False), stats)
+    with line_writer(out) as write, _progress("pairs") as advance:
+        asyncio.run(_replay(replayer, traces, targets, write, advance))
+    summary = {**replayer.summary(), **_endpoint_figures(replayer.teachers), "cost": round(budget.spent, 6)}
+    if json_output:
+        typer.echo(json.dumps(summary))
+    else:
+        _print_pairs(summary)
+    _warn(stats.report)
+    _require_traces(stats, files)
+
+
+async def _replay(
+    replayer: Replayer,
+    traces: Iterable[Trace],
+    targets: Callable[[Trace], list[int]],
+    write: Callable[[str], None],
+    advance: Callable[[], None],
+) -> None:
+    try:
+        async for pair in replayer.pairs(traces, targets):
+            write(json.dumps(pair.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
+            advance()
+    finally:
+        for teacher in replayer.teachers:
+            if isinstance(teacher, EndpointTeacher):
+                await teacher.close()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _load_function(spec: str, option: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; the user's own code, imported on request."""
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise TraceError(f"{option} {spec!r} is no function: expected module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TraceError(f"{option} {spec!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise TraceError(f"{option} {spec!r} is a {type(function).__name__}: expected a function")
+    return function
+
+
+def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | None) -> list[HintGenerator]:
+    known: dict[str, Callable[[], HintGenerator]] = {"template": TemplateHints, "raw": RawErrorHints}
+    names = [name.strip() for name in hints.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise TraceError(f"unknown hint generator {unknown[0]!r}: expected some of {', '.join(known)}")
+    generators: list[HintGenerator] = [HookHints(_load_function(hook, "--hook"))] if hook else []
+    generators += [known[name]() for name in names]
+    if judge:
+        generators.append(JudgeHints(_load_function(judge, "--judge"), cache, name=f"judge:{judge}"))
+    if not generators:
+        raise TraceError("no hint generator is left: give at least one with --hints, --hook or --judge")
+    return generators
+
+
+def _teacher(spec: str, endpoint: Callable[[str, str], EndpointTeacher]) -> Teacher:
+    if spec.startswith("py:"):
+        return CallableTeacher(_load_function(spec[3:], "--teacher"), spec[3:])
+    match = re.fullmatch(r"(?P<model>.+?)@(?P<url>https?://.+)", spec)
+    if match is None:
+        raise TraceError(
+            f"--teacher {spec!r} is not understood: expected MODEL@http://host:port/v1 or py:module:function"
+        )
+    return endpoint(match["model"], match["url"])
+
+
+def _endpoint_figures(teachers: Iterable[Teacher]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for teacher in teachers:
+        if isinstance(teacher, EndpointTeacher):
+            counts += teacher.counts
+    return {name: counts[name] for name in ("requests", "retries", "cached")}
+
+
+def _require_traces(stats: IngestStats, files: list[Path]) -> None:
+    if stats.traces == 0:
+        reasons = ", ".join(f"{name} {count}" for name, count in stats.report.skipped.most_common(3))
+        names = ", ".join(path.name for path in files[:3])
+        raise TraceError(
+            f"no trace was found in {names} ({reasons or 'the files are empty'}): check files and --format"
+        )
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+_SHOWN_PLACES = 10
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[], None]]:
+    """A running count on standard error, where that is a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.completed} " + what), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda: progress.advance(task)
+
+
+def _warn(report: ReadReport) -> None:
+    """Places of what was skipped, and what a user may want to know besides."""
+    noteworthy = [place for place in report.places if ": event_" not in place]
+    for place in noteworthy[:_SHOWN_PLACES]:
+        typer.echo(f"skipped {place}", err=True)
+    if len(noteworthy) > _SHOWN_PLACES:
+        typer.echo("further places are not shown; the counts are complete", err=True)
+    for version, count in report.versions.most_common():
+        typer.echo(f"{count} events by {version}, a version that this reader was not checked with", err=True)
+    for detector, count in report.suspected.most_common():
+        typer.echo(f"{count} more results look failed by {detector}; --detectors extended counts them", err=True)
+
+
+def _print_counts(title: str, column: str, counts: Mapping[str, int]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column(column)
+    table.add_column("count", justify="right")
+    for name, count in counts.items():
+        table.add_row(escape(name), f"{count:,}")
+    if counts:
+        Console().print(table)
+    else:
+        Console().print(f"{title}: none", markup=False)
+
+
+def _print_ingest(stats: IngestStats) -> None:
+    summary = stats.summary()
+    totals = {name: summary[name] for name in ("traces", "turns", "tool_calls", "tool_results", "errors", "redacted")}
+    _print_counts("traces", "what", {name.replace("_", " "): count for name, count in totals.items()})
+    table = Table(title="errors", title_justify="left")
+    for column in ("kind", "detector"):
+        table.add_column(column)
+    table.add_column("count", justify="right")
+    for (kind, detector), count in stats.errors.most_common():
+        table.add_row(kind, detector, f"{count:,}")
+    if stats.errors:
+        Console().print(table)
+    if stats.redacted:
+        _print_counts("redacted", "secret", dict(stats.redacted.most_common()))
+    _print_counts("skipped", "reason", summary["skipped"])
+
+
+def _print_pairs(summary: Mapping[str, Any]) -> None:
+    states = {"states": summary["states"], "pairs": summary["pairs"], **summary["dropped"]}
+    _print_counts("preference pairs", "outcome", states)
+    _print_counts("answers", "teacher", summary["answers"])
+    _print_counts("failures", "teacher: reason", summary["failures"])
+    figures = ", ".join(f"{name} {summary[name]:,}" for name in ("requests", "retries", "cached"))
+    Console().print(f"{figures}, cost {summary['cost']:.4f}", markup=False)

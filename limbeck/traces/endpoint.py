@@ -1,0 +1,284 @@
+"""Teachers behind an OpenAI-compatible chat endpoint.
+
+Requests are limited in rate and number, retried with growing pauses, priced against a cap, and answered from disk
+where the same question was asked before, so a run that was interrupted goes on where it stopped. The key is read from
+the environment at the moment of the request and stands in no log, cache or error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from limbeck.traces.readers.base import as_dict, as_dicts, as_number
+from limbeck.traces.replay import TeacherFailure, parse_answer
+from limbeck.traces.schema import Message
+from limbeck.traces.store import JsonCache, fingerprint
+from limbeck.utils.errors import TraceError
+
+_RETRIED = {408, 409, 429, 500, 502, 503, 504, 529}
+_HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}
+
+
+def load_httpx() -> Any:
+    """The HTTP client library, which is an optional part of the installation."""
+    for name in ("httpx", "httpx2"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise TraceError("endpoint teachers need the package httpx: install it with `pip install 'limbeck[server]'`")
+
+
+@dataclass
+class Budget:
+    """A cap on the money that all endpoints of a run may spend together.
+
+    A request reserves its worst case before it is sent, so the cap holds with any number of them in flight.
+    """
+
+    limit: float | None = None
+    spent: float = 0.0
+    reserved: float = 0.0
+
+    def reserve(self, amount: float) -> bool:
+        """Set ``amount`` aside; False where it would pass the cap."""
+        if self.limit is not None and self.spent + self.reserved + amount > self.limit:
+            return False
+        self.reserved += amount
+        return True
+
+    def settle(self, reserved: float, actual: float) -> None:
+        """Replace a reservation by what was really spent."""
+        self.reserved = max(0.0, self.reserved - reserved)
+        self.spent += actual
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """One endpoint and how to treat it.
+
+    Attributes:
+        url: Base address, up to and including ``/v1``.
+        api_key_env: Environment variable with the key; a local server may need none.
+        timeout: Seconds for one request.
+        max_retries: Further attempts after the first.
+        requests_per_minute: 0 for no limit.
+        price_in, price_out: Money per million prompt and completion tokens.
+    """
+
+    url: str
+    model: str
+    name: str = ""
+    api_key_env: str = "OPENAI_API_KEY"
+    timeout: float = 120.0
+    max_retries: int = 5
+    backoff: float = 1.0
+    max_backoff: float = 60.0
+    requests_per_minute: float = 0.0
+    concurrency: int = 8
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    price_in: float = 0.0
+    price_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise TraceError(f"{self.url!r} is no endpoint address: expected something like http://host:8000/v1")
+
+    @property
+    def public_url(self) -> str:
+        """The address without user, password and query."""
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        return urlunsplit(
+            (parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path.rstrip("/"), "", "")
+        )
+
+
+@dataclass
+class EndpointTeacher:
+    """A ``Teacher`` that asks an endpoint; use it inside one event loop and ``close`` it.
+
+    Attributes:
+        counts: requests, retries and cached answers.
+    """
+
+    config: EndpointConfig
+    cache: JsonCache | None = None
+    budget: Budget = field(default_factory=Budget)
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.name = self.config.name or self.config.model
+        self._httpx = load_httpx()
+        self._client: Any = None
+        self._slots: asyncio.Semaphore | None = None
+        self._next_start = 0.0
+        self._random = random.Random(self.name)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
+        """The endpoint's answer from this state; ``TeacherFailure`` where there is none to be had."""
+        body = self._body(messages, tools)
+        key = fingerprint([self.config.public_url, body])
+        stored = self.cache.get(key) if self.cache is not None else None
+        if stored is not None:
+            self.counts["cached"] += 1
+            return parse_answer(stored.get("message"))
+        answer, message = await self._ask(body)
+        if self.cache is not None:
+            raw = as_dict(as_dicts(answer.get("choices"))[0].get("message"))
+            self.cache.put(key, {"message": raw, "usage": answer.get("usage"), "model": answer.get("model")})
+        return message
+
+    def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
+        return (prompt_tokens * self.config.price_in + completion_tokens * self.config.price_out) / 1e6
+
+    def _body(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [_wire_message(message) for message in messages],
+            "max_tokens": self.config.max_tokens,
+            "temperature": self.config.temperature,
+        }
+        if tools:
+            body["tools"] = tools
+        return body
+
+    async def _ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
+        """Ask until there is a usable answer; the last failure counts where there is none."""
+        for attempt in range(self.config.max_retries + 1):
+            try:
+                return await self._attempt(body)
+            except _Retry as retry:
+                if attempt == self.config.max_retries:
+                    raise retry.failure from retry
+                self.counts["retries"] += 1
+                await self.sleep(self._pause(attempt) if retry.pause is None else retry.pause)
+        raise TeacherFailure("not_asked")
+
+    async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
+        """One request, paid for whether its answer is usable or not."""
+        worst = self._price(len(json.dumps(body)) / 2.0, self.config.max_tokens)
+        if not self.budget.reserve(worst):
+            raise TeacherFailure("cost_cap", f"{self.budget.spent:.4f} of {self.budget.limit} spent")
+        cost = 0.0
+        try:
+            answer = self._read(await self._post(body))
+            usage = as_dict(answer.get("usage"))
+            tokens = [as_number(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+            # A server that does not say what it used is charged the worst case.
+            cost = worst if tokens[0] is None or tokens[1] is None else self._price(tokens[0], tokens[1])
+        finally:
+            self.budget.settle(worst, cost)
+        try:
+            return answer, parse_answer(as_dicts(answer.get("choices"))[0].get("message"))
+        except TeacherFailure as failure:
+            raise _Retry(failure) from failure
+
+    def _pause(self, attempt: int) -> float:
+        # Random shares keep many clients from coming back at the same moment.
+        return min(self.config.max_backoff, self.config.backoff * 2**attempt) * self._random.uniform(0.5, 1.0)
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        if self._client is None:
+            self._client = self._httpx.AsyncClient(timeout=self.config.timeout)
+            self._slots = asyncio.Semaphore(self.config.concurrency)
+        assert self._slots is not None
+        key = os.environ.get(self.config.api_key_env, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self._slots:
+            await self._wait_for_turn()
+            self.counts["requests"] += 1
+            try:
+                url = self.config.url.rstrip("/") + "/chat/completions"
+                request = self._client.post(url, json=body, headers=headers)
+                # The client's own limit is per read; a server that drips would never reach it.
+                return await asyncio.wait_for(request, self.config.timeout)
+            except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
+                raise _Retry(TeacherFailure("timeout", f"no answer in {self.config.timeout} s")) from error
+            except self._httpx.HTTPError as error:
+                raise _Retry(TeacherFailure("connection", type(error).__name__)) from error
+
+    async def _wait_for_turn(self) -> None:
+        if self.config.requests_per_minute <= 0:
+            return
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + 60.0 / self.config.requests_per_minute
+        if start > now:
+            await self.sleep(start - now)
+
+    def _read(self, response: Any) -> dict[str, Any]:
+        status = int(response.status_code)
+        try:
+            body = response.json()
+        except (ValueError, RecursionError):
+            body = None
+        if status in _HOPELESS:
+            raise TraceError(
+                f"the endpoint {self.config.public_url} {_HOPELESS[status]} (HTTP {status}) for the model "
+                f"{self.config.model!r}: check the address, the model and the variable {self.config.api_key_env}"
+            )
+        if status in _RETRIED:
+            pause = _retry_after(response)
+            raise _Retry(
+                TeacherFailure(f"http_{status}", _error_text(body)),
+                None if pause is None else min(pause, self.config.max_backoff),
+            )
+        if status != 200:
+            raise TeacherFailure(f"http_{status}", _error_text(body))
+        if not as_dicts(as_dict(body).get("choices")):
+            raise _Retry(TeacherFailure("bad_answer", "the body is no chat completion"))
+        return as_dict(body)
+
+
+class _Retry(Exception):
+    """An attempt failed in a way that may pass; ``pause`` is what the server asked for, in seconds."""
+
+    def __init__(self, failure: TeacherFailure, pause: float | None = None) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+        self.pause = pause
+
+
+def _error_text(body: Any) -> str:
+    return str(as_dict(as_dict(body).get("error")).get("message", ""))[:200]
+
+
+def _retry_after(response: Any) -> float | None:
+    try:
+        return max(0.0, float(response.headers.get("retry-after", "")))
+    except ValueError:
+        return None
+
+
+def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The chat-template form as endpoints take it: arguments as JSON text, no reasoning."""
+    wire = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
+    if message.get("tool_calls"):
+        wire["tool_calls"] = [_wire_call(call) for call in message["tool_calls"]]
+    return wire
+
+
+def _wire_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": text}}
