@@ -38,7 +38,8 @@ class PairCounter:
     def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:
         self._student = TextEncoder.for_tokenizer(student_tokenizer)
         self._teacher = TextEncoder.for_tokenizer(teacher_tokenizer)
-        self.shape = (self._student.vocab.size, self._teacher.vocab.size)
+        self.student, self.teacher = self._student.vocab, self._teacher.vocab
+        self.shape = (self.student.size, self.teacher.size)
         self.student_tokens: IntArray = np.zeros(self.shape[0], dtype=np.int64)
         self.texts = self.bytes = self.boundaries = self.inexact = 0
         self._keys: IntArray = np.zeros(0, dtype=np.int64)
@@ -114,6 +115,7 @@ def build_counted(
             f"counts over {counter.shape} ids do not fit rules over {(rules.student_size, rules.teacher_size)} ids; "
             "build both from the same tokenizers."
         )
+    rules.check_vocabularies(counter.student, counter.teacher)
     if not (np.isfinite(smoothing) and smoothing > 0):
         raise ProjectionError(f"smoothing={smoothing} is not usable: expected a positive pseudo-count, such as 10.")
     rows, columns, counts = counter.pairs()

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from limbeck.projection import ClassCoverage, audit_projection, build_rules, count_pairs
+from limbeck.projection.audit import CLASSES, recommend, show, token_class
+from limbeck.tokens import ByteVocab
+from limbeck.utils.errors import ProjectionError
+from tests.projection.tiny import byte_level
+
+FULL = ClassCoverage(10, 10)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"7", "digits_1"),
+        (b" 7", "digits_1"),
+        (b"42", "digits_2"),
+        (b"201", "digits_3"),
+        (b"2019", "other"),
+        (b"  7", "other"),
+        ("\u0663".encode(), "non_ascii"),
+        (b"!", "punctuation"),
+        (b" ::", "punctuation"),
+        (b"the", "alphabetic"),
+        (b" The", "alphabetic"),
+        (b"don't", "other"),
+        (b"x1", "other"),
+        (b" ", "whitespace"),
+        (b" \r\n\t", "whitespace"),
+        ("é".encode(), "non_ascii"),
+        (b" \xe6", "non_ascii"),
+        (b"\x00", "other"),
+        (b"", "other"),
+    ],
+)
+def test_classes_of_tokens(data: bytes, name: str) -> None:
+    assert token_class(data) == name
+
+
+def test_coverage_by_hand() -> None:
+    student, teacher = byte_level(["201", " the", "::"]), byte_level([" the", "20"], split_digits=False)
+    vocabs = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    report = audit_projection(build_rules(student, teacher), *vocabs)
+    # The student: 256 bytes, 20, 201, " t", " th", " the", "::"; the teacher lacks 201 and "::".
+    assert (report.student_tokens, report.teacher_tokens, report.exact_tokens) == (262, 260, 260)
+    assert report.overlap == 1.0
+    assert report.exact_share == pytest.approx(260 / 262)
+    found = {name: (c.total, c.exact) for name, c in report.classes.items()}
+    assert found == {
+        "digits_1": (10, 10),
+        "digits_2": (1, 1),
+        "digits_3": (1, 0),
+        "punctuation": (33, 32),
+        "alphabetic": (55, 55),
+        "non_ascii": (128, 128),
+        "whitespace": (6, 6),
+        "other": (28, 28),
+    }
+    assert report.corpus_share is None
+    assert report.unmapped_tokens == 0
+    assert (report.recommendation, report.mode) == ("P-KL", "boundary_kl")
+    shown = {example.token: example for example in report.examples}
+    assert shown["'201'"].pieces == (("'20'", 0.9091), ("'1'", 0.0909))
+    assert not shown["'201'"].exact
+    assert len({e.token for e in report.examples if e.exact}) == 6  # no exact numeral of three digits
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["classes"]["digits_3"] == {"total": 1, "exact": 0}
+    assert set(CLASSES) <= plain["classes"].keys()
+
+
+def test_corpus_mass() -> None:
+    student, teacher = byte_level(["201", "abc"]), byte_level(["abc"])
+    vocabs = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    counter = count_pairs(student, teacher, ["201abc", "abc", "20"])
+    report = audit_projection(build_rules(student, teacher), *vocabs, corpus_tokens=counter.student_tokens)
+    assert report.corpus_share == pytest.approx(2 / 4)
+    assert report.classes["digits_3"].corpus_share == 0.0
+    assert report.to_dict()["classes"]["alphabetic"]["corpus_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "part"),
+    [
+        ({}, "H-KL", "covered"),
+        ({"digits_2": ClassCoverage(100, 89)}, "P-KL", "89 of 100 digits_2"),
+        ({"digits_2": ClassCoverage(100, 90)}, "H-KL", "covered"),
+        ({"digits_3": ClassCoverage(0, 0)}, "H-KL", "covered"),
+        ({"punctuation": ClassCoverage(100, 49)}, "P-KL", "punctuation"),
+        ({"alphabetic": ClassCoverage(100, 10)}, "P-KL", "alphabetic"),
+        ({"non_ascii": ClassCoverage(100, 0), "whitespace": ClassCoverage(100, 0)}, "H-KL", "covered"),
+        ({"non_ascii": ClassCoverage(100, 0, 500, 100), "alphabetic": ClassCoverage(1, 1, 500, 500)}, "P-KL", "20% of"),
+        ({"non_ascii": ClassCoverage(100, 0, 1, 0), "alphabetic": ClassCoverage(1, 1, 500, 500)}, "H-KL", "covered"),
+    ],
+)
+def test_recommendations(changes: dict[str, ClassCoverage], family: str, part: str) -> None:
+    classes = dict.fromkeys((*CLASSES, "other"), FULL) | changes
+    recommendation, _, reason = recommend(classes)
+    assert recommendation == family
+    assert part in reason
+
+
+def test_the_audit_refuses_other_vocabularies() -> None:
+    student, teacher = byte_level(["201"]), byte_level(["abc"])
+    one, two = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    projection = build_rules(student, teacher)
+    with pytest.raises(ProjectionError, match="another student tokenizer"):
+        audit_projection(projection, two, two)
+    with pytest.raises(ProjectionError, match="corpus counts have shape"):
+        audit_projection(projection, one, two, corpus_tokens=np.zeros(3, dtype=np.int64))
+
+
+def test_tokens_are_shown_on_one_line() -> None:
+    assert show(b" a\n\t") == r"' a\n\t'"
+    assert show("水".encode()[:2]) == r"'\xe6\xb0'"
+    assert show("水".encode()) == "'水'"

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import limbeck.projection.build as build_module
+from limbeck.projection import load_or_build
+from limbeck.utils.errors import ProjectionError
+from tests.projection.tiny import byte_level
+
+STUDENT = byte_level(["201", "the"])
+TEACHER = byte_level(["the"])
+OTHER = byte_level(["cat"])
+
+
+@pytest.fixture
+def no_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a stored projection was built again")
+
+    monkeypatch.setattr(build_module, "build_rules", fail)
+
+
+def test_a_missing_matrix_is_built_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    first = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
+    request.getfixturevalue("no_building")
+    second = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
+    np.testing.assert_array_equal(first.indices, second.indices)
+    np.testing.assert_array_equal(first.weights, second.weights)
+
+
+def test_everything_that_decides_the_content_is_in_the_name(tmp_path: Path) -> None:
+    load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
+    load_or_build(TEACHER, STUDENT, cache_dir=tmp_path)
+    load_or_build(STUDENT, OTHER, cache_dir=tmp_path)
+    assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, k=2).k == 2
+    assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, reverse=True).rule == "rules+reverse"
+    assert len(os.listdir(tmp_path)) == 5
+
+
+def test_a_damaged_cache_file_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with caplog.at_level(logging.WARNING):
+        load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
+    assert "built anew" in caplog.text
+    assert len(path.read_bytes()) == len(whole)
+
+
+def test_a_given_path_is_written_once_and_checked_afterwards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = tmp_path / "new" / "w.safetensors"
+    load_or_build(STUDENT, TEACHER, path)
+    request.getfixturevalue("no_building")
+    load_or_build(STUDENT, TEACHER, path)
+    with pytest.raises(ProjectionError, match="belongs to another teacher tokenizer"):
+        load_or_build(STUDENT, OTHER, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ProjectionError, match="may be truncated"):
+        load_or_build(STUDENT, TEACHER, path)
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_and_a_path_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert load_or_build(STUDENT, TEACHER, cache_dir=blocked).rule == "rules"
+    assert "cannot be cached" in caplog.text
+    with pytest.raises(ProjectionError, match="cannot be written"):
+        load_or_build(STUDENT, TEACHER, blocked / "w.safetensors")
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path))
+    load_or_build(STUDENT, TEACHER)
+    assert len(list((tmp_path / "projections").iterdir())) == 1
+
+
+def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    for name, tokenizer in (("s", STUDENT), ("t", TEACHER)):
+        tokenizer.save_pretrained(tmp_path / name)
+    program = (
+        "import sys; from limbeck.tokens import load_tokenizer; from limbeck.projection import load_or_build\n"
+        "s, t = (load_tokenizer(p) for p in sys.argv[1:3])\n"
+        "for i in range(20):\n"
+        "    load_or_build(s, t, cache_dir=sys.argv[3])\n"
+        "    for f in __import__('pathlib').Path(sys.argv[3]).glob('*.safetensors'): f.unlink(missing_ok=True)\n"
+        "load_or_build(s, t, cache_dir=sys.argv[3])\n"
+    )
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "t"), str(cache)]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for run in runs:
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+    load_or_build(STUDENT, TEACHER, cache_dir=cache)
+    assert not list(cache.glob(".*"))
