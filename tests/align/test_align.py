@@ -1,0 +1,261 @@
+"""Alignment: invariants on real tokenizers and on random Unicode, and the tensors that batches carry."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from limbeck.align import AlignmentBatch, Chunks, TokenAligner
+from limbeck.align.boundaries import chunk_stretch, last_fitting, shared_boundaries
+from limbeck.align.cache import AlignmentCache
+from limbeck.tokens import Rendering, TextEncoder
+from limbeck.utils.errors import AlignmentError
+from tests.texts import TEXTS, unicode_text
+from tests.zoo import tokenizer
+
+ZOO = (
+    "llama3_2",
+    "qwen3",
+    "gemma3",
+    "llama2",
+    "gptoss",
+    "deepseek_v3",
+    "smollm2",
+    "internlm2",
+    "j2",
+    "minilm",
+)
+PAIRS = list(itertools.combinations(ZOO, 2))
+RANDOM_PAIRS = [
+    ("llama3_2", "qwen3"),
+    ("qwen3", "gemma3"),
+    ("llama2", "smollm2"),
+    ("j2", "gptoss"),
+    ("minilm", "qwen3"),
+]
+
+
+def encode(name: str, text: str, **options: bool) -> Rendering:
+    return TextEncoder.for_tokenizer(tokenizer(name)).encode(text, **options)
+
+
+def aligner(student: str, teacher: str) -> TokenAligner:
+    return TokenAligner(tokenizer(student), tokenizer(teacher))
+
+
+def check_invariants(student: Rendering, teacher: Rendering, chunks: Chunks, pair: TokenAligner) -> None:
+    """Chunks partition the bytes, are monotone and contiguous on both sides, and hold equal bytes."""
+    plain = chunks.select(~chunks.role)
+    if len(plain):
+        assert plain.byte_start[0] == 0
+        assert (plain.byte_start[1:] == plain.byte_end[:-1]).all()
+        assert (plain.byte_end > plain.byte_start).all()
+        assert (plain.student_start[1:] == plain.student_end[:-1]).all()
+        assert (plain.teacher_start[1:] == plain.teacher_end[:-1]).all()
+    assert (plain.student_end > plain.student_start).all()
+    assert (plain.teacher_end > plain.teacher_start).all()
+    rows = zip(*(getattr(plain, f) for f in plain.__dataclass_fields__), strict=True)
+    for s0, s1, t0, t1, b0, b1, exact, _ in rows:
+        mine = pair.student_vocab.join(student.ids[s0:s1].tolist())
+        theirs = pair.teacher_vocab.join(teacher.ids[t0:t1].tolist())
+        if exact:
+            assert mine == theirs == student.source[b0:b1]
+
+
+def check_cover(student: Rendering, teacher: Rendering, chunks: Chunks) -> None:
+    """Where both sides reach the end of the text, the chunks reach it too."""
+    if len(student.source) and student.ends[-1:].sum() == teacher.ends[-1:].sum() == len(student.source):
+        assert chunks.select(~chunks.role).byte_end[-1] == len(student.source)
+
+
+@pytest.mark.parametrize(("s", "t"), PAIRS, ids=lambda x: x)
+def test_invariants_for_all_pairs_and_hard_texts(s: str, t: str) -> None:
+    pair, back = aligner(s, t), aligner(t, s)
+    for text in TEXTS.values():
+        student, teacher = encode(s, text), encode(t, text)
+        chunks = pair.align_renderings(student, teacher)
+        check_invariants(student, teacher, chunks, pair)
+        check_cover(student, teacher, chunks)
+        mirror = back.align_renderings(teacher, student).mirrored()
+        for name in chunks.__dataclass_fields__:
+            assert getattr(chunks, name).tolist() == getattr(mirror, name).tolist()
+
+
+@pytest.mark.parametrize(("s", "t"), RANDOM_PAIRS)
+@settings(max_examples=60, deadline=None)
+@given(text=unicode_text())
+def test_invariants_for_random_unicode(s: str, t: str, text: str) -> None:
+    student, teacher = encode(s, text), encode(t, text)
+    pair = aligner(s, t)
+    chunks = pair.align_renderings(student, teacher)
+    check_invariants(student, teacher, chunks, pair)
+    check_cover(student, teacher, chunks)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_text_with_itself_is_the_identity(name: str) -> None:
+    for text in TEXTS.values():
+        r = encode(name, text)
+        chunks = aligner(name, name).align_renderings(r, r)
+        assert chunks.student_start.tolist() == chunks.teacher_start.tolist()
+        if r.exact.all():
+            assert set(chunks.kinds()) <= {"1:1"}
+            assert len(chunks) == len(r)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=30),
+    st.lists(st.integers(1, 5), min_size=1, max_size=30),
+)
+def test_boundaries_are_the_plain_intersection(a: list[int], b: list[int]) -> None:
+    ends_a, ends_b = np.cumsum(a), np.cumsum(b)
+    assert shared_boundaries(ends_a, ends_b).tolist() == sorted(set(ends_a.tolist()) & set(ends_b.tolist()))
+    chunks = chunk_stretch(ends_a, ends_b, np.ones(len(a), bool), np.ones(len(b), bool))
+    edges = [0, *sorted(set(ends_a.tolist()) & set(ends_b.tolist()))]
+    assert list(zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), strict=True)) == list(
+        itertools.pairwise(edges)
+    )
+
+
+def test_kinds_and_predicting_positions() -> None:
+    student, teacher = encode("llama3_2", "2011 abc", bos=True), encode("qwen3", "2011 abc")
+    chunks = aligner("llama3_2", "qwen3").align_renderings(student, teacher)
+    assert chunks.kinds()[:2] == ["1:n", "1:1"]
+    # One-hot logits that foresee the next token: at a chunk's predicting position they name its first token.
+    logits = np.zeros((len(student), 128_256), dtype=np.int8)
+    logits[np.arange(len(student) - 1), student.ids[1:]] = 1
+    assert logits[chunks.student_pred_pos].argmax(axis=1).tolist() == student.ids[chunks.student_start].tolist()
+    assert chunks.teacher_pred_pos[0] == -1  # no begin token: the first token has no predictor
+
+
+def test_end_tokens_pair_by_role_and_a_lone_begin_token_does_no_harm() -> None:
+    pair = aligner("llama3_2", "qwen3")
+    student, teacher = encode("llama3_2", "abc", bos=True, eos=True), encode("qwen3", "abc", bos=True, eos=True)
+    chunks = pair.align_renderings(student, teacher)
+    assert chunks.role.tolist() == [False, True]
+    assert (chunks.student_start[-1], chunks.teacher_start[-1]) == (len(student) - 1, len(teacher) - 1)
+    both = aligner("llama3_2", "gemma3")
+    chunks = both.align_renderings(student, encode("gemma3", "abc", bos=True, eos=True))
+    assert chunks.role.tolist() == [True, False, True]
+
+
+def test_inexact_chunks_are_counted() -> None:
+    counts: Counter[str] = Counter()
+    aligner("llama3_2", "qwen3").align_renderings(encode("llama3_2", "e\u0301 a"), encode("qwen3", "e\u0301 a"), counts)
+    assert counts["inexact_chunks"] == 1
+
+
+def test_last_fitting_is_the_last_boundary_within_both_lengths() -> None:
+    chunks = aligner("llama3_2", "qwen3").align_renderings(encode("llama3_2", "a 1234 b"), encode("qwen3", "a 1234 b"))
+    for s, t in itertools.product(range(8), range(12)):
+        kept = last_fitting(chunks, s, t)
+        assert all(chunks.student_end[:kept] <= s)
+        assert all(chunks.teacher_end[:kept] <= t)
+        assert kept == len(chunks) or chunks.student_end[kept] > s or chunks.teacher_end[kept] > t
+
+
+def _padded(rows: list[list[int]], width: int, left: bool, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.long)
+    for r, row in enumerate(rows):
+        at = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[r, at], mask[r, at] = torch.tensor(row, dtype=torch.long), 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_ids_alone_align_like_the_texts_and_padding_takes_no_part(left: bool) -> None:
+    pair = aligner("llama3_2", "qwen3")
+    texts = ["The year 2011", "蒸馏 and 👩‍🔬!", ""]
+    student = [encode("llama3_2", t, bos=True).ids.tolist() for t in texts]
+    teacher = [encode("qwen3", t).ids.tolist() for t in texts]
+    s_ids, s_mask = _padded(student, 24, left, 0)
+    t_ids, t_mask = _padded(teacher, 30, left, 0)  # id 0 is a real token on both sides
+    batch = pair.align(s_ids, t_ids, student_attention_mask=s_mask, teacher_attention_mask=t_mask)
+    assert (batch.student_chunk_id[s_mask == 0] == -1).all()
+    assert (batch.teacher_chunk_id[t_mask == 0] == -1).all()
+    for row, text in enumerate(texts):
+        chunks = pair.align_renderings(encode("llama3_2", text, bos=True), encode("qwen3", text))
+        assert batch.num_chunks[row] == len(chunks)
+        for side, ids, mask in (("student", s_ids, s_mask), ("teacher", t_ids, t_mask)):
+            real = getattr(batch, f"{side}_chunk_id")[row][mask[row] == 1]
+            start, end = getattr(chunks, f"{side}_start"), getattr(chunks, f"{side}_end")
+            expected = np.full(int(mask[row].sum()), -1)
+            for k in range(len(chunks)):
+                expected[start[k] : end[k]] = k
+            assert real.tolist() == expected.tolist()
+            assert ids.shape == mask.shape
+
+
+@pytest.mark.parametrize(("s", "t"), [("llama3_2", "qwen3"), ("minilm", "llama2"), ("j2", "gemma3")])
+@pytest.mark.parametrize("key", sorted(TEXTS))
+def test_ids_alone_resynchronise_where_a_normaliser_interfered(s: str, t: str, key: str) -> None:
+    pair = aligner(s, t)
+    student, teacher = encode(s, TEXTS[key]), encode(t, TEXTS[key])
+    chunks = pair.align_id_rows(student.ids, teacher.ids)
+    assert (np.diff(chunks.student_start) > 0).all()
+    assert (np.diff(chunks.teacher_start) > 0).all()
+    for k in np.flatnonzero(chunks.exact & ~chunks.role).tolist():
+        mine = pair.student_vocab.join(student.ids[chunks.student_start[k] : chunks.student_end[k]].tolist())
+        theirs = pair.teacher_vocab.join(teacher.ids[chunks.teacher_start[k] : chunks.teacher_end[k]].tolist())
+        assert mine == theirs
+    if key == "combining" and (s, t) == ("llama3_2", "qwen3"):
+        assert 0 < np.count_nonzero(~chunks.exact) < len(chunks)
+
+
+def test_batch_does_not_depend_on_neighbours() -> None:
+    pair = aligner("qwen3", "gemma3")
+    chunks = [pair.align_renderings(encode("qwen3", t), encode("gemma3", t)) for t in TEXTS.values()]
+    together = AlignmentBatch.from_chunks(chunks, 200, 200)
+    for row, c in enumerate(chunks):
+        alone = AlignmentBatch.from_chunks([c], 200, 200)
+        assert torch.equal(together.student_chunk_id[row], alone.student_chunk_id[0])
+        assert torch.equal(together.teacher_exact_partition_mask[row], alone.teacher_exact_partition_mask[0])
+        assert torch.equal(together.pair_valid[row, : max(len(c), 1)], alone.pair_valid[0])
+        assert not together.pair_valid[row, len(c) :].any()
+
+
+def test_bad_ids_are_refused() -> None:
+    pair = aligner("gpt2", "llama3_2")
+    good = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(AlignmentError, match="student id 60000 in row 0"):
+        pair.align(good + 60000, good)
+    with pytest.raises(AlignmentError, match="one batch size"):
+        pair.align(good, good[0])
+
+
+def test_pairs_show_tokens() -> None:
+    pair = aligner("llama3_2", "qwen3")
+    student, teacher = encode("llama3_2", "語x"), encode("qwen3", "語x")
+    shown = pair.pairs(student, teacher, pair.align_renderings(student, teacher))
+    assert [p.is_correct for p in shown] == [True] * len(shown)
+    assert "".join("".join(p.s_tokens) for p in shown) == "語x"
+
+
+def test_cache_returns_what_was_stored_and_nothing_else(tmp_path) -> None:
+    pair = aligner("llama3_2", "qwen3")
+    prints = pair.student_vocab.fingerprint, pair.teacher_vocab.fingerprint
+    cache = AlignmentCache(tmp_path / "deep" / "alignments.db", *prints)
+    for text in TEXTS.values():
+        student, teacher = encode("llama3_2", text, bos=True, eos=True), encode("qwen3", text, eos=True)
+        chunks = pair.align_renderings(student, teacher)
+        assert cache.get(text) is None
+        cache.put(text, student, teacher, chunks)
+        got_s, got_t, got = cache.get(text) or pytest.fail("missing")
+        for a, b in ((student, got_s), (teacher, got_t), (chunks, got)):
+            for name in ("ids", "ends", "exact", "special", "target") if a is not chunks else a.__dataclass_fields__:
+                assert np.array_equal(getattr(a, name), getattr(b, name)), name
+        assert got_s.segments == student.segments
+    assert len(cache) == len(TEXTS)
+    assert AlignmentCache(cache.path, prints[1], prints[0]).get("") is None
+    cache._open().execute("UPDATE alignment SET value = substr(value, 1, 20)")
+    assert cache.get("") is None
+    (tmp_path / "broken.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(AlignmentError, match="cannot be used"):
+        AlignmentCache(tmp_path / "broken.db", *prints).get("x")
