@@ -249,9 +249,10 @@ class HubReader:
         try:
             data = datasets.load_dataset(name, subset, split=split)
         except (OSError, ValueError, RuntimeError) as error:
-            first = str(error).strip().split("\n")[0]
+            first = str(error).strip().split("\n")[0].rstrip(".")
             raise DataError(
-                f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}"
+                f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}; "
+                "check the name and the network, or give local files."
             ) from error
         _require_column(spec, key, data.column_names)
         self._data = data.select_columns([key, *(column for column in optional if column in data.column_names)])

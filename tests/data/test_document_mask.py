@@ -114,6 +114,18 @@ def test_probe_accepts_real_models(model: torch.nn.Module) -> None:
     assert model.training
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_probe_accepts_real_models_on_the_accelerator(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    found = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).to("cuda").eval()
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert verify_document_isolation(found, vocab_size=VOCAB, tolerance=tolerance) <= tolerance
+
+
 class Leaky(torch.nn.Module):
     """Carries state along the sequence, as a recurrent layer does."""
 
