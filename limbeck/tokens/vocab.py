@@ -44,7 +44,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def backend_spec(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's own description (``tokenizer.json`` as a dict)."""
+    """The tokenizer's own description (``tokenizer.json`` as a dict).
+
+    Added tokens that the tokenizer names as its begin, end, padding, ... are special whatever their flag says.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         raise TokenizerError(
@@ -52,6 +55,9 @@ def backend_spec(tokenizer: Any) -> dict[str, Any]:
             "load it from a tokenizer.json (PreTrainedTokenizerFast)."
         )
     spec: dict[str, Any] = json.loads(backend.to_str())
+    named = {str(v) for v in getattr(tokenizer, "special_tokens_map", {}).values() if not isinstance(v, list)}
+    for added in spec.get("added_tokens") or []:
+        added["special"] = added["special"] or added["content"] in named
     return spec
 
 

@@ -1,0 +1,152 @@
+"""One chat template bound to one tokenizer: messages in, string out, every refusal a TemplateError."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from limbeck.utils.errors import TemplateError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUOTED = r"""(?:'([^'\n]+)'|"([^"\n]+)")"""
+_TESTED = re.compile(rf"{_QUOTED}\s+(?:not\s+)?in\b|\.(?:startswith|endswith|split|rsplit|find|index)\(\s*{_QUOTED}")
+
+
+class ChatTemplate:
+    """A Jinja chat template with the arguments it is rendered with.
+
+    Attributes:
+        name: what error messages call it.
+        source: the template's text.
+        tools: JSON schemas passed to every rendering, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name or str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self.tools = _schemas(tools)
+        self.source = self._resolve(tokenizer, template)
+        self._arguments = {**tokenizer.special_tokens_map, **(arguments or {})}
+        self.has_generation_markers = _GENERATION.search(self.source) is not None
+
+    def _resolve(self, tokenizer: Any, template: str | None) -> str:
+        if template is None and not tokenizer.chat_template:
+            raise TemplateError(
+                f"tokenizer {self.name!r} has no chat template, which rendering a conversation needs; pass template=, "
+                "or train on plain text."
+            )
+        try:
+            source: str = tokenizer.get_chat_template(template, self.tools)
+        except ValueError as error:
+            raise TemplateError(f"tokenizer {self.name!r} has no usable chat template: {one_line(error)}") from error
+        return source
+
+    def render(
+        self, messages: Sequence[Message], *, tools: list[Any] | None = None, generation_prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The conversation as a string, and the character spans that generation markers enclose.
+
+        Raises the template's own error; :meth:`refusal` turns it into a :class:`TemplateError`.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            [list(messages)],
+            tools=self.tools if tools is None else tools,
+            chat_template=self.source,
+            return_assistant_tokens_mask=self.has_generation_markers,
+            add_generation_prompt=generation_prompt,
+            **self._arguments,
+        )
+        texts, spans = rendered
+        return texts[0], list(spans[0]) if spans else []
+
+    def refusal(self, error: BaseException, messages: Sequence[Message]) -> TemplateError:
+        """The template's error with the first message that provokes it, found by rendering ever longer prefixes."""
+        reason = one_line(error)
+        index = len(messages) - 1
+        for stop in range(1, len(messages)):
+            try:
+                self.render(messages[:stop])
+            except render_errors() as early:
+                if one_line(early) == reason:
+                    index = stop - 1
+                    break
+        return self.error(index, messages, f"refuses it: {reason}")
+
+    def error(self, index: int, messages: Sequence[Message], what: str) -> TemplateError:
+        """A TemplateError that names the template, the message and the remedy."""
+        where = f"message {index} (role {messages[index].get('role')!r})" if 0 <= index < len(messages) else "tools"
+        return TemplateError(
+            f"chat template {self.name!r}, {where}: the template {what}; change the conversation or pass another "
+            "template."
+        )
+
+    def generation_prompt(self) -> str:
+        """What the template writes in front of an answer to a user, or "" where it writes nothing."""
+        return _generation_prompt(self)
+
+    def tested_strings(self) -> frozenset[str]:
+        """Markup such as ``</think>`` that the template looks for inside messages, as far as its text shows."""
+        return _tested_strings(self.source)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChatTemplate) and self._key() == other._key()
+
+    def _key(self) -> tuple[str, str]:
+        return self.source, repr(sorted(self._arguments.items()))
+
+
+def render_errors() -> tuple[type[Exception], ...]:
+    """What a template can raise while it renders: its own refusals and operations that do not fit the data."""
+    from jinja2 import TemplateError as JinjaError
+
+    return (JinjaError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text on one line, its class in front where the text alone would say nothing."""
+    text = " ".join(str(error).split())
+    return text if len(text) > 12 else f"{type(error).__name__}: {text}"
+
+
+def _schemas(tools: Sequence[Any] | None) -> list[Any] | None:
+    if not tools:
+        return None
+    from transformers.utils import get_json_schema
+
+    return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
+
+
+@lru_cache(maxsize=64)
+def _generation_prompt(template: ChatTemplate) -> str:
+    question = [{"role": "user", "content": "question"}]
+    try:
+        plain, _ = template.render(question, tools=[])
+        prompted, _ = template.render(question, tools=[], generation_prompt=True)
+    except render_errors():
+        return ""
+    return prompted[len(plain) :] if prompted.startswith(plain) else ""
+
+
+@lru_cache(maxsize=64)
+def _tested_strings(source: str) -> frozenset[str]:
+    found = {text for match in _TESTED.finditer(source) for text in match.groups() if text}
+    unescaped = {text.replace("\\n", "\n").strip() for text in found}
+    # Plain words are field names ('content' in message), not markup.
+    return frozenset(text for text in unescaped if len(text) > 2 and not re.fullmatch(r"\w+", text))
