@@ -71,6 +71,14 @@ def _load_projections(path: str | list[str | None] | None) -> list[ProjectionLik
     return [None if p is None else Projection.load(p) for p in paths]
 
 
+def common_set(projection: ProjectionLike, mode: str) -> tuple[Tensor, Tensor]:
+    """Paired (student ids, teacher ids) of gold (an exact mapping) or H-KL (largest weight at least .6)."""
+    if mode == "gold" and hasattr(projection, "exact_pairs"):
+        student, teacher = projection.exact_pairs()
+        return torch.as_tensor(student), torch.as_tensor(teacher)
+    return common_pairs(projection, COMMON_THRESHOLD[mode])
+
+
 class _Teacher(nn.Module):
     """What the loss keeps of one teacher: its projection, and the common pairs of gold and H-KL."""
 
@@ -86,7 +94,7 @@ class _Teacher(nn.Module):
             size = size or getattr(projection, "teacher_size", None) or int(projection.indices.max()) + 1
             self.vocab = VocabMap(projection, int(size), learnable=settings.learnable_projection)
             if settings.mode in COMMON_THRESHOLD:
-                pairs = common_pairs(projection, COMMON_THRESHOLD[settings.mode])
+                pairs = common_set(projection, settings.mode)
                 if not pairs[0].numel():
                     raise LossError(
                         f"mode {settings.mode!r} found no common token in the projection; use boundary_kl or p_kl_norm"

@@ -36,7 +36,7 @@ def make_projection(v_s: int, v_t: int, seed: int = 0, k: int = 3) -> FakeProjec
     rng = np.random.default_rng(seed)
     indices = np.full((v_s, k), -1, np.int32)
     weights = np.zeros((v_s, k), np.float32)
-    reached = max(2, int(v_t * 0.85))
+    reached = max(k, int(v_t * 0.85))
     for s in range(v_s):
         kind = rng.random()
         if kind < 0.5:
@@ -87,7 +87,13 @@ def make_batch(
 
 
 def _alignment(
-    rng: np.random.Generator, lengths: np.ndarray, width: int, v_t: int, pad: int, one_to_one: bool, per: tuple[int, int]
+    rng: np.random.Generator,
+    lengths: np.ndarray,
+    width: int,
+    v_t: int,
+    pad: int,
+    one_to_one: bool,
+    per: tuple[int, int],
 ) -> dict[str, Tensor]:
     samples = len(lengths)
     plans = []
@@ -161,7 +167,12 @@ class Models:
 
 
 def make_models(
-    batch: dict[str, Any], v_s: int = 23, v_t: int | list[int] = 31, seed: int = 0, h: int = 7, dtype: Any = torch.float64
+    batch: dict[str, Any],
+    v_s: int = 23,
+    v_t: int | list[int] = 31,
+    seed: int = 0,
+    h: int = 7,
+    dtype: Any = torch.float64,
 ) -> Models:
     sizes = v_t if isinstance(v_t, list) else [v_t]
     gen = torch.Generator().manual_seed(seed)
