@@ -23,6 +23,9 @@ from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
 from limbeck.utils.errors import ConfigError, DataError, LimbeckError, TokenizerError
 
+# No real text comes near this many characters per token over a whole context.
+_CHARS_PER_TOKEN = 64
+
 
 class DatumSpec(TypedDict, total=False):
     """One record of a data set."""
@@ -218,7 +221,7 @@ class CrossTokenizerCollator:
                 if aligned is None:
                     aligned = self._align(i, mine, theirs[i], dropped[row])
                     if self.caches[i] is not None and not dropped[row]["skipped_record"]:
-                        self.caches[i].put(record["text"], mine, theirs[i], aligned)  # type: ignore[union-attr]
+                        self.caches[i].put(mine.source.decode("utf-8"), mine, theirs[i], aligned)  # type: ignore[union-attr]
                 teachers[i].append(theirs[i])
                 chunks[i].append(aligned)
         return student, teachers, chunks
@@ -237,10 +240,20 @@ class CrossTokenizerCollator:
             if not isinstance(text, str):
                 raise DataError(f"record {_where(record)} has no text; its keys are {sorted(record)}.")
             text.encode("utf-8")
-            return text
+            return self._prefix(text, dropped)
         except (DataError, UnicodeEncodeError) as error:
             self._refuse(record, error, dropped)
             return ""
+
+    def _prefix(self, text: str, dropped: Counter[str]) -> str:
+        """As much of a text as can matter: tokenizing megabytes to keep one context would be waste."""
+        longest = max(side.ctx_length for side in (self.student, *self.teachers) if side is not None)
+        budget = _CHARS_PER_TOKEN * longest
+        if len(text) <= budget:
+            return text
+        dropped["prefix_of_document"] += 1
+        space = text.rfind(" ", budget // 2, budget)
+        return text[: space if space > 0 else budget]
 
     def _render_texts(self, texts: list[str]) -> list[tuple[Rendering, list[Any], list[Chunks | None]]]:
         mine: list[Rendering | None] = [None] * len(texts)
