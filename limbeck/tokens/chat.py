@@ -56,9 +56,10 @@ def render_chat(
 
     Returns:
         Segments of kind ``content``, ``reasoning``, ``tool_call`` and ``eot`` in order, with message indices.
-        ``dropped`` counts ``straddle`` (tokens across a span's edge), ``unrendered_content``, ``unrendered_reasoning``
-        and ``unrendered_tool_call`` (parts that the template leaves out), ``no_end_of_turn``, ``outside_generation``
-        and ``edge_whitespace`` (strings whose white space could not be told from the template's).
+        ``dropped`` counts ``straddle`` (tokens across a span's edge), ``unrendered_content`` and
+        ``unrendered_reasoning`` (of assistant messages) and ``unrendered_context`` (of the others) that the template
+        leaves out, ``no_end_of_turn``, ``outside_generation`` (answers without generation markers) and
+        ``edge_whitespace`` (strings whose white space could not be told from the template's).
 
     Raises:
         TemplateError: the template refuses the conversation, or a message's text cannot be found in the rendering.
@@ -74,7 +75,8 @@ def render_chat(
         holds_special=lambda text: pattern is not None and pattern.search(text) is not None,
         generation_prompt=add_generation_prompt,
     )
-    specials = find_specials(layout.text, [(p.start, p.end) for p in layout.places], encoder)
+    strings = [(p.start - e[0], p.end + e[1]) for p, e in zip(layout.places, layout.edges, strict=True)]
+    specials = find_specials(layout.text, strings, encoder)
     finder = TurnFinder(layout, specials)
     turns = finder.find(_supervised(messages, train_on))
     if not layout.edges_known:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from limbeck.tokens.chat_leaves import Forms, Leaf, Marked, canonical
 from limbeck.tokens.chat_spans import Mismatch, Place, kept_edges, locate
@@ -43,7 +44,7 @@ class Layout:
         """The string that lies at a place."""
         return self.marked.leaves[self.marked.marks[place.mark].leaf]
 
-    def check_calls(self) -> None:
+    def check(self) -> None:
         """Refuse a rendering that left out a tool call, or that hides where a message's calls are."""
         there = {(leaf.message, leaf.call) for leaf in map(self.leaf, self.places)}
         marked = {(leaf.message, leaf.call) for leaf in self.marked.leaves}
@@ -53,6 +54,17 @@ class Layout:
                 raise self.template.error(i, self.messages, "leaves out a tool call")
             if calls and not there.intersection(calls):
                 raise self.template.error(i, self.messages, "writes its tool calls where they cannot be found")
+
+    def has_contents(self) -> bool:
+        """Whether any content was rendered, if there was one to render."""
+        contents = any(leaf.kind == "content" for leaf in self.marked.leaves)
+        return not contents or any(self.leaf(place).kind == "content" for place in self.places)
+
+    def unrendered(self) -> list[Leaf]:
+        """Contents and reasoning that the template left out."""
+        there = {self.marked.marks[place.mark].leaf for place in self.places}
+        lost = [leaf for i, leaf in enumerate(self.marked.leaves) if i not in there and leaf.text.strip()]
+        return [leaf for leaf in lost if leaf.kind in ("content", "reasoning")]
 
 
 def lay_out(
@@ -69,29 +81,57 @@ def lay_out(
     """
     if not messages:
         raise TemplateError(f"chat template {template.name!r} was given no messages; expected at least one.")
-    has_calls = any(isinstance(m, dict) and m.get("tool_calls") for m in messages)
-    contents: tuple[str | None, ...] = ("keep", "", None) if has_calls else ("keep",)
-    refusals: list[tuple[Exception, list[Message]]] = []
-    losses: list[TemplateError] = []
-    for forms in [Forms(as_json, content) for as_json in (False, True)[: 1 + has_calls] for content in contents]:
+    failures = _Failures(template)
+    for forms in _forms(messages):
+        if forms.parts and not failures.suggest_parts:
+            break
         conversation = canonical(messages, forms)
         try:
             text, generation = template.render(conversation, generation_prompt=generation_prompt)
-        except render_errors() as error:
-            refusals.append((error, conversation))
-            continue
-        try:
             layout = _locate(template, conversation, text, generation, holds_special, generation_prompt)
-            layout.check_calls()
+            layout.check()
         except TemplateError as error:
-            losses.append(error)
-            continue
-        return layout
-    # A refusal in the template's own words says more than an operation that did not fit the data.
-    refusals.sort(key=lambda refusal: type(refusal[0]).__name__ != "TemplateError")
-    if losses and (not refusals or type(refusals[0][0]).__name__ != "TemplateError"):
-        raise losses[0]
-    raise template.refusal(*refusals[0])
+            failures.losses.append(error)
+        except render_errors() as error:
+            failures.refusals.append((error, conversation))
+        else:
+            if layout.has_contents():
+                return layout
+            failures.losses.append(template.error(0, conversation, "leaves out the content of every message"))
+            failures.contents_lost = True
+    raise failures.most_telling()
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Forms]:
+    """Ways to write a conversation, the usual ones first."""
+    has_calls = any(isinstance(m, dict) and m.get("tool_calls") for m in messages)
+    no_contents: tuple[str | None, ...] = ("", None) if has_calls else ("",)
+    for parts in (False, True):
+        for as_json in (False, True) if has_calls else (False,):
+            for no_content in no_contents:
+                yield Forms(parts, as_json, no_content)
+
+
+@dataclass
+class _Failures:
+    """Why the forms tried so far did not do."""
+
+    template: ChatTemplate
+    refusals: list[tuple[Exception, list[Message]]] = field(default_factory=list)
+    losses: list[TemplateError] = field(default_factory=list)
+    contents_lost: bool = False
+
+    @property
+    def suggest_parts(self) -> bool:
+        """Whether the template seems to look for parts in a content that is a string."""
+        return self.contents_lost or any(type(error).__name__ == "UndefinedError" for error, _ in self.refusals)
+
+    def most_telling(self) -> TemplateError:
+        """A refusal in the template's own words, else a loss, else an operation that did not fit the data."""
+        own_words = [refusal for refusal in self.refusals if type(refusal[0]).__name__ == "TemplateError"]
+        if self.losses and not own_words:
+            return self.losses[0]
+        return self.template.refusal(*(own_words or self.refusals)[0])
 
 
 def _locate(
@@ -122,7 +162,7 @@ def _locate(
             if failed is None and mismatch.mark is not None:
                 failed = marks.leaves[marks.marks[mismatch.mark].leaf].message
             continue
-        edges, known = _edges(template, skeleton, marks, marked(level, False), generation_prompt)
+        edges, known = _edges(template, skeleton, marks, partial(marked, level, False), generation_prompt)
         return Layout(template, messages, text, skeleton, marks, places, edges, generation, known)
     index = len(messages) - 1 if failed is None else failed
     raise template.error(index, messages, "changes it in a way that its text cannot be found again")
@@ -132,19 +172,18 @@ def _wanted(leaf: Leaf, level: int, messages: list[Message]) -> bool:
     if not leaf.text.strip():
         # An empty answer still has a place, and an end of turn to learn.
         message = messages[leaf.message]
-        alone = (
-            message["role"] == "assistant" and not message.get("tool_calls") and not message.get("reasoning_content")
-        )
-        return level == _ALL and leaf.kind == "content" and alone
+        alone = not message.get("tool_calls") and not message.get("reasoning_content")
+        return level == _ALL and leaf.kind == "content" and message["role"] == "assistant" and alone
     by_kind = {"content": True, "reasoning": True, "name": level < _NO_NAMES, "argument": level < _NO_ARGUMENTS}
     return by_kind.get(leaf.kind, False)
 
 
 def _edges(
-    template: ChatTemplate, skeleton: str, marks: Marked, bare: Marked, generation_prompt: bool
+    template: ChatTemplate, skeleton: str, marks: Marked, make_bare: Callable[[], Marked], generation_prompt: bool
 ) -> tuple[list[Span], bool]:
     """Kept white space around each place, and whether it is known for sure."""
     if any(leaf.text != leaf.text.strip() for leaf in marks.leaves):
+        bare = make_bare()
         try:
             stripped, _ = template.render(bare.messages, tools=bare.tools, generation_prompt=generation_prompt)
         except render_errors():

@@ -44,10 +44,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Forms:
-    """How to write a conversation for a template that is particular about it."""
+    """How to write a conversation for a template that is particular about it.
 
-    json_arguments: bool = False  # tool arguments as a JSON string, not an object
-    empty_content: str | None = "keep"  # "keep" | "" | None: content of a message that only calls tools
+    Attributes:
+        parts: contents as lists of text parts, which templates of image models expect.
+        json_arguments: tool arguments as a JSON string, not an object.
+        no_content: content of a message that only calls tools.
+    """
+
+    parts: bool = False
+    json_arguments: bool = False
+    no_content: str | None = ""
 
 
 def canonical(messages: Sequence[Message], forms: Forms) -> list[Message]:
@@ -68,8 +75,9 @@ def _canonical(message: Message, forms: Forms, index: int) -> Message:
     calls = result.pop("tool_calls", None)
     if calls:
         result["tool_calls"] = [_canonical_call(call, forms) for call in calls]
-        if not result["content"] and forms.empty_content != "keep":
-            result["content"] = forms.empty_content
+        result["content"] = result["content"] or forms.no_content
+    if forms.parts and isinstance(result["content"], str):
+        result["content"] = [{"type": "text", "text": result["content"]}]
     return result
 
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from limbeck.tokens.chat_layout import Layout
 from limbeck.tokens.chat_template import Span, render_errors
@@ -63,37 +64,33 @@ class TurnFinder:
                 self._own.setdefault(leaf.message, []).append(i)
 
     def find(self, messages: Collection[int]) -> list[Turn]:
-        """The turns of the given messages, in order; those that the template left out are counted."""
-        turns = []
-        for message in sorted(messages):
-            self._count_unrendered(message)
-            if self._own.get(message):
-                turn = self._turn(message)
-                if turn is not None:
-                    turns.append(turn)
-        return turns
+        """The turns of the given messages, in order; what the template left out is counted."""
+        for leaf in self.layout.unrendered():
+            assistant = self.layout.messages[leaf.message]["role"] == "assistant"
+            self.dropped[f"unrendered_{leaf.kind}" if assistant else "unrendered_context"] += 1
+        turns = [self._turn(i, part) for i in sorted(messages) for part in self._parts(i)]
+        return [turn for turn in turns if turn is not None]
 
-    def _count_unrendered(self, message: int) -> None:
-        layout = self.layout
-        there = {
-            _CALL.get(kind, kind) for kind in (layout.leaf(layout.places[i]).kind for i in self._own.get(message, []))
-        }
-        record = layout.messages[message]
-        for key, kind in (("content", "content"), ("reasoning_content", "reasoning")):
-            if record.get(key) and kind not in there and str(record[key]).strip():
-                self.dropped[f"unrendered_{kind}"] += 1
+    def _parts(self, message: int) -> list[list[int]]:
+        """A message's places, parted where strings of other messages come between."""
+        parts: list[list[int]] = []
+        for i in self._own.get(message, []):
+            between = self.layout.places[parts[-1][-1] + 1 : i] if parts else []
+            if parts and all(self.layout.leaf(place).message == message for place in between):
+                parts[-1].append(i)
+            else:
+                parts.append([i])
+        return parts
 
-    def _turn(self, message: int) -> Turn | None:
-        own = self._own[message]
-        self._check_contiguous(message, own)
+    def _turn(self, message: int, own: list[int]) -> Turn | None:
         runs = self._runs(own)
-        gap_start = self._outer_end(own[0] - 1) if own[0] else 0
+        gap_start = self.layout.places[own[0] - 1].end if own[0] else 0
         stop = self._next_foreign(message, own[-1])
         end = self._end_of_turn(self.layout.places[own[-1]].end, stop)
         if end is None:
             self.dropped["no_end_of_turn"] += 1
         plain = all(run.kind == "content" for run in runs)
-        start = runs[0].start if runs[0].kind == "content" else self._header_end(message, gap_start, runs[0].start)
+        start = runs[0].start if plain or runs[0].kind == "content" else self._header_end(message, own[0], gap_start)
         region_end = runs[-1].end if plain else (end.start if end else self._call_end(message, own[-1], runs[-1]))
         if self.layout.template.has_generation_markers:
             marked = self._generated((gap_start, stop), (runs[0].start, runs[-1].end))
@@ -102,12 +99,6 @@ class TurnFinder:
                 return None
             start, region_end = marked[0], min(marked[1], end.start) if end else marked[1]
         return Turn(message, (start, region_end), _segments(runs, start, region_end), end)
-
-    def _check_contiguous(self, message: int, own: list[int]) -> None:
-        layout = self.layout
-        for i in range(own[0], own[-1]):
-            if layout.leaf(layout.places[i]).message != message:
-                raise layout.template.error(message, layout.messages, "mixes it with the text of other messages")
 
     def _runs(self, own: list[int]) -> list[_Run]:
         runs: list[_Run] = []
@@ -122,43 +113,45 @@ class TurnFinder:
                 runs.append(_Run(kind, start, end))
         return runs
 
-    def _outer_end(self, index: int) -> int:
-        return self.layout.places[index].end
-
     def _next_foreign(self, message: int, index: int) -> int:
         """Where the next string of another message begins."""
         layout = self.layout
-        for place in layout.places[index + 1 :]:
+        for place in islice(layout.places, index + 1, None):
             if layout.leaf(place).message != message:
                 return place.start
         return len(layout.text)
 
     def _end_of_turn(self, start: int, stop: int) -> Special | None:
         """The first token that ends a turn, unless another turn begins before it."""
-        for special in self.specials[bisect_left(self._special_starts, start) :]:
+        for special in islice(self.specials, bisect_left(self._special_starts, start), None):
             if special.start >= stop or special.role in _OPENING_ROLES:
                 return None
             if is_end(special.role):
                 return special
         return None
 
-    def _header_end(self, message: int, start: int, end: int) -> int:
-        """Where the model begins to write, between the string before (``start``) and its own first one (``end``)."""
-        gap = self.layout.text[start:end]
+    def _header_end(self, message: int, index: int, start: int) -> int:
+        """Where the model begins to write, between the string before (``start``) and its own first one."""
+        gap = self.layout.text[start : self.layout.places[index].start]
         if gap not in self._headers:
-            self._headers[gap] = self._search_header(message, gap, start)
+            self._headers[gap] = self._search_header(message, index, gap, start)
         return start + self._headers[gap]
 
-    def _search_header(self, message: int, gap: str, start: int) -> int:
+    def _search_header(self, message: int, index: int, gap: str, start: int) -> int:
+        size = self._prompt_end(gap)
+        if size is None:
+            shown = self._written_after(index - 1, message, generation_prompt=True)
+            size = self._whole_specials(start, _common(gap, shown))
+        thought = _EMPTY_THOUGHT.match(gap, size)
+        return thought.end() if thought else size
+
+    def _prompt_end(self, gap: str) -> int | None:
+        """Where the generation prompt ends in the text in front of an answer."""
         prompt = self.layout.template.generation_prompt()
         for header in (prompt, prompt.split("<think>")[0]):
             if header.strip() and header in gap:
-                size = gap.rindex(header) + len(header)
-                break
-        else:
-            size = self._whole_specials(start, _common(gap, self._tail(message, generation_prompt=True)))
-        thought = _EMPTY_THOUGHT.match(gap, size)
-        return thought.end() if thought else size
+                return gap.rindex(header) + len(header)
+        return None
 
     def _call_end(self, message: int, index: int, last: _Run) -> int:
         """End of a turn that no special token ends: what the template writes when the conversation stops there."""
@@ -166,22 +159,24 @@ class TurnFinder:
             return last.end
         start = self.layout.places[index].end
         stop = self._next_foreign(message, index)
-        tail = self._tail(message + 1, generation_prompt=False)
-        return start + self._whole_specials(start, _common(self.layout.text[start:stop], tail))
+        shown = self._written_after(index, message + 1, generation_prompt=False)
+        return start + self._whole_specials(start, _common(self.layout.text[start:stop], shown))
 
-    def _tail(self, count: int, *, generation_prompt: bool) -> str:
-        """What the template writes after the last string of the first ``count`` messages."""
+    def _written_after(self, index: int, count: int, *, generation_prompt: bool) -> str:
+        """What the template writes behind a place when it is given only the first ``count`` messages."""
         layout = self.layout
         try:
             text, _ = layout.template.render(
                 layout.marked.messages[:count], tools=layout.marked.tools, generation_prompt=generation_prompt
             )
         except render_errors() as error:
-            index = max(0, count - 1)
             what = "does not show where the answer begins or ends"
-            raise layout.template.error(index, layout.messages, what) from error
-        ends = [end for _, _, end in layout.marked.occurrences(text)]
-        return text[ends[-1] if ends else 0 :]
+            raise layout.template.error(max(0, count - 1), layout.messages, what) from error
+        found = list(layout.marked.occurrences(text))
+        mark = layout.places[index].mark if index >= 0 else None
+        at = next((i for i, (number, _, _) in enumerate(found) if number == mark), -1)
+        start = found[at][2] if at >= 0 else 0
+        return text[start : found[at + 1][1] if at + 1 < len(found) else len(text)]
 
     def _whole_specials(self, start: int, size: int) -> int:
         """``size`` characters from ``start`` on, less a special token that they would cut in two."""
@@ -191,12 +186,14 @@ class TurnFinder:
         return size
 
     def _generated(self, bounds: Span, strings: Span) -> Span | None:
-        """The generation-marked stretch around a message's strings; the strings themselves where markers cut them."""
-        spans = [s for s in self.layout.generation if s[0] < bounds[1] and s[1] > bounds[0]]
-        spans = [s for s in spans if s[0] <= strings[1] and s[1] >= strings[0]]
+        """The generation-marked stretch around a message's strings, without a generation prompt that it begins with."""
+        spans = [s for s in self.layout.generation if s[0] <= strings[1] and s[1] >= strings[0]]
         if not spans:
             return None
         start, end = max(bounds[0], min(s[0] for s in spans)), min(bounds[1], max(s[1] for s in spans))
+        prompt_end = self._prompt_end(self.layout.text[bounds[0] : strings[0]])
+        if prompt_end is not None:
+            start = max(start, bounds[0] + prompt_end)
         return min(start, strings[0]), max(end, strings[1])
 
 
