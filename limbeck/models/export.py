@@ -1,0 +1,22 @@
+"""Weights as a standard transformers folder that ``from_pretrained`` loads, tokenizer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from limbeck.models.lora import is_lora, merged_model
+
+
+def save_weights(
+    model: nn.Module, path: str | Path, tokenizer: Any = None, tokenizer_path: str | Path | None = None
+) -> None:
+    """Save a causal model in the type of its parameters; adapters are merged, the model itself stays as it is."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain: Any = merged_model(model) if is_lora(model) else model
+    plain.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)

@@ -1,0 +1,97 @@
+"""LoRA through peft: adapters in, merged weights out, the model under training untouched by an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from limbeck.models.loading import unwrap
+from limbeck.models.settings import LORA_DEFAULTS
+from limbeck.utils.errors import ConfigError
+
+
+def apply_lora(model: nn.Module, config: Mapping[str, Any], *, seed: int | None = None) -> Any:
+    """Wrap a causal model with adapters; all other parameters are frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as e:
+        raise ConfigError("policy.lora needs the package peft; pip install 'limbeck[peft]' or remove lora") from e
+    cfg = {**LORA_DEFAULTS, **config}
+    odd = sorted(set(cfg) - set(LORA_DEFAULTS))
+    if odd:
+        raise ConfigError(f"unknown key lora.{odd[0]!r}; known keys are {sorted(LORA_DEFAULTS)}")
+    lora = LoraConfig(
+        r=int(cfg["r"]),
+        lora_alpha=cfg["alpha"],
+        lora_dropout=float(cfg["dropout"]),
+        target_modules=cfg["target_modules"],
+        modules_to_save=cfg["modules_to_save"],
+        use_rslora=bool(cfg["use_rslora"]),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return get_peft_model(model, lora)  # type: ignore[arg-type]
+    except ValueError as e:
+        raise ConfigError(f"lora.target_modules {cfg['target_modules']!r} does not fit the model: {e}") from e
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether the model carries adapters."""
+    return hasattr(model, "peft_config")
+
+
+def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained parameters by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Put stored adapter weights back; names must match exactly."""
+    own = adapter_state(model)
+    if set(own) != set(state):
+        odd = sorted(set(own).symmetric_difference(state))
+        raise ConfigError(f"the stored adapters do not fit this model, first difference {odd[0]!r}; check policy.lora")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(state[name])
+
+
+@torch.no_grad()
+def merged_model(model: nn.Module) -> Any:
+    """A plain causal model with the adapters added into its weights.
+
+    It shares the tensors that have no adapter with ``model``, which stays as it is: merging in place and taking the
+    adapters out again would change the frozen weights in their last bits.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    causal = unwrap(model)
+    state = {k: v for k, v in causal.state_dict().items() if ".lora_" not in k and ".modules_to_save." not in k}
+    for name, module in causal.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            delta = layer.get_delta_weight(layer.active_adapters[0])
+            weight = layer.get_base_layer().weight
+            state[f"{name}.base_layer.weight"] = weight.detach() + delta.to(weight.dtype)
+        elif isinstance(module, ModulesToSaveWrapper):
+            trained = module.modules_to_save[module.active_adapters[0]]
+            state.update({f"{name}.original_module.{k}": v for k, v in trained.state_dict().items()})
+    plain = {k.replace(".base_layer.", ".").replace(".original_module.", "."): v for k, v in state.items()}
+    with torch.device("meta"):
+        fresh = type(causal)(causal.config)
+    fresh.load_state_dict(plain, assign=True, strict=True)
+    fresh.tie_weights()
+    for name, buffer in causal.named_buffers():
+        # buffers that no state dict holds (RoPE) are still on the meta device
+        owner, _, leaf = name.rpartition(".")
+        fresh.get_submodule(owner)._buffers[leaf] = buffer
+    if getattr(causal, "generation_config", None) is not None:
+        fresh.generation_config = causal.generation_config
+    return fresh.eval()

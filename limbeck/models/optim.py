@@ -1,0 +1,81 @@
+"""Optimizers and learning-rate schedules by dotted name, as in the published run files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from limbeck.utils.errors import ConfigError
+
+ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
+_NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")
+
+
+def _load(name: str) -> Any:
+    """The object behind a dotted name, from the allowed modules only: a run file must not call arbitrary code."""
+    match = _NAME.fullmatch(name)
+    module = match[1] if match else ""
+    if not any(module == m or module.startswith(m + ".") for m in ALLOWED_MODULES):
+        raise ConfigError(f"{name!r} is not allowed; use a name from {', '.join(ALLOWED_MODULES)}")
+    assert match is not None
+    try:
+        return getattr(import_module(module), match[2])
+    except ImportError as e:
+        raise ConfigError(f"{name!r} needs the package {module.split('.')[0]!r}, which is not installed") from e
+    except AttributeError as e:
+        raise ConfigError(f"{module} has no {match[2]!r}; check the spelling of {name!r}") from e
+
+
+def build_optimizer(params: Iterable[torch.nn.Parameter], config: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """``{name: torch.optim.AdamW, kwargs: {...}}`` over the parameters that want a gradient."""
+    factory = _load(str(config["name"]))
+    if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
+        raise ConfigError(f"{config['name']!r} is no optimizer; give a torch.optim.Optimizer class")
+    trained = [p for p in params if p.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no parameter to train; check lora.target_modules and frozen parts")
+    kwargs = dict(config.get("kwargs") or {})
+    try:
+        return factory(trained, **kwargs)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"optimizer {config['name']!r} refuses the arguments {kwargs}: {e}") from e
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> LRScheduler | None:
+    """A schedule, or several in a row with one ``{milestones: [...]}`` entry: the steps at which the next begins."""
+    if config is None:
+        return None
+    entries = [config] if isinstance(config, Mapping) else list(config)
+    named = [e for e in entries if e.get("name") is not None]
+    borders = [e["milestones"] for e in entries if e.get("milestones") is not None]
+    if not named or len(named) + len(borders) != len(entries) or len(borders) > 1:
+        raise ConfigError("a scheduler is a list of {name, kwargs} entries with at most one {milestones} entry")
+    milestones = list(borders[0]) if borders else []
+    if len(milestones) != len(named) - 1:
+        raise ConfigError(
+            f"{len(named)} schedules in a row need {len(named) - 1} milestones, got {len(milestones)}: {milestones}"
+        )
+    schedules = [_schedule(optimizer, e) for e in named]
+    return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones=milestones)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any]) -> LRScheduler:
+    factory: Callable[..., Any] = _load(str(entry["name"]))
+    kwargs = dict(entry.get("kwargs") or {})
+    is_schedule = isinstance(factory, type) and issubclass(factory, LRScheduler)
+    if not is_schedule and not str(entry["name"]).startswith("transformers.optimization.get_"):
+        raise ConfigError(f"{entry['name']!r} is no learning-rate schedule; give a class of torch.optim.lr_scheduler")
+    try:
+        schedule = factory(optimizer, **kwargs)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"scheduler {entry['name']!r} refuses the arguments {kwargs}: {e}") from e
+    if not isinstance(schedule, LRScheduler):
+        raise ConfigError(f"{entry['name']!r} returned a {type(schedule).__name__}, not a learning-rate schedule")
+    return schedule

@@ -1,0 +1,380 @@
+"""A causal language model that trains and scores: global batch in, one optimizer step out.
+
+The head is never applied to a whole sequence. The body gives hidden states, the loss takes them together with the head
+and works in row blocks; scoring does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
+from limbeck.losses.signals import Head
+from limbeck.models.export import save_weights
+from limbeck.models.loading import body_of, load_model, model_identity, parse_dtype, unwrap
+from limbeck.models.lora import adapter_state, apply_lora, is_lora, load_adapter_state
+from limbeck.models.optim import build_optimizer, build_scheduler
+from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
+from limbeck.models.settings import plain_settings
+from limbeck.models.step import train_on_batches
+from limbeck.utils.errors import CheckpointError, ConfigError
+from limbeck.utils.state_io import load_state, save_state
+from limbeck.utils.timer import Timer
+
+if TYPE_CHECKING:
+    from limbeck.models.policy_config import PolicyConfig
+    from limbeck.models.teachers import TeacherSource
+
+__all__ = ["Policy", "PolicyConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PolicyConfig":
+        from limbeck.models.policy_config import PolicyConfig
+
+        return PolicyConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def tokenizer_size(tokenizer: Any) -> int | None:
+    """Number of token ids of a tokenizer, holes included; None without one."""
+    if tokenizer is None:
+        return None
+    from limbeck.tokens import ByteVocab
+
+    return int(ByteVocab.from_tokenizer(tokenizer).size)
+
+
+class Policy:
+    """A transformers causal language model with its optimizer, schedule and tokenizer.
+
+    Args:
+        cfg: ``PolicyConfig`` or a mapping with its keys.
+        tokenizer: the model's tokenizer; None for a model that only sees ids (``vocab_size`` is then its head's).
+        name: used in messages and metrics.
+        device: default: the accelerator if there is one, else the CPU.
+        init_optimizer: False for a frozen teacher.
+        seed: of random weights and adapters.
+        weights_path: folder written by ``save_checkpoint`` to start from instead of ``cfg.model_name``.
+        optimizer_path: train state written by ``save_checkpoint`` to go on from.
+        dp_group: data-parallel process group or mesh; gradients are summed over it.
+        model: an instantiated causal model to use instead of loading one.
+        extra_parameters: trained along with the model, such as a loss function's learnable projections.
+    """
+
+    def __init__(
+        self,
+        cfg: PolicyConfig | Mapping[str, Any],
+        tokenizer: Any,
+        *,
+        name: str = "policy",
+        device: torch.device | str | None = None,
+        init_optimizer: bool = True,
+        seed: int | None = None,
+        weights_path: str | Path | None = None,
+        optimizer_path: str | Path | None = None,
+        dp_group: Any = None,
+        model: nn.Module | None = None,
+        extra_parameters: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.cfg = plain_settings(cfg)
+        self.name, self.tokenizer, self.dp_group = name, tokenizer, dp_group
+        self.device = torch.device(device if device is not None else _default_device())
+        self.precision = parse_dtype(self.cfg["precision"])
+        dtype = self._param_dtype(init_optimizer)
+        size = tokenizer_size(tokenizer)
+        if model is None:
+            model = self._load(dtype, size, seed, weights_path)
+        self.model: Any = model.to(device=self.device)
+        self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
+        self._check_head()
+        if self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True) and init_optimizer:
+            self.model = apply_lora(self.model, self.cfg["lora"], seed=seed)
+        if not init_optimizer:
+            self.model.requires_grad_(False)
+        self.body: Any = body_of(self.model)
+        self._prepare_body(init_optimizer)
+        trained = [*self.model.parameters(), *extra_parameters]
+        self.optimizer = build_optimizer(trained, self.cfg["optimizer"]) if init_optimizer else None
+        self.scheduler = build_scheduler(self.optimizer, self.cfg["scheduler"]) if self.optimizer else None
+        self.steps = 0
+        if optimizer_path is not None:
+            self.load_train_state(optimizer_path)
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _param_dtype(self, trained: bool) -> torch.dtype:
+        if self.cfg["param_dtype"] is not None:
+            return parse_dtype(self.cfg["param_dtype"])
+        return torch.float32 if trained else self.precision
+
+    def _load(self, dtype: torch.dtype, size: int | None, seed: int | None, weights: str | Path | None) -> Any:
+        cfg = dict(self.cfg)
+        lora = cfg["lora"] is not None and cfg["lora"].get("enabled", True)
+        # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
+        if weights is not None and not lora:
+            cfg.update(model_name=str(weights), init="pretrained", model_overrides={})
+        return load_model(cfg, dtype=dtype, vocab_size=size, seed=seed)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Body and head apart must give what the whole model gives: some models scale or cap in between."""
+        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
+        whole = self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocab_size].float()
+        hidden = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        apart = Head.from_model(self.model, self.vocab_size).logits(hidden).float()
+        difference = float((whole - apart).abs().max() / whole.abs().max().clamp(min=1e-6))
+        if not difference <= (1e-4 if whole.dtype == self.model.dtype else 5e-2):
+            raise ConfigError(
+                f"{type(self.model).__name__} does more between its body and its logits than a linear head, scale and "
+                f"softcap (its logits differ by {difference:.2g}); this model cannot be used yet"
+            )
+
+    def _prepare_body(self, trained: bool) -> None:
+        if trained and self.cfg["dtensor_cfg"]["activation_checkpointing"]:
+            unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
+            if is_lora(self.model):
+                unwrap(self.model).enable_input_require_grads()
+        if packing_enabled(self.cfg):
+            from limbeck.data.document_mask import verify_document_isolation
+
+            with self.autocast():
+                verify_document_isolation(self.body, vocab_size=self.vocab_size, tolerance=self._tolerance())
+        options = self.cfg["compile"]
+        if options["enabled"]:
+            self.body.compile(mode=options["mode"], dynamic=options["dynamic"])
+
+    def _tolerance(self) -> float:
+        return 1e-3 if self.precision == torch.float32 else 5e-2
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Computation in ``precision`` where the parameters are of a wider type; nothing otherwise."""
+        narrow = self.precision != torch.float32 and self.model.dtype != self.precision
+        with torch.autocast(self.device.type, self.precision) if narrow else contextlib.nullcontext():
+            yield
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def head(self) -> Head:
+        """The head as the loss uses it, in ``precision``; a fresh view of the present weights, with gradient."""
+        head = Head.from_model(unwrap(self.model), self.vocab_size)
+        if head.weight is not None and head.weight.dtype != self.precision and self.precision != torch.float32:
+            head.weight = head.weight.to(self.precision)
+            head.bias = None if head.bias is None else head.bias.to(self.precision)
+        return head
+
+    def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
+        """Hidden states of one forward pass as flat rows [R, h]."""
+        kwargs = inputs.model_kwargs(drop_padding_mask=True)
+        with self.autocast():
+            hidden = self.body(**kwargs).last_hidden_state
+        flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
+        return flat
+
+    def microbatches(
+        self, data: BatchedDataDict, mbs: int, *, prefix: str = "", training: bool = True
+    ) -> tuple[Iterator[ProcessedMicrobatch], int]:
+        """Micro-batches of ``data`` on this policy's device, and how many."""
+        key = "train_mb_tokens" if training or not self._has_logprob_budget() else "logprob_mb_tokens"
+        group = self.dp_group if training else None
+        cp = int(self.cfg["dtensor_cfg"]["context_parallel_size"])
+        return get_microbatch_iterator(
+            data, self.cfg, mbs, group, self.tokenizer, cp, key_prefix=prefix, device=self.device, tokens_key=key
+        )
+
+    def _has_logprob_budget(self) -> bool:
+        section = "sequence_packing" if packing_enabled(self.cfg) else "dynamic_batching"
+        return self.cfg[section]["logprob_mb_tokens"] is not None
+
+    # -- train ------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: Any,
+        *,
+        teachers: Sequence[TeacherSource] = (),
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step per global batch of ``data`` (none with ``eval_mode``), over this rank's rows.
+
+        Args:
+            data: rows of this rank; one global batch, or several of ``gbs`` rows (over all ranks) each.
+            loss_fn: has ``counts``, ``prepare`` and ``compute``, see ``limbeck.losses``.
+            teachers: one source per teacher of the loss, in order.
+            eval_mode: loss and metrics only; no gradient, no step.
+            gbs: rows per step over all ranks; default: all of ``data``.
+            mbs: rows per micro-batch where neither dynamic batching nor packing is on.
+            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``.
+
+        Returns:
+            ``loss`` (global), ``grad_norm`` (before clipping), ``lr``, ``metrics`` (name -> (sum, count), reduced over
+            ranks), ``tokens`` (real student tokens over all ranks), ``microbatches``, ``counts``.
+
+        Raises:
+            LossError: a loss or gradient is not finite; weights and optimizer are as before the step.
+        """
+        if self.optimizer is None and not eval_mode:
+            raise ConfigError(f"policy {self.name!r} is frozen (init_optimizer=False) and cannot be trained")
+        mbs = mbs or int(self.cfg["train_micro_batch_size"])
+        self.model.train(not eval_mode)
+        try:
+            return train_on_batches(
+                self, data, loss_fn, list(teachers), eval_mode=eval_mode, gbs=gbs, mbs=mbs, timer=timer or Timer()
+            )
+        finally:
+            self.model.eval()
+
+    def prepare_for_training(self) -> None:
+        """Move model and optimizer to the device; the model is then ready to train."""
+        self.model.to(device=self.device)
+        self._move_optimizer(self.device)
+        self.model.train()
+
+    def prepare_for_inference(self) -> None:
+        """Move the model to the device in evaluation mode."""
+        self.model.to(device=self.device)
+        self.model.eval()
+
+    prepare_for_lp_inference = prepare_for_inference
+
+    def offload(self) -> None:
+        """Move model and optimizer to main memory until they are needed again."""
+        self.model.to(device="cpu")
+        self._move_optimizer(torch.device("cpu"))
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if self.optimizer is None:
+            return
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                # step counters stay where the optimizer keeps them
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device)
+
+    # -- score ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_hidden(self, data: BatchedDataDict, *, prefix: str = "") -> Tensor:
+        """Last hidden states [B, T, h] of right-padded rows, zeros in padding."""
+        ids = data[f"{prefix}input_ids"]
+        out: Tensor | None = None
+        for where, hidden, _ in self._scored(data, prefix):
+            if out is None:
+                out = hidden.new_zeros((ids.numel(), hidden.shape[-1]))
+            out[where] = hidden
+        assert out is not None
+        return out.reshape(*ids.shape, -1)
+
+    @torch.no_grad()
+    def _scored(self, data: BatchedDataDict, prefix: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(places in the flattened [B * T], hidden rows, next ids) of all real tokens, by micro-batch."""
+        self.model.eval()
+        width = data[f"{prefix}input_ids"].shape[1]
+        places = torch.arange(data.size, device=self.device)[:, None] * width
+        tagged: BatchedDataDict = BatchedDataDict({**data.data, "_row": torch.arange(data.size)})
+        iterator, _ = self.microbatches(tagged, int(self.cfg["logprob_batch_size"]), prefix=prefix, training=False)
+        for mb in iterator:
+            ids = mb.data_dict[f"{prefix}input_ids"].to(self.device)
+            lengths = mb.data_dict[f"{prefix}input_lengths"].to(self.device)
+            assert mb.processed_inputs.row_start is not None
+            rows, where = sample_rows(mb.processed_inputs.row_start, lengths, width)
+            hidden = self.forward_hidden(mb.processed_inputs).index_select(0, rows)
+            whole = places[mb.data_dict["_row"].to(self.device)] + torch.arange(width, device=self.device)
+            yield whole.reshape(-1)[where], hidden, next_tokens(ids, lengths).reshape(-1)[where]
+
+    @torch.no_grad()
+    def score(self, data: BatchedDataDict, *, prefix: str = "", k: int = 0) -> Iterator[tuple[Tensor, RowScores]]:
+        """Scores of all real tokens by micro-batch: (places in the flattened [B * T], scores)."""
+        head = self.head()
+        for where, hidden, following in self._scored(data, prefix):
+            yield where, score_rows(hidden, head, following, k=k)
+
+    @torch.no_grad()
+    def get_topk_logits(self, data: BatchedDataDict, k: int, *, prefix: str = "") -> BatchedDataDict:
+        """``topk_logits`` float32 and ``topk_indices`` int64, both [B, T, k], most likely first; zeros in padding.
+
+        The entry at position t is about the token at t + 1. ``prefix``: ``teacher_`` and so on, for the rows' keys.
+        """
+        ids = data[f"{prefix}input_ids"]
+        k = min(k, self.vocab_size)
+        logits = torch.zeros((ids.numel(), k), dtype=torch.float32, device=self.device)
+        indices = torch.zeros((ids.numel(), k), dtype=torch.int64, device=self.device)
+        for where, scores in self.score(data, prefix=prefix, k=k):
+            logits[where], indices[where] = scores.topk_logits.float(), scores.topk_ids
+        shape = (*ids.shape, k)
+        return BatchedDataDict({"topk_logits": logits.reshape(shape), "topk_indices": indices.reshape(shape)})
+
+    @torch.no_grad()
+    def get_logprobs(self, data: BatchedDataDict, *, prefix: str = "") -> BatchedDataDict:
+        """``logprobs`` float32 [B, T]: of the token at t given those before it; 0 at t = 0 and in padding."""
+        ids = data[f"{prefix}input_ids"]
+        out = torch.zeros(ids.numel() + 1, dtype=torch.float32, device=self.device)
+        for where, scores in self.score(data, prefix=prefix):
+            # a row's last token scores nothing, and must not write into its neighbour's first place
+            out[where + 1] = scores.next_logprob.float()
+        return BatchedDataDict({"logprobs": out[:-1].reshape(ids.shape)})
+
+    def identity(self) -> dict[str, str]:
+        """Hashes of configuration and weights, see ``model_identity``."""
+        return model_identity(self.model)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def train_state(self) -> dict[str, Any]:
+        """All that a resumed run needs beside the weights: optimizer, schedule, adapters, steps."""
+        return {
+            "optimizer": self.optimizer.state_dict() if self.optimizer else None,
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "adapter": adapter_state(self.model) if is_lora(self.model) else None,
+            "steps": self.steps,
+        }
+
+    def save_checkpoint(
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+    ) -> None:
+        """Write a transformers folder (adapters merged) with its tokenizer, and the train state where asked for."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_weights(self.model, weights_path, self.tokenizer, tokenizer_path)
+        if optimizer_path is not None:
+            save_state(optimizer_path, self.train_state())
+
+    def load_train_state(self, optimizer_path: str | Path) -> None:
+        """Go on from a train state; the weights come from the ``weights_path`` given at construction."""
+        state = load_state(optimizer_path)
+        if (state["optimizer"] is None) != (self.optimizer is None) or (state["adapter"] is None) == is_lora(
+            self.model
+        ):
+            raise CheckpointError(
+                f"train state {str(optimizer_path)!r} comes from another kind of run (optimizer or adapters differ); "
+                "resume with the configuration that wrote it"
+            )
+        if is_lora(self.model):
+            load_adapter_state(self.model, state["adapter"])
+        if self.optimizer is not None:
+            try:
+                self.optimizer.load_state_dict(state["optimizer"])
+            except ValueError as e:
+                raise CheckpointError(f"train state {str(optimizer_path)!r} does not fit this model: {e}") from e
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.steps = int(state["steps"])
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

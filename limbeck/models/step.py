@@ -1,0 +1,232 @@
+"""One optimizer step: global counts, micro-batches, gradients summed over ranks, clip, step.
+
+The loss of a micro-batch arrives divided by the counts of the global batch, so gradients simply add up: over
+micro-batches and over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.utils.errors import DataError, LossError
+from limbeck.utils.timer import Timer
+
+if TYPE_CHECKING:
+    from limbeck.models.policy import Policy
+    from limbeck.models.teachers import TeacherSource
+
+Sums = dict[str, tuple[Any, Any]]
+
+
+def _group(mesh_or_group: Any) -> Any:
+    if mesh_or_group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = mesh_or_group.get_group() if hasattr(mesh_or_group, "get_group") else mesh_or_group
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def train_on_batches(
+    policy: Policy,
+    data: BatchedDataDict,
+    loss_fn: Any,
+    teachers: Sequence[TeacherSource],
+    *,
+    eval_mode: bool,
+    gbs: int | None,
+    mbs: int,
+    timer: Timer,
+) -> dict[str, Any]:
+    """See ``Policy.train``."""
+    group = _group(policy.dp_group)
+    ranks = dist.get_world_size(group) if group is not None else 1
+    local = data.size if gbs is None else gbs // ranks
+    if local < 1 or (gbs is not None and gbs % ranks):
+        raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
+    results = []
+    for index in range(max(1, math.ceil(data.size / local))):
+        if not eval_mode and _wants_first_pass(loss_fn):
+            first = _Step(policy, loss_fn, teachers, timer, True, group).run(data, index, local, mbs)
+            loss_fn.start_step(first["metrics"])
+        result = _Step(policy, loss_fn, teachers, timer, eval_mode, group).run(data, index, local, mbs)
+        if not eval_mode and hasattr(loss_fn, "end_step"):
+            loss_fn.end_step(result["metrics"])
+        results.append(result)
+    return results[0] if len(results) == 1 else _merge(results)
+
+
+def _wants_first_pass(loss_fn: Any) -> bool:
+    settings = getattr(loss_fn, "settings", None)
+    return bool(
+        getattr(settings, "dynamic_loss_scaling", False)
+        and getattr(settings, "dynamic_scaling_source", "running") == "first_pass"
+    )
+
+
+def _check_all_trained(policy: Policy, loss_fn: Any) -> None:
+    """A learnable part of the loss that no optimizer knows would stay as it is without a word."""
+    assert policy.optimizer is not None
+    known = {id(p) for group in policy.optimizer.param_groups for p in group["params"]}
+    parameters = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else ()
+    if any(p.requires_grad and id(p) not in known for p in parameters):
+        raise LossError("the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()")
+
+
+def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    last = dict(results[-1])
+    for name in ("loss", "grad_norm"):
+        values = [r[name] for r in results if r[name] is not None]
+        last[name] = sum(values) / len(values) if values else None
+    metrics: Sums = {}
+    for result in results:
+        for name, (total, count) in result["metrics"].items():
+            old = metrics.get(name, (0.0, 0.0))
+            metrics[name] = (old[0] + total, old[1] + count)
+    last["metrics"] = metrics
+    for name in ("tokens", "microbatches"):
+        last[name] = sum(r[name] for r in results)
+    return last
+
+
+class _Step:
+    def __init__(
+        self,
+        policy: Policy,
+        loss_fn: Any,
+        teachers: Sequence[TeacherSource],
+        timer: Timer,
+        eval_mode: bool,
+        group: Any,
+    ) -> None:
+        self.policy, self.loss_fn, self.teachers, self.timer = policy, loss_fn, teachers, timer
+        self.eval_mode, self.group = eval_mode, group
+        self.sums: dict[str, list[Tensor]] = {}
+        self.tokens = 0
+
+    def run(self, data: BatchedDataDict, index: int, local: int, mbs: int) -> dict[str, Any]:
+        prepared = process_global_batch(data, self.loss_fn, self.group, batch_idx=index, batch_size=local)
+        batch, counts = prepared["batch"], prepared.get("counts", {})
+        if not self.eval_mode:
+            _check_all_trained(self.policy, self.loss_fn)
+            self._drop_gradients()
+        iterator, number = self.policy.microbatches(batch, mbs)
+        losses: list[tuple[Tensor, ProcessedMicrobatch]] = []
+        with torch.set_grad_enabled(not self.eval_mode):
+            for mb in iterator:
+                losses.append((self._microbatch(mb, counts), mb))
+        self._check_losses(losses)
+        rate = self.policy.optimizer.param_groups[0]["lr"] if self.policy.optimizer else None
+        norm = None if self.eval_mode else self._optimize(batch)
+        metrics, loss, tokens = self._reduce([value for value, _ in losses])
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "metrics": metrics,
+            "tokens": tokens,
+            "microbatches": number,
+            "counts": counts,
+            "global_valid_seqs": float(prepared["global_valid_seqs"]),
+            "global_valid_toks": float(prepared["global_valid_toks"]),
+        }
+
+    def _microbatch(self, mb: ProcessedMicrobatch, counts: dict[str, Tensor]) -> Tensor:
+        policy, timer = self.policy, self.timer
+        signals, starts = [], []
+        with timer.time("teacher"):
+            for number, teacher in enumerate(self.teachers):
+                signal, start = teacher.signal(mb, number, policy.device)
+                signals.append(signal)
+                starts.append(start)
+            inputs = self.loss_fn.prepare(mb, starts)
+        with timer.time("forward"):
+            hidden = policy.forward_hidden(mb.processed_inputs)
+        with timer.time("loss"):
+            loss, metrics = self.loss_fn.compute(hidden, policy.head(), signals, inputs, counts)
+        if not self.eval_mode:
+            with timer.time("backward"):
+                loss.backward()
+        for name, pair in metrics.items():
+            values = [torch.as_tensor(v, dtype=torch.float64, device=loss.device) for v in pair]
+            old = self.sums.get(name)
+            self.sums[name] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+        if not mb.is_dummy:
+            self.tokens += int(mb.data_dict["input_lengths"].sum())
+        return torch.as_tensor(loss).detach()
+
+    def _check_losses(self, losses: list[tuple[Tensor, ProcessedMicrobatch]]) -> None:
+        bad = [mb for value, mb in losses if not bool(torch.isfinite(value))]
+        # every rank must take the same way out, or the others wait in the gradients' all-reduce for ever
+        if self._any(bool(bad)):
+            rows = bad[0].data_dict.get("idx") if bad else None
+            self._drop_gradients()
+            raise LossError(
+                f"the loss is not finite{'' if rows is None else f' on the samples {list(rows)}'}; the step was not "
+                "taken; lower the learning rate or look at these samples"
+            )
+
+    def _drop_gradients(self) -> None:
+        if self.policy.optimizer is not None:
+            self.policy.optimizer.zero_grad(set_to_none=True)
+
+    def _any(self, flag: bool) -> bool:
+        if self.group is None:
+            return flag
+        value = torch.tensor(float(flag), device=self.policy.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(value)
+
+    def _optimize(self, batch: BatchedDataDict) -> float:
+        policy = self.policy
+        assert policy.optimizer is not None
+        with self.timer.time("optimizer"):
+            params = [p for g in policy.optimizer.param_groups for p in g["params"]]
+            self._sum_gradients(params)
+            limit = policy.cfg["max_grad_norm"]
+            norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else float(limit))
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            if not bool(torch.isfinite(norm)):
+                self._drop_gradients()
+                rows = batch.get("idx")
+                raise LossError(
+                    f"the gradient norm is {float(norm)}{'' if rows is None else f' on the samples {list(rows)}'}; the "
+                    "step was not taken; lower the learning rate or look at these samples"
+                )
+            policy.optimizer.step()
+            if policy.scheduler is not None:
+                policy.scheduler.step()
+            policy.steps += 1
+            policy.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _sum_gradients(self, params: list[Tensor]) -> None:
+        """Plain data parallelism; sharded parameters (DTensor) have their gradients reduced by their own hooks."""
+        if self.group is None:
+            return
+        for p in params:
+            if hasattr(p, "full_tensor"):
+                continue
+            # a parameter that this rank's rows did not reach still takes part, with zeros
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad, group=self.group)
+
+    def _reduce(self, losses: list[Tensor]) -> tuple[Sums, float, int]:
+        names = sorted(self.sums)
+        device = self.policy.device
+        total = torch.stack([value.double() for value in losses]).sum() if losses else torch.zeros((), device=device)
+        flat = [total.reshape(1).double(), torch.tensor([self.tokens], dtype=torch.float64, device=device)]
+        flat += [torch.stack(self.sums[name]) for name in names]
+        values = torch.cat(flat)
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        numbers = values.tolist()
+        metrics: Sums = {n: (numbers[2 + 2 * i], numbers[3 + 2 * i]) for i, n in enumerate(names)}
+        return metrics, numbers[0], int(numbers[1])

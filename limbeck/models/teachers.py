@@ -1,0 +1,207 @@
+"""Teacher signals for a micro-batch, from a live model or from a cache, behind one interface.
+
+A source is asked once per micro-batch and teacher. It answers with a signal over flat teacher rows and the row at which
+each sample starts; the loss indexes both and checks the token ids that the signal carries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, process_microbatch
+from limbeck.losses.inputs import teacher_prefix
+from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal
+from limbeck.models.cache import CacheReader
+from limbeck.models.cache_head import load_head
+from limbeck.models.policy import Policy
+from limbeck.models.scoring import next_tokens
+from limbeck.utils.errors import DataError
+
+
+class TeacherSource(Protocol):
+    """Where a teacher's signals come from."""
+
+    vocab_size: int
+
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """The signal of one micro-batch on ``device`` and the flat row [B] at which each sample starts in it."""
+        ...
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """Log-probability of every teacher token [B, T_t], 0 at the first token and in padding (float32, CPU)."""
+        ...
+
+
+def key_prefix(data: Any, teacher_index: int) -> str:
+    """Prefix of the keys that hold a teacher's ids; empty where it reads the student's own."""
+    found = teacher_prefix(data, teacher_index)
+    return "" if found is None else found[0]
+
+
+class LiveTeacher:
+    """A model in memory. Hands out hidden states with the head; logits exist only inside the loss's row blocks.
+
+    ``student_fingerprint``: tokenizer fingerprint of the student. A teacher that reads the student's own ids must have
+    the same; ``None`` skips that check (models without a tokenizer).
+    """
+
+    def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
+        self.policy = policy
+        self.vocab_size = policy.vocab_size
+        self._same_ids = student_fingerprint is None or policy.tokenizer is None
+        if not self._same_ids:
+            from limbeck.tokens import ByteVocab
+
+            self._same_ids = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint == student_fingerprint
+
+    def _prefix(self, data: Any, teacher_index: int) -> str:
+        prefix = key_prefix(data, teacher_index)
+        if not prefix and not self._same_ids:
+            raise DataError(
+                f"teacher {teacher_index} has another tokenizer than the student, but the batch holds no ids for it; "
+                f"collate it with this teacher (keys teacher_{teacher_index}_input_ids, ...)"
+            )
+        return prefix
+
+    def _inputs(self, microbatch: ProcessedMicrobatch, prefix: str) -> ProcessedInputs:
+        if not prefix:
+            return microbatch.processed_inputs.to(self.policy.device)
+        packed = microbatch.processed_inputs.is_packed
+        own = self.policy.cfg
+        # packed like the student, otherwise cut to the longest row: padding costs the teacher most
+        layout = {
+            "sequence_packing": {**own["sequence_packing"], "enabled": packed},
+            "dynamic_batching": {**own["dynamic_batching"], "enabled": not packed},
+            "dtensor_cfg": own["dtensor_cfg"],
+        }
+        size = int(own["dtensor_cfg"]["context_parallel_size"])
+        return process_microbatch(
+            microbatch.data_dict,
+            self.policy.tokenizer,
+            packed,
+            layout,
+            size,
+            key_prefix=prefix,
+            device=self.policy.device,
+        )
+
+    @torch.no_grad()
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """See ``TeacherSource``."""
+        inputs = self._inputs(microbatch, self._prefix(microbatch.data_dict, teacher_index))
+        self.policy.model.eval()
+        hidden = self.policy.forward_hidden(inputs)
+        assert inputs.row_start is not None
+        head = self.policy.head()
+        return HiddenSignal(hidden.to(device), head, inputs.input_ids.reshape(-1).to(device)), inputs.row_start
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """See ``TeacherSource``."""
+        prefix = self._prefix(data, teacher_index)
+        return self.policy.get_logprobs(data, prefix=prefix)["logprobs"].cpu()
+
+
+class CachedTeacher:
+    """A teacher that is only a folder of stored signals; needs no teacher weights.
+
+    ``teacher_fingerprint``: fingerprint of the tokenizer that the batches are made with; a cache of another one is a
+    ``CacheError``, and so is a sample that was not cached.
+    """
+
+    def __init__(self, cache: CacheReader | str | Path, *, teacher_fingerprint: str | None = None) -> None:
+        self.reader = (
+            cache if isinstance(cache, CacheReader) else CacheReader(cache, teacher_fingerprint=teacher_fingerprint)
+        )
+        self.vocab_size = self.reader.spec.vocab_size
+        self._head: Head | None = None
+
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """See ``TeacherSource``. Rows lie one sample after the other, without padding."""
+        data = microbatch.data_dict
+        prefix = key_prefix(data, teacher_index)
+        ids = data[f"{prefix}input_ids"].cpu()
+        lengths = data[f"{prefix}input_lengths"].cpu().to(torch.long)
+        counted = data["sample_mask"].cpu() > 0
+        starts = lengths.cumsum(0) - lengths
+        build = _TopKRows if self.reader.spec.kind == "topk" else _HiddenRows
+        rows = build(self.reader, int(lengths.sum()))
+        for sample, (start, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            # rows that count for nothing (fillers, masked samples) need not be in the cache
+            if n >= 2 and bool(counted[sample]):
+                rows.put(start, ids[sample, :n].numpy())
+        real = torch.arange(ids.shape[1]) < lengths[:, None]
+        return rows.signal(self, ids[real], next_tokens(ids, lengths)[real], torch.device(device)), starts
+
+    def head(self, device: torch.device) -> Head:
+        """The head stored beside hidden states."""
+        if self._head is None:
+            self._head = load_head(self.reader.folder, device)
+        return self._head
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """See ``TeacherSource``; masked samples, which need not be cached, are 0."""
+        prefix = key_prefix(data, teacher_index)
+        ids = data[f"{prefix}input_ids"].cpu()
+        out = torch.zeros(ids.shape, dtype=torch.float32)
+        for sample, n in enumerate(data[f"{prefix}input_lengths"].tolist()):
+            if n >= 2 and float(data["sample_mask"][sample]) > 0:
+                out[sample, 1:n] = torch.from_numpy(self.reader.get(ids[sample, :n].numpy()).next_logprob.copy())
+        return out
+
+
+class _TopKRows:
+    """Collects stored rows of one micro-batch; a row without a stored entry keeps the id -1 (empty)."""
+
+    def __init__(self, reader: CacheReader, rows: int) -> None:
+        self.reader = reader
+        k = reader.spec.k
+        self.ids = torch.full((rows, k), -1, dtype=torch.int32)
+        self.logprobs = torch.zeros((rows, k), dtype=torch.float16)
+        self.came = torch.zeros(rows, dtype=torch.float32)
+
+    def put(self, start: int, ids: Any) -> None:
+        found = self.reader.get(ids)
+        assert found.topk_ids is not None
+        assert found.topk_logprobs is not None
+        rows = slice(start, start + len(ids) - 1)
+        # the copies matter: mapped pages are read-only, which torch does not know
+        self.ids[rows] = torch.from_numpy(found.topk_ids.astype("int32"))
+        self.logprobs[rows] = torch.from_numpy(found.topk_logprobs.copy())
+        self.came[rows] = torch.from_numpy(found.next_logprob.copy())
+
+    def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
+        return TopKSignal(
+            self.ids.to(device),
+            self.logprobs.to(device).float(),
+            self.came.to(device),
+            following.to(device),
+            vocab_size=self.reader.spec.vocab_size,
+        )
+
+
+class _HiddenRows:
+    """The same for stored hidden states; a row without an entry is zero."""
+
+    def __init__(self, reader: CacheReader, rows: int) -> None:
+        self.reader = reader
+        self.dtype = torch.bfloat16 if reader.spec.hidden_dtype == "bfloat16" else torch.float16
+        self.hidden = torch.zeros((rows, reader.spec.hidden_size), dtype=self.dtype)
+
+    def put(self, start: int, ids: Any) -> None:
+        found = self.reader.get(ids)
+        assert found.hidden is not None
+        self.hidden[start : start + len(ids) - 1] = torch.from_numpy(found.hidden.copy()).view(self.dtype)
+
+    def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
+        return HiddenSignal(self.hidden.to(device), owner.head(device), ids.to(device))

@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from limbeck.models.loading import body_of, load_model, model_identity
+from limbeck.utils.errors import ConfigError
+from tests.models.tiny import LLAMA, QWEN3
+
+
+def random_config(arch=LLAMA, **more):
+    return {"init": "random", "model_overrides": {**arch, **more}}
+
+
+def test_random_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    a = load_model(random_config(), vocab_size=50, seed=3)
+    before = torch.get_rng_state()
+    b = load_model(random_config(), vocab_size=50, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    c = load_model(random_config(), vocab_size=50, seed=4)
+    same = [torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True)]
+    assert all(same)
+    assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
+    assert a.lm_head.weight.shape[0] == 50
+    assert not a.training
+
+
+def test_folder_round_trip_and_types(tmp_path):
+    model = load_model(random_config(QWEN3), vocab_size=50, seed=3)
+    model.save_pretrained(tmp_path)
+    again = load_model({"model_name": str(tmp_path)})
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+    half = load_model({"model_name": str(tmp_path)}, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    # the loader's dtype leaves the RoPE buffers alone; converting afterwards would round them
+    assert body_of(half).rotary_emb.inv_freq.dtype == torch.float32
+    from_config = load_model(
+        {"model_name": str(tmp_path), "init": "random", "model_overrides": {"num_hidden_layers": 1}}
+    )
+    assert len(from_config.model.layers) == 1
+
+
+def test_identity_follows_weights_and_config_but_not_the_folder(tmp_path):
+    model = load_model(random_config(), vocab_size=50, seed=3)
+    first = model_identity(model)
+    model.save_pretrained(tmp_path / "a")
+    assert model_identity(load_model({"model_name": str(tmp_path / "a")})) == first
+    assert model_identity(load_model(random_config(), vocab_size=50, seed=4))["config"] == first["config"]
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1e-3
+    changed = model_identity(model)
+    assert changed["weights"] != first["weights"]
+    other = model_identity(load_model(random_config(rms_norm_eps=1e-4), vocab_size=50, seed=3))
+    assert other["config"] != first["config"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_name": "/nowhere/at/all"}, "does not exist"),
+        ({"model_name": "missing.gguf"}, "does not exist"),
+        ({}, "model_name is missing"),
+        ({"init": "random", "model_overrides": {"model_type": "nonsense"}}, "no model can be made"),
+    ],
+)
+def test_bad_models(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_model(config)
+
+
+def test_damaged_folders(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model({"model_name": str(tmp_path)})
+    (tmp_path / "x.bin").write_text("")
+    with pytest.raises(ConfigError, match=r"no \.gguf"):
+        load_model({"model_name": str(tmp_path / "x.bin")})
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    load_model(random_config(), vocab_size=50, seed=3).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has 50 embeddings but its tokenizer has 60 ids"):
+        load_model({"model_name": str(tmp_path)}, vocab_size=60)

@@ -1,0 +1,152 @@
+import pytest
+import torch
+
+from limbeck.data.microbatch import get_microbatch_iterator
+from limbeck.models.cache import CacheReader
+from limbeck.models.cache_build import spec_for, write_cache
+from limbeck.models.cache_head import load_head, save_head
+from limbeck.models.policy import Policy
+from limbeck.models.teachers import CachedTeacher, LiveTeacher
+from limbeck.tokens import ByteVocab
+from limbeck.utils.errors import CacheError, DataError
+from tests.models.test_policy import LAYOUTS, step_gradients
+from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
+
+
+def cached(tmp_path, policy, data, **spec):
+    write_cache(policy, [data], tmp_path, spec_for(policy, **spec))
+    return CachedTeacher(tmp_path)
+
+
+def step(source, **settings):
+    policy = student(max_grad_norm=None)
+    return step_gradients(policy, batch(), loss_fn(**settings), [source])
+
+
+@pytest.mark.parametrize("kind", [{"k": 340}, {"hidden": True, "hidden_dtype": "float16"}, {"hidden": True}])
+def test_a_cached_teacher_equals_the_live_one_within_its_precision(tmp_path, kind):
+    """k = the whole vocabulary: what is left is the rounding of log-probs (float16) or hidden states."""
+    policy = teacher()
+    live, live_grads = step(LiveTeacher(policy))
+    stored, stored_grads = step(cached(tmp_path, policy, batch(), **kind))
+    kl = {name: r["metrics"]["kl_loss"][0] / r["metrics"]["kl_loss"][1] for name, r in (("l", live), ("s", stored))}
+    # float16 keeps log p to 2^-11 of its size, bfloat16 hidden states to 2^-9: absolute errors per chunk, in nats
+    assert abs(kl["s"] - kl["l"]) < (1e-3 if kind == {"hidden": True} else 5e-4)
+    assert abs(stored["loss"] - live["loss"]) < 1e-3
+    scale = max(float(g.abs().max()) for g in live_grads.values())
+    for name, grad in live_grads.items():
+        assert float((stored_grads[name] - grad).abs().max()) <= 2e-3 * scale, name
+
+
+@pytest.mark.parametrize("layout", ["one", "dynamic", "packed"])
+def test_a_cached_teacher_serves_every_layout_and_order(tmp_path, layout):
+    source = cached(tmp_path, teacher(), batch(), k=16)
+    expected = student().train(batch(), loss_fn(), teachers=[source])["loss"]
+    shuffled = batch([5, 3, 0, 4, 2, 1])
+    got = student(**LAYOUTS[layout]).train(shuffled, loss_fn(), teachers=[source])["loss"]
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_same_tokenizer_teacher_from_a_cache(tmp_path):
+    frozen = Policy(config(), tokenizer(300), device="cpu", seed=5, init_optimizer=False)
+    data = batch(cross=False)
+    source = cached(tmp_path, frozen, data, k=300)
+    live = student().train(data, loss_fn(cross=False), teachers=[LiveTeacher(frozen)])["loss"]
+    stored = student().train(data, loss_fn(cross=False), teachers=[source])["loss"]
+    assert stored == pytest.approx(live, rel=5e-4)
+
+
+def test_logprobs_agree(tmp_path):
+    policy = teacher()
+    live = LiveTeacher(policy).logprobs(batch(), 0)
+    stored = cached(tmp_path, policy, batch(), k=4).logprobs(batch(), 0)
+    assert torch.allclose(live, stored, atol=1e-5)
+    assert live.shape == batch()["teacher_input_ids"].shape
+
+
+def test_signals_carry_the_ids_that_were_scored(tmp_path):
+    data = batch()
+    policy = teacher()
+    iterator, _ = get_microbatch_iterator(data, {}, 6, None, None)
+    (mb,) = iterator
+    for source in (LiveTeacher(policy), cached(tmp_path, policy, data, k=4)):
+        signal, start = source.signal(mb, 0, "cpu")
+        for b, n in enumerate(data["teacher_input_lengths"].tolist()):
+            rows = int(start[b]) + torch.arange(n - 1)
+            ids = data["teacher_input_ids"][b, :n]
+            following = signal.next_ids[rows] if hasattr(signal, "next_ids") else signal.input_ids[rows + 1]
+            assert torch.equal(following, ids[1:])
+
+
+def test_masked_samples_need_not_be_cached(tmp_path):
+    source = cached(tmp_path, teacher(), batch([0, 1]), k=8)
+    data = batch([0, 1, 2])
+    with pytest.raises(CacheError, match="has no document of"):
+        student().train(data, loss_fn(), teachers=[source])
+    data["sample_mask"][2] = 0.0
+    alone = student().train(batch([0, 1]), loss_fn(), teachers=[source])["loss"]
+    assert student().train(data, loss_fn(), teachers=[source])["loss"] == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_teacher_with_another_tokenizer_needs_its_own_ids():
+    own = ByteVocab.from_tokenizer(tokenizer(300)).fingerprint
+    source = LiveTeacher(teacher(), student_fingerprint=own)
+    student().train(batch(), loss_fn(), teachers=[source])
+    with pytest.raises(DataError, match="another tokenizer than the student"):
+        student().train(batch(cross=False), loss_fn(cross=False), teachers=[source])
+
+
+def test_caching_goes_on_where_it_stopped(tmp_path):
+    policy = teacher()
+    spec = spec_for(policy, k=8)
+
+    def until_killed():
+        yield batch([0, 1])
+        yield batch([1, 2])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_cache(policy, until_killed(), tmp_path, spec)
+    with pytest.raises(CacheError, match=r"not complete \(3 documents"):
+        CacheReader(tmp_path)
+    scored = []
+    real = policy.get_hidden
+    policy.get_hidden = lambda data, **k: scored.append(data.size) or real(data, **k)
+    writer = write_cache(policy, [batch()], tmp_path, spec)
+    assert scored == [3]
+    assert writer.documents == len(CacheReader(tmp_path)) == 6
+
+
+def test_a_changed_teacher_voids_the_cache(tmp_path):
+    policy = teacher()
+    write_cache(policy, [batch()], tmp_path, spec_for(policy, k=8))
+    CacheReader(tmp_path, model_identity=policy.identity())
+    other = teacher(seed=9)
+    with pytest.raises(CacheError, match="weights or configuration changed"):
+        CacheReader(tmp_path, model_identity=other.identity())
+    with pytest.raises(CacheError, match="was made with model_identity"):
+        write_cache(other, [batch()], tmp_path, spec_for(other, k=8))
+    with pytest.raises(CacheError, match="teacher tokenizer of fingerprint"):
+        CachedTeacher(tmp_path, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer(300)).fingerprint)
+
+
+def test_head_file(tmp_path):
+    from limbeck.losses import Head
+
+    head = Head(5, weight=torch.randn(7, 3), bias=torch.randn(7), softcap=2.0, scale=0.5)
+    save_head(tmp_path, head)
+    again = load_head(tmp_path, "cpu")
+    x = torch.randn(4, 3)
+    assert torch.equal(again.logits(x), head.logits(x))
+    (tmp_path / "head.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CacheError, match="cannot be read"):
+        load_head(tmp_path, "cpu")
+    with pytest.raises(CacheError, match="plain linear head"):
+        save_head(tmp_path, Head.identity(5))
+
+
+def test_spec_needs_one_kind():
+    with pytest.raises(CacheError, match="either top-k lists or hidden states"):
+        spec_for(teacher())
+    with pytest.raises(CacheError, match="either top-k lists or hidden states"):
+        spec_for(teacher(), k=3, hidden=True)

@@ -1,0 +1,105 @@
+"""Two tiny tokenizers, tiny models and real batches for the tests of models."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models.policy import Policy
+from limbeck.projection import build_rules
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog; the dog does not mind at all.",
+    "In 2024 there were 365 days, or 366 where one counts the leap day: 2024 / 4 = 506.",
+    "def distil(teacher, student):\n    return student - teacher  # a spirit in a vessel\n",
+    "Nächster Halt: Übersee. Ein Zug fährt, drei Züge stehen, keiner weiß warum.",
+    "a b c d e f g",
+    "Water boils at 100 degrees; alcohol at 78, which is the whole secret of the alembic.",
+]
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
+
+
+@functools.cache
+def tokenizer(size: int) -> Any:
+    """A byte-level BPE of ``size`` ids; eos is its last. The larger one knows other words and splits digits."""
+    other = size > 300
+    tok = Tokenizer(BPE())
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if other else []
+    tok.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tok.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+    )
+    tok.train_from_iterator(TEXTS[other::2], trainer)
+    tok.add_special_tokens([AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<eos>")
+
+
+def config(arch: dict[str, Any] = LLAMA, **more: Any) -> dict[str, Any]:
+    return {
+        "init": "random",
+        "model_overrides": dict(arch),
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 2,
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}},
+        **more,
+    }
+
+
+def student(seed: int = 0, **more: Any) -> Policy:
+    return Policy(config(**more), tokenizer(300), name="student", device="cpu", seed=seed)
+
+
+def teacher(seed: int = 1, **more: Any) -> Policy:
+    return Policy(config(QWEN3, **more), tokenizer(340), name="teacher", device="cpu", seed=seed, init_optimizer=False)
+
+
+@functools.cache
+def collator(cross: bool = True) -> CrossTokenizerCollator:
+    return CrossTokenizerCollator(
+        student_tokenizer=tokenizer(300),
+        teacher_tokenizer=tokenizer(340) if cross else None,
+        ctx_length_student=64,
+        ctx_length_teacher=64,
+        append_eos=True,
+    )
+
+
+def batch(rows: list[int] | None = None, cross: bool = True) -> BatchedDataDict:
+    picked = list(range(len(TEXTS))) if rows is None else rows
+    return collator(cross)([{"text": TEXTS[i], "idx": i, "loss_multiplier": 1.0} for i in picked])
+
+
+@functools.cache
+def projection() -> Any:
+    return build_rules(tokenizer(300), tokenizer(340))
+
+
+def loss_fn(cross: bool = True, **settings: Any) -> CrossTokenizerDistillationLossFn:
+    return CrossTokenizerDistillationLossFn(
+        {"block_rows": 7, **settings}, projections=[projection() if cross else None]
+    )
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
