@@ -113,7 +113,8 @@ class LossSettings:
             if self.direction == "jsd":
                 raise ConfigError("reverse_kl=true and direction='jsd' contradict each other; give one of them")
             self.direction = "reverse"
-        if self.is_reference and self.spec.kind == "jsd":
+        kind = self.spec.kind  # building it checks the divergence's own rules
+        if self.is_reference and kind == "jsd":
             raise ConfigError(f"mode {self.mode!r} has no JSD form; use direction forward or reverse")
         if self.teacher_weights is not None:
             if any(w < 0 for w in self.teacher_weights) or not sum(self.teacher_weights) > 0:

@@ -71,8 +71,9 @@ def on_buckets(
     mass = 1 - lost
     t = torch.cat((target[use], rest_t[None])) / mass
     s = torch.cat((q[use], rest_s[None]))
+    # Floors: 1e-12 under every logarithm. The teacher needs one only where its own logarithm meets a zero.
     if direction == "forward" and full:
-        t, s = t[:-1], s[:-1]
+        t, s = t[:-1], s[:-1] + 1e-12
     else:
         t, s = t + 1e-12, s + 1e-12
     return mass * divergence(t, s, direction, beta)

@@ -89,7 +89,7 @@ def test_topk_teacher_matches_reference(mode: str, direction: str, k: int) -> No
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 10_000),
