@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from limbeck.models.lora import is_lora, merged_model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library's own bar would tear the run's progress bar apart."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def save_weights(
@@ -17,6 +33,7 @@ def save_weights(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     plain: Any = merged_model(model) if is_lora(model) else model
-    plain.save_pretrained(folder)
+    with _quiet():
+        plain.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)
