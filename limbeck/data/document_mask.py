@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, process_microbatch
 from limbeck.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def document_causal_mask(
@@ -51,49 +55,55 @@ def explicit_attention_mask(
 
 
 @torch.no_grad()
-def verify_document_isolation(model: Any, *, vocab_size: int, tolerance: float = 1e-3) -> float:
-    """Check on three tiny packed documents that none of them reaches another, and return the largest difference.
+def verify_document_isolation(model: Any, *, vocab_size: int, tolerance: float = 0.05) -> float:
+    """Check on three tiny packed documents that none of them reaches another.
 
     Models whose layers carry state along the sequence (linear attention, state spaces) or that build their own masks
-    mix packed documents without a word. This costs three forward passes of a few dozen tokens; run it once where
-    packing is switched on.
+    mix packed documents without a word. All but the last token of the first document are changed: how much the other
+    documents' outputs move is measured against how much that last token's own output moves, which only attention can
+    move. Two forward passes of a few dozen tokens; run it once where packing is switched on.
 
     Args:
         model: a causal model that takes ``ProcessedInputs.model_kwargs()`` and returns logits or hidden states.
         vocab_size: ids below this are drawn.
-        tolerance: largest allowed difference relative to the outputs' largest value.
+        tolerance: allowed share of the reference movement; mixing models show about 1, isolated ones 0 up to rounding.
+
+    Returns:
+        The measured share.
 
     Raises:
         ConfigError: the outputs of a document depend on its neighbours.
     """
     device = next(model.parameters()).device
-    lengths = [7, 1, 12]
+    lengths = [12, 1, 14]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (3, max(lengths)), generator=generator)
     other = ids.clone()
-    other[0] = (ids[0] + 1) % vocab_size
+    other[0, : lengths[0] - 1] = (ids[0, : lengths[0] - 1] + 1 + vocab_size // 2) % vocab_size
 
-    def outputs(rows: torch.Tensor, packed: bool) -> list[torch.Tensor]:
+    def outputs(rows: torch.Tensor) -> torch.Tensor:
         batch: BatchedDataDict = BatchedDataDict(input_ids=rows, input_lengths=torch.tensor(lengths))
-        inputs = process_microbatch(batch, None, packed, {}, 1, device=device)
-        result = model(**inputs.model_kwargs())
+        result = model(**process_microbatch(batch, None, True, {}, 1, device=device).model_kwargs())
         states = result.logits if getattr(result, "logits", None) is not None else result.last_hidden_state
-        flat = states.reshape(-1, states.shape[-1])
-        assert inputs.row_start is not None
-        return [flat[start : start + n].float() for start, n in zip(inputs.row_start.tolist(), lengths, strict=True)]
+        return states[0].float()
 
     was_training = model.training
     model.eval()
     try:
-        packed, unpacked, perturbed = outputs(ids, True), outputs(ids, False), outputs(other, True)
+        moved = (outputs(ids) - outputs(other)).abs().amax(dim=-1)
     finally:
         model.train(was_training)
-    scale = max(float(states.abs().max()) for states in unpacked) or 1.0
-    pairs = [*zip(packed, unpacked, strict=True), *zip(packed[1:], perturbed[1:], strict=True)]
-    difference = max(float((a - b).abs().max()) for a, b in pairs) / scale
-    if not difference <= tolerance:
-        raise ConfigError(
-            f"{type(model).__name__} mixes packed documents (outputs differ by {difference:.2g} of their size, allowed "
-            f"{tolerance:.2g}); switch sequence_packing.enabled off for it and use dynamic_batching instead."
+    reference, leak = float(moved[lengths[0] - 1]), float(moved[lengths[0] :].max())
+    if reference == 0 and leak == 0:
+        log.warning(
+            "%s shows no effect of attention at its precision; packing could not be checked.", type(model).__name__
         )
-    return difference
+        return 0.0
+    share = leak / reference if reference else math.inf
+    if not share <= tolerance:
+        raise ConfigError(
+            f"{type(model).__name__} mixes packed documents (a neighbour moves outputs {share:.2g} times as much as "
+            f"the document itself, allowed {tolerance:.2g}); switch sequence_packing.enabled off for it and use "
+            "dynamic_batching instead."
+        )
+    return share
