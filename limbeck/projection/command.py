@@ -36,35 +36,46 @@ class Rule(str, Enum):
     counted = "counted"
 
 
+StudentOption = Annotated[
+    str, typer.Option("--student", "-s", help="Student's model folder, tokenizer file or hub id.")
+]
+TeacherOption = Annotated[
+    str, typer.Option("--teacher", "-t", help="Teacher's model folder, tokenizer file or hub id.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Where to store the matrix (.safetensors); without it, audit only.")
+]
+CorpusOption = Annotated[
+    list[Path] | None,
+    typer.Option("--corpus", help="Text or .jsonl file, repeatable: adds the share of its tokens to the audit."),
+]
+RuleOption = Annotated[
+    Rule, typer.Option(help="rules: from the vocabularies alone; counted: from the corpus, smoothed towards rules.")
+]
+ReverseOption = Annotated[
+    bool, typer.Option("--reverse", help="Also spell teacher tokens with the student and add their weight.")
+]
+WidthOption = Annotated[
+    int | None, typer.Option("--k", min=1, max=1024, help="Teacher tokens per student token (rules: 4, counted: 16).")
+]
+SmoothingOption = Annotated[float, typer.Option(help="Pseudo-count with which `counted` leans on `rules`.")]
+ConvertOption = Annotated[
+    Path | None, typer.Option(help="Convert this published .pt matrix instead of building one; code in it is refused.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
 def project_command(
-    student: Annotated[str, typer.Option("--student", "-s", help="Student's model folder, tokenizer file or hub id.")],
-    teacher: Annotated[str, typer.Option("--teacher", "-t", help="Teacher's model folder, tokenizer file or hub id.")],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Where to store the matrix (.safetensors); without it, audit only."),
-    ] = None,
-    corpus: Annotated[
-        list[Path] | None,
-        typer.Option("--corpus", help="Text or .jsonl file, repeatable: adds the share of its tokens to the audit."),
-    ] = None,
-    rule: Annotated[
-        Rule, typer.Option(help="rules: from the vocabularies alone; counted: from the corpus, smoothed towards rules.")
-    ] = Rule.rules,
-    reverse: Annotated[
-        bool, typer.Option("--reverse", help="Also spell teacher tokens with the student and add their weight.")
-    ] = False,
-    k: Annotated[
-        int | None,
-        typer.Option("--k", min=1, max=1024, help="Teacher tokens per student token (rules: 4, counted: 16)."),
-    ] = None,
-    smoothing: Annotated[
-        float, typer.Option(help="Pseudo-count with which `counted` leans on `rules`.")
-    ] = DEFAULT_SMOOTHING,
-    convert: Annotated[
-        Path | None,
-        typer.Option(help="Convert this published .pt matrix instead of building one; code in it is refused."),
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    student: StudentOption,
+    teacher: TeacherOption,
+    out: OutOption = None,
+    corpus: CorpusOption = None,
+    rule: RuleOption = Rule.rules,
+    reverse: ReverseOption = False,
+    k: WidthOption = None,
+    smoothing: SmoothingOption = DEFAULT_SMOOTHING,
+    convert: ConvertOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Build, audit and store the projection from the student's vocabulary to the teacher's.
 
@@ -75,7 +86,7 @@ def project_command(
         limbeck project --student models/llama-3.2-1b --teacher models/qwen3-4b -o W.safetensors
     """
     started = time.perf_counter()
-    _check_options(rule, corpus, convert, reverse)
+    _check_options(rule, corpus, convert, reverse, k)
     student_tokenizer, teacher_tokenizer = load_tokenizer(student), load_tokenizer(teacher)
     conversion: Conversion | None = None
     counter: PairCounter | None = None
@@ -123,11 +134,11 @@ def peak_rss_mb() -> float | None:
     return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1)
 
 
-def _check_options(rule: Rule, corpus: list[Path] | None, convert: Path | None, reverse: bool) -> None:
+def _check_options(rule: Rule, corpus: list[Path] | None, convert: Path | None, reverse: bool, k: int | None) -> None:
     if rule is Rule.counted and not corpus:
         raise ConfigError("--rule counted needs text to count: add --corpus FILE (text or .jsonl).")
-    if convert is not None and (rule is not Rule.rules or reverse):
-        raise ConfigError("--convert takes the weights from the file: leave out --rule and --reverse.")
+    if convert is not None and (rule is not Rule.rules or reverse or k is not None):
+        raise ConfigError("--convert takes the weights from the file: leave out --rule, --reverse and --k.")
 
 
 def _build(

@@ -89,6 +89,8 @@ def test_bad_input_is_one_clear_error(folders: tuple[str, str], tmp_path: Path) 
         run(folders, "--rule", "counted")
     with pytest.raises(ConfigError, match="--convert takes the weights from the file"):
         run(folders, "--convert", "w.pt", "--reverse")
+    with pytest.raises(ConfigError, match="leave out --rule, --reverse and --k"):
+        run(folders, "--convert", "w.pt", "--k", "4")
     with pytest.raises(DataError, match="there is no corpus file"):
         run(folders, "--corpus", str(tmp_path / "absent.txt"))
     with pytest.raises(ProjectionError, match="there is no matrix"):
