@@ -23,7 +23,8 @@ from limbeck.traces.readers.base import ReadContext, Reader, Record, as_dict, as
 from limbeck.traces.readers.errors import ErrorSignal, mark_error
 from limbeck.traces.schema import Message, ToolCall, Trace, describe_validation
 
-_EVENT_TYPES = {"user", "assistant", "system", "summary", "progress", "attachment", "queue-operation"}
+_BOOKKEEPING = {"file-history-snapshot", "summary"}
+_EVENT_TYPES = {"user", "assistant", "system", "progress", "attachment", "queue-operation", *_BOOKKEEPING}
 _COMPACTED = "This session is being continued from a previous conversation"
 _KNOWN_MAJOR = {"0", "1", "2"}
 
@@ -32,7 +33,7 @@ def matches(data: Mapping[str, Any]) -> bool:
     """An event with its place in a session's tree, or one of the log's own bookkeeping rows."""
     if "parentUuid" in data and "uuid" in data:
         return True
-    return data.get("type") in {"file-history-snapshot", "summary"} and ("leafUuid" in data or "messageId" in data)
+    return str(data.get("type")) in _BOOKKEEPING and ("leafUuid" in data or "messageId" in data)
 
 
 @dataclass
@@ -93,12 +94,13 @@ def _events(records: Iterator[Record], context: ReadContext) -> dict[str, _Event
         uuid = as_text(data.get("uuid"))
         _check_version(data, context)
         if uuid is None:
-            known = data.get("type") in _EVENT_TYPES or data.get("type") == "file-history-snapshot"
-            context.skip("event_without_message" if known else "unknown_event", record.line, str(data.get("type")))
+            kind = str(data.get("type"))
+            context.skip("event_without_message" if kind in _EVENT_TYPES else "unknown_event", record.line, kind)
         elif uuid in events:
             context.skip("duplicate_event", record.line, uuid)
         else:
-            chain = (str(data.get("sessionId")), bool(data.get("isSidechain")), str(data.get("agentId")))
+            session = as_text(data.get("sessionId")) or context.stem
+            chain = (session, data.get("isSidechain") is True, str(data.get("agentId")))
             events[uuid] = _Event(record, uuid, chain)
     last: dict[tuple[str, bool, str], str] = {}
     for event in events.values():

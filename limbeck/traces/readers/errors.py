@@ -153,7 +153,9 @@ def _check_arguments(call: ToolCall, schema: Mapping[str, Any]) -> tuple[str, di
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or not isinstance(call.arguments, dict):
         return None
-    missing = [name for name in schema.get("required") or [] if name not in call.arguments]
+    required = schema.get("required")
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    missing = [name for name in names if name not in call.arguments]
     if missing:
         return "missing_argument", {"tool": call.name, "missing": missing}
     # JSON Schema allows further properties unless it says otherwise.
@@ -174,7 +176,7 @@ def _mistyped(value: Any, spec: Mapping[str, Any]) -> str | None:
     if not isinstance(expected, str) or expected not in _JSON_TYPES:
         return None
     fits = isinstance(value, _JSON_TYPES[expected]) and (expected == "boolean" or not isinstance(value, bool))
-    return None if fits else expected
+    return None if fits else f"of type {expected}"
 
 
 # -- detectors ---------------------------------------------------------------------------------------------------------
