@@ -83,16 +83,24 @@ class Chunks:
         return joined.select(order)
 
 
-def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> IntArray:
-    """Sorted offsets that occur in both non-decreasing lists of edges."""
+def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> tuple[IntArray, IntArray]:
+    """Where the offsets that occur in both non-decreasing lists stand in each of them; the last place of repeats."""
     if not len(student_edges) or not len(teacher_edges):
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     low = int(min(student_edges[0], teacher_edges[0]))
     high = int(max(student_edges[-1], teacher_edges[-1]))
     mark = np.zeros(high - low + 1, dtype=np.uint8)
     mark[student_edges - low] = 1
     mark[teacher_edges - low] |= 2
-    return np.flatnonzero(mark == 3) + low
+    shared = mark == 3
+    return _places(student_edges, shared, low), _places(teacher_edges, shared, low)
+
+
+def _places(edges: IntArray, shared: BoolArray, low: int) -> IntArray:
+    last = np.ones(len(edges), dtype=bool)
+    np.not_equal(edges[1:], edges[:-1], out=last[:-1])
+    last &= shared[edges - low]
+    return np.flatnonzero(last)
 
 
 def _all_within(flag: BoolArray, start: IntArray, end: IntArray) -> BoolArray:
@@ -125,12 +133,10 @@ def chunk_stretch(
         Chunks with token indices relative to the stretch. Tokens before the first or after the last shared boundary
         are in no chunk.
     """
-    shared = shared_boundaries(
-        np.concatenate([[student_begin], student_ends]), np.concatenate([[teacher_begin], teacher_ends])
-    )
-    # A token belongs to the chunk in which it ends, so tokens that share an end stay together.
-    s_at = np.searchsorted(student_ends, shared, side="right")
-    t_at = np.searchsorted(teacher_ends, shared, side="right")
+    edges = np.concatenate([[student_begin], student_ends])
+    # An edge's place counts the tokens that end at or before it; tokens that share an end stay together.
+    s_at, t_at = shared_boundaries(edges, np.concatenate([[teacher_begin], teacher_ends]))
+    shared = edges[s_at]
     s_start, s_end, t_start, t_end = s_at[:-1], s_at[1:], t_at[:-1], t_at[1:]
     exact = _all_within(student_exact, s_start, s_end) & _all_within(teacher_exact, t_start, t_end)
     return Chunks(s_start, s_end, t_start, t_end, shared[:-1], shared[1:], exact, np.zeros(len(exact), dtype=bool))

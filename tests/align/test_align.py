@@ -116,7 +116,8 @@ def test_a_text_with_itself_is_the_identity(name: str) -> None:
 )
 def test_boundaries_are_the_plain_intersection(a: list[int], b: list[int]) -> None:
     ends_a, ends_b = np.cumsum(a), np.cumsum(b)
-    assert shared_boundaries(ends_a, ends_b).tolist() == sorted(set(ends_a.tolist()) & set(ends_b.tolist()))
+    at_a, at_b = shared_boundaries(ends_a, ends_b)
+    assert ends_a[at_a].tolist() == ends_b[at_b].tolist() == sorted(set(ends_a.tolist()) & set(ends_b.tolist()))
     chunks = chunk_stretch(ends_a, ends_b, np.ones(len(a), bool), np.ones(len(b), bool))
     edges = [0, *sorted(set(ends_a.tolist()) & set(ends_b.tolist()))]
     assert list(zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), strict=True)) == list(

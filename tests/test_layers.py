@@ -1,0 +1,64 @@
+"""Data flows from top to bottom: a package imports those above it, never those below."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "limbeck"
+ORDER = ("utils", "tokens", "align", "projection", "data", "traces", "losses", "distributed", "models", "algorithms")
+LAST = ("report", "config", "cli", "demo", "__main__")
+RANK = {name: i for i, name in enumerate((*ORDER, *LAST))}
+# config.py only loads and validates what others define, so any package may use it.
+FREE = {"config"}
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+            if node.module == "limbeck":
+                names = [f"limbeck.{a.name}" for a in node.names]
+        found |= {n.split(".")[1] for n in names if n.startswith("limbeck.")}
+    return found
+
+
+def test_no_package_imports_one_below_it() -> None:
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        here = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for other in _imports(path) - FREE - {here}:
+            if other in RANK and here in RANK and RANK[other] > RANK[here]:
+                wrong.append(f"{path.relative_to(ROOT)} imports limbeck.{other}")
+    assert wrong == []
+
+
+def test_every_package_has_its_place() -> None:
+    packages = {p.name for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
+    assert packages <= set(RANK)
+
+
+@pytest.mark.parametrize("module", ["limbeck.tokens", "limbeck.align.boundaries"])
+def test_the_core_does_without_torch(module: str) -> None:
+    code = "import sys, importlib.util as u; sys.modules['torch'] = None\nimport limbeck.tokens\n"
+    if module == "limbeck.align.boundaries":
+        path = ROOT / "align" / "boundaries.py"
+        code += f"s = u.spec_from_file_location('b', {str(path)!r}); m = u.module_from_spec(s)\n"
+        code += "sys.modules['b'] = m; s.loader.exec_module(m)\n"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["limbeck.losses.distillation", "limbeck.data.microbatch", "limbeck.data.packing", "limbeck.models.policy"],
+)
+def test_what_computes_does_without_the_optional_parts(module: str) -> None:
+    code = "import sys\nfor n in ('pydantic', 'torchdata', 'datasets', 'ray', 'typer'): sys.modules[n] = None\n"
+    result = subprocess.run([sys.executable, "-c", f"{code}import {module}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
