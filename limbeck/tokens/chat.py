@@ -58,8 +58,9 @@ def render_chat(
         Segments of kind ``content``, ``reasoning``, ``tool_call`` and ``eot`` in order, with message indices.
         ``dropped`` counts ``straddle`` (tokens across a span's edge), ``unrendered_content`` and
         ``unrendered_reasoning`` (of assistant messages) and ``unrendered_context`` (of the others) that the template
-        leaves out, ``no_end_of_turn``, ``outside_generation`` (answers without generation markers) and
-        ``edge_whitespace`` (strings whose white space could not be told from the template's).
+        leaves out, ``unrendered_tools`` (given to a template that reads none), ``no_end_of_turn``,
+        ``outside_generation`` (answers without generation markers) and ``edge_whitespace`` (strings whose white space
+        could not be told from the template's).
 
     Raises:
         TemplateError: the template refuses the conversation, or a message's text cannot be found in the rendering.
@@ -79,6 +80,8 @@ def render_chat(
     specials = find_specials(layout.text, strings, encoder)
     finder = TurnFinder(layout, specials)
     turns = finder.find(_supervised(messages, train_on))
+    if chat_template.tools and not chat_template.reads_tools:
+        finder.dropped["unrendered_tools"] += len(chat_template.tools)
     if not layout.edges_known:
         finder.dropped["edge_whitespace"] += _edged(layout, turns)
     return _supervise(AliasedText(layout.text, specials, encoder), turns, finder.dropped)

@@ -7,9 +7,10 @@ or Python). If that rebuilds the real rendering to the last character, every pla
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import dataclass
+
+from markupsafe import escape
 
 from limbeck.tokens.chat_leaves import Mark, Marked
 
@@ -82,7 +83,7 @@ def _forms(mark: Mark) -> tuple[str, ...]:
     """What a template can make of a string without losing any of it."""
     core = mark.core
     escaped = json.dumps(core, ensure_ascii=False)[1:-1]
-    forms = [core, escaped, json.dumps(core)[1:-1], repr(core)[1:-1], html.escape(core)]
+    forms = [core, escaped, json.dumps(core)[1:-1], repr(core)[1:-1], str(escape(core))]
     forms.append(json.dumps(escaped, ensure_ascii=False)[1:-1])
     if not core.strip():
         forms += [core.lstrip("\n"), core.rstrip("\n"), core.strip("\n"), ""]

@@ -24,6 +24,8 @@ class ChatTemplate:
         name: what error messages call it.
         source: the template's text.
         tools: JSON schemas passed to every rendering, or None.
+        reads_tools: whether the template mentions tools at all.
+        has_generation_markers: whether the template marks what the model writes.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ChatTemplate:
         self.tools = _schemas(tools)
         self.source = self._resolve(tokenizer, template)
         self._arguments = {**tokenizer.special_tokens_map, **(arguments or {})}
+        self.reads_tools = re.search(r"\btools\b", self.source) is not None
         self.has_generation_markers = _GENERATION.search(self.source) is not None
 
     def _resolve(self, tokenizer: Any, template: str | None) -> str:

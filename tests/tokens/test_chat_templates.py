@@ -1,0 +1,131 @@
+"""Spans on many more templates than there are vocabularies at hand: every template that trl ships, as strings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from limbeck.tokens.chat_layout import lay_out
+from limbeck.tokens.chat_regions import TurnFinder
+from limbeck.tokens.chat_template import ChatTemplate
+from limbeck.utils.errors import TemplateError
+from tests import zoo
+from tests.tokens.chat_cases import TOOLS, Message, answer, call, result, user
+
+CONVERSATIONS: dict[str, list[Message]] = {
+    "plain": [user("Hi {{ there }}"), answer('Say "yes"\n\tor \\n “no”.'), user("bye"), answer("  Bye <b>&amp;</b> ")],
+    "system": [{"role": "system", "content": "Be 'nice'."}, user("q"), answer("a")],
+    "tool": [
+        user("weather?"),
+        answer(None, tool_calls=[call(1, {"city": "Pa\"ris'\n", "n": 2, "deep": {"list": ["é", None]}})]),
+        result(1, '{"t": "21°"}'),
+        answer("It is 21."),
+    ],
+    "parallel": [
+        user("weather?"),
+        answer("See:", tool_calls=[call(1, {"city": "Rome"}), call(2, {"city": "Oslo"})]),
+        result(1, "1"),
+        result(2, "2"),
+        answer("ok"),
+    ],
+    "reasoning": [
+        user("q"),
+        answer("a1", reasoning_content="r1"),
+        user("q2"),
+        answer("a2", reasoning_content="r2\nr3"),
+    ],
+    "empty": [user("q"), answer(""), user("q2"), answer("x")],
+    "adjacent": [user("q"), user("q"), answer("x"), answer("x")],
+    "inline": [
+        user("what does </think> do"),
+        answer("<think>\nabc\n</think>\n\nans"),
+        user("<tool_response>x</tool_response>"),
+    ],
+}
+
+
+def _regions(template_name: str, messages: list[Message], tools: list[dict] | None) -> dict[int, str] | None:
+    """Supervised text by message, without end-of-turn tokens; None where the template refuses in its own words."""
+    template = ChatTemplate(
+        zoo.tokenizer("smollm2"), tools=tools, template=zoo.trl_template(template_name), name=template_name
+    )
+    try:
+        layout = lay_out(template, messages, holds_special=lambda text: False)
+    except TemplateError as error:
+        if template_name in str(error) and ("refuses it" in str(error) or "leaves out" in str(error)):
+            return None
+        raise
+    turns = TurnFinder(layout, []).find([i for i, m in enumerate(messages) if m["role"] == "assistant"])
+    found: dict[int, str] = {}
+    for turn in turns:
+        found[turn.message] = found.get(turn.message, "") + layout.text[slice(*turn.region)]
+        for kind, start, end in turn.segments:
+            if kind == "content":
+                content = messages[turn.message]["content"]
+                assert layout.text[start:end].strip() in content
+    return found
+
+
+@pytest.mark.parametrize("name", zoo.trl_templates())
+def test_every_string_is_found_or_the_template_refuses(name: str) -> None:
+    taken = 0
+    for label, messages in CONVERSATIONS.items():
+        found = _regions(name, messages, TOOLS if label in ("tool", "parallel") else None)
+        if found is None:
+            continue
+        taken += 1
+        for i, message in enumerate(messages):
+            text = found.get(i, "")
+            if message["role"] == "assistant" and not message.get("tool_calls"):
+                assert message["content"].split("</think>")[-1].strip() in text
+            for number in message.get("tool_calls", ()):
+                assert number["function"]["name"] in text
+                assert str(number["function"]["arguments"]["city"]).split('"')[0] in text
+        others = [m["content"] for m in messages if m["role"] != "assistant" and len(m["content"]) > 2]
+        assert not [text for text in others for region in found.values() if text in region]
+    assert taken >= 3, "at least plain, reasoning and empty conversations fit every template"
+
+
+def test_arguments_are_found_in_whatever_form_they_are_written() -> None:
+    value = "quote \" ' slash \\ é 🌤 </b>"
+    tokenizer = zoo.tokenizer("smollm2")
+    writings = {
+        "json": "{{ c.arguments | tojson }}",
+        "ascii": "{{ c.arguments | tojson(ensure_ascii=True) }}",
+        "python": "{{ c.arguments }}",
+        "nested": "{{ (c.arguments | tojson) | tojson }}",
+        "html": "{{ c.arguments.v | e }}",
+        "plain": "{{ c.arguments.v }}",
+    }
+    for label, writing in writings.items():
+        source = "{% for m in messages %}[{{ m.content }}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+        source += f"({{{{ c.name }}}}:{writing}){{% endfor %}}]{{% endfor %}}"
+        template = ChatTemplate(tokenizer, template=source, name=label)
+        layout = lay_out(
+            template,
+            [user("q"), answer("", tool_calls=[call(1, {"v": value}, name="f")])],
+            holds_special=lambda t: False,
+        )
+        (argument,) = [p for p in layout.places if layout.leaf(p).kind == "argument"]
+        written = layout.text[argument.start : argument.end]
+        if label == "plain":
+            assert written == value
+        elif label in ("json", "ascii"):
+            assert json.loads(f'"{written}"') == value
+
+
+def test_a_template_that_looks_at_names_is_followed() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for t in m.tool_calls or [] %}"
+        "{% if t.function.name == 'python' %}<code>{{ t.function.arguments.code }}</code>{% else %}"
+        "{{ raise_exception('unknown tool') }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    template = ChatTemplate(zoo.tokenizer("smollm2"), template=source, name="code")
+    messages = [user("q"), answer("go", tool_calls=[call(1, {"code": "1+1"}, name="python")])]
+    layout = lay_out(template, messages, holds_special=lambda text: False)
+    (turn,) = TurnFinder(layout, []).find([1])
+    assert layout.text[slice(*turn.region)] == "go<code>1+1</code>;"
+    messages[1]["tool_calls"][0]["function"]["name"] = "perl"
+    with pytest.raises(TemplateError, match=r"'code', message 1 .*unknown tool"):
+        lay_out(template, messages, holds_special=lambda text: False)
