@@ -172,24 +172,19 @@ def pairs_command(
     Example: limbeck traces pairs traces.jsonl -t qwen3-32b@http://localhost:8000/v1 -o pairs.jsonl --cache answers
     """
     budget = Budget(max_cost)
+    settings: dict[str, Any] = {
+        "api_key_env": api_key_env,
+        "timeout": timeout,
+        "max_retries": retries,
+        "requests_per_minute": requests_per_minute,
+        "concurrency": concurrency,
+        "max_tokens": max_tokens,
+        "price_in": price_in,
+        "price_out": price_out,
+    }
     answers = None if cache is None else JsonCache(cache)
-
-    def endpoint(model: str, url: str) -> EndpointTeacher:
-        config = EndpointConfig(
-            url=url,
-            model=model,
-            api_key_env=api_key_env,
-            timeout=timeout,
-            max_retries=retries,
-            requests_per_minute=requests_per_minute,
-            concurrency=concurrency,
-            max_tokens=max_tokens,
-            price_in=price_in,
-            price_out=price_out,
-        )
-        return EndpointTeacher(config, answers, budget)
-
-    replayer = Replayer([_teacher(spec, endpoint) for spec in teacher], quorum, not keep_reasoning)
+    teachers = [_teacher(spec, settings, answers, budget) for spec in teacher]
+    replayer = Replayer(teachers, quorum, not keep_reasoning)
     stats = IngestStats()
     targets = error_targets if states is States.errors else assistant_targets
     traces = ingest(files, IngestOptions(format, redact, strip_reasoning=False), stats)
@@ -252,7 +247,7 @@ def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | N
     return generators
 
 
-def _teacher(spec: str, endpoint: Callable[[str, str], EndpointTeacher]) -> Teacher:
+def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, budget: Budget) -> Teacher:
     if spec.startswith("py:"):
         return CallableTeacher(_load_function(spec[3:], "--teacher"), spec[3:])
     match = re.fullmatch(r"(?P<model>.+?)@(?P<url>https?://.+)", spec)
@@ -260,7 +255,7 @@ def _teacher(spec: str, endpoint: Callable[[str, str], EndpointTeacher]) -> Teac
         raise TraceError(
             f"--teacher {spec!r} is not understood: expected MODEL@http://host:port/v1 or py:module:function"
         )
-    return endpoint(match["model"], match["url"])
+    return EndpointTeacher(EndpointConfig(url=match["url"], model=match["model"], **settings), answers, budget)
 
 
 def _endpoint_figures(teachers: Iterable[Teacher]) -> dict[str, int]:

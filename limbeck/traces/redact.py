@@ -10,29 +10,30 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from limbeck.traces.schema import Message, PreferencePair, Trace
 
 _T = TypeVar("_T")
 
-# Prefixes that the issuers put there so that scanners find the keys.
-_TOKEN_KINDS: tuple[tuple[str, str], ...] = (
-    ("anthropic_key", r"\bsk-ant-[A-Za-z0-9_-]{20,}"),
-    ("openai_key", r"\bsk-(?:proj-|svcacct-|admin-|or-v1-)?[A-Za-z0-9_-]{20,}"),
-    ("aws_access_key", r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
-    ("github_token", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
-    ("gitlab_token", r"\bglpat-[A-Za-z0-9_-]{20,}"),
-    ("huggingface_token", r"\bhf_[A-Za-z0-9]{30,}\b"),
-    ("slack_token", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),
-    ("google_key", r"\bAIza[A-Za-z0-9_-]{35}"),
-    ("npm_token", r"\bnpm_[A-Za-z0-9]{36}\b"),
-    ("pypi_token", r"\bpypi-[A-Za-z0-9_-]{50,}"),
-    ("stripe_key", r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"),
-    ("jwt", r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
+# Prefixes that the issuers put there so that scanners find the keys: kind, literals of which one must occur, pattern.
+_TOKENS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
+    (kind, literals, re.compile(pattern))
+    for kind, literals, pattern in (
+        ("anthropic_key", ("sk-ant-",), r"\bsk-ant-[A-Za-z0-9_-]{20,}"),
+        ("openai_key", ("sk-",), r"\bsk-(?:proj-|svcacct-|admin-|or-v1-)?[A-Za-z0-9_-]{20,}"),
+        ("aws_access_key", ("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+        ("github_token", ("gh", "github_pat_"), r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
+        ("gitlab_token", ("glpat-",), r"\bglpat-[A-Za-z0-9_-]{20,}"),
+        ("huggingface_token", ("hf_",), r"\bhf_[A-Za-z0-9]{30,}\b"),
+        ("slack_token", ("xox",), r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),
+        ("google_key", ("AIza",), r"\bAIza[A-Za-z0-9_-]{35}"),
+        ("npm_token", ("npm_",), r"\bnpm_[A-Za-z0-9]{36}\b"),
+        ("pypi_token", ("pypi-",), r"\bpypi-[A-Za-z0-9_-]{50,}"),
+        ("stripe_key", ("k_live_", "k_test_"), r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"),
+        ("jwt", ("eyJ",), r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
+    )
 )
-_TOKENS = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _TOKEN_KINDS))
 
 # A block without its end line (a truncated listing) is taken up to the last line that can be key material.
 _PRIVATE_KEY = re.compile(
@@ -46,6 +47,9 @@ _ASSIGNED = re.compile(
     r"(?i)((?:api[_-]?key|secret|token|passw(?:or)?d|credential)s?[\"']?\s*(?:[:=]|=>)\s*[\"']?)"
     r"([A-Za-z0-9+/=_.~-]{16,256})"
 )
+_SECRET_FIELD = re.compile(r"(?i)(?:api[_-]?key|secret|token|passw(?:or)?d|credential)s?\Z")
+_FIELD = "secret="
+_SECRET_WORDS = ("key", "secret", "token", "passw", "credential")
 _MIN_ENTROPY = 3.2
 
 
@@ -70,10 +74,16 @@ def redact_text(text: str, counts: Counter[str] | None = None) -> str:
 
     if "PRIVATE KEY" in text:
         text = _PRIVATE_KEY.sub(lambda match: replaced("private_key"), text)
-    text = _TOKENS.sub(lambda match: replaced(match.lastgroup or "token"), text)
+    for kind, literals, pattern in _TOKENS:
+        if any(literal in text for literal in literals):
+            text = pattern.sub(lambda match, kind=kind: replaced(kind), text)  # type: ignore[misc]
     if "://" in text:
         text = _URL_PASSWORD.sub(lambda match: replaced("url_password", match[1]), text)
-    text = _BEARER.sub(lambda match: replaced("authorization", match[1]), text)
+    lowered = text.lower()
+    if "authorization" in lowered:
+        text = _BEARER.sub(lambda match: replaced("authorization", match[1]), text)
+    if not any(word in lowered for word in _SECRET_WORDS):
+        return text
     return _ASSIGNED.sub(
         lambda match: replaced("assigned_secret", match[1]) if _looks_random(match[2]) else match[0], text
     )
@@ -81,17 +91,24 @@ def redact_text(text: str, counts: Counter[str] | None = None) -> str:
 
 def redact_value(value: _T, counts: Counter[str] | None = None) -> _T:
     """The same JSON value with every string in it redacted, keys included."""
-    return _map_strings(value, lambda text: redact_text(text, counts))
+    return _redact_json(value, counts if counts is not None else Counter())
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+def _redact_json(value: Any, counts: Counter[str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return redact_text(value, counts)
     if isinstance(value, list):
-        return [_map_strings(item, change) for item in value]
+        return [_redact_json(item, counts) for item in value]
     if isinstance(value, dict):
-        return {change(key) if isinstance(key, str) else key: _map_strings(item, change) for key, item in value.items()}
+        return {redact_text(str(key), counts): _redact_field(str(key), item, counts) for key, item in value.items()}
     return value
+
+
+def _redact_field(key: str, item: Any, counts: Counter[str]) -> Any:
+    """A field's name can give its value away, as an assignment does in text."""
+    if isinstance(item, str) and _SECRET_FIELD.search(key):
+        return redact_text(f"{_FIELD}{item}", counts).removeprefix(_FIELD)
+    return _redact_json(item, counts)
 
 
 def _redact_message(message: Message, counts: Counter[str]) -> Message:

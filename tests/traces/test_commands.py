@@ -1,0 +1,233 @@
+"""``limbeck traces``: what a user types and gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from limbeck.traces.commands import traces_app
+from limbeck.traces.hints import HintRequest
+from limbeck.traces.readers import read_traces
+from limbeck.traces.schema import PreferencePair
+from limbeck.traces.sites import read_sites
+from limbeck.utils.errors import LimbeckError
+from tests.traces.material import EXAMPLES, read, real_logs, write_lines
+from tests.traces.server import completion, endpoint
+
+WORKSHOP = str(EXAMPLES / "workshop.jsonl")
+TALK = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+
+
+def limbeck(*arguments: Any) -> Result:
+    return CliRunner().invoke(traces_app, [str(argument) for argument in arguments])
+
+
+def as_json(*arguments: Any) -> dict[str, Any]:
+    result = limbeck(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def hook(kind: str, meta: dict[str, Any]) -> str | None:
+    """A hook for the command line."""
+    return f"Mind the {kind}." if kind == "timeout" else None
+
+
+def judge(request: HintRequest) -> str | None:
+    """A judge for the command line."""
+    return f"Judged: {request.error_kind}."
+
+
+def teacher(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    """A teacher for the command line."""
+    return "I would ask first."
+
+
+def test_ingest_prints_the_agreed_object_and_writes_canonical_traces(tmp_path: Path) -> None:
+    out = tmp_path / "traces.jsonl"
+    summary = as_json("ingest", WORKSHOP, "-o", out)
+    keys = ["traces", "turns", "tool_calls", "tool_results", "errors", "errors_by_kind", "redacted", "skipped"]
+    assert list(summary) == keys
+    assert (summary["traces"], summary["turns"], summary["tool_calls"], summary["tool_results"]) == (12, 95, 35, 35)
+    assert summary["errors"] == sum(summary["errors_by_kind"].values()) == 13
+    assert (summary["redacted"], summary["skipped"]) == (0, {})
+    assert out.read_text() == Path(WORKSHOP).read_text()
+
+
+def test_ingest_of_mixed_and_damaged_files_goes_on(tmp_path: Path) -> None:
+    secret = "ghp_" + "aB3" * 12
+    spoken = {
+        "messages": [{"role": "user", "content": secret}, {"role": "assistant", "content": "!", "reasoning": "r"}]
+    }
+    mixed = write_lines(tmp_path / "mixed.jsonl", [json.dumps(TALK), "{broken", json.dumps(spoken)])
+    out = tmp_path / "out.jsonl"
+    result = limbeck("ingest", mixed, WORKSHOP, "-o", out, "--strip-reasoning", "--json")
+    assert result.exit_code == 0
+    summary = json.loads(result.stdout)
+    assert (summary["traces"], summary["redacted"], summary["skipped"]) == (14, 1, {"malformed_line": 1})
+    assert "mixed.jsonl:2: malformed_line" in result.stderr
+    assert secret not in out.read_text()
+    assert all(m.reasoning is None for trace in read(out)[0] for m in trace.messages)
+    assert as_json("ingest", mixed, "--no-redact", "-o", out)["redacted"] == 0
+    assert secret in out.read_text()
+
+
+def test_the_output_may_be_an_input(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [TALK, TALK])
+    assert as_json("ingest", path, "-o", path)["traces"] == 2
+    assert [t.messages[1].content for t in read_traces([path])] == ["!", "!"]
+    assert [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_tables_show_kinds_detectors_and_skips(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", ["{broken", json.dumps(TALK)])
+    result = limbeck("ingest", path, WORKSHOP)
+    assert result.exit_code == 0
+    for word in ("tool calls", "nonzero_exit", "error_prefix", "malformed_line"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ingest", "missing.jsonl"], "no trace file 'missing.jsonl'"),
+        (["ingest", WORKSHOP, "--format", "xml"], "unknown trace format 'xml'"),
+        (["ingest", WORKSHOP, "-o", "no/such/folder/x.jsonl"], "existing folder"),
+        (["sites", WORKSHOP, "--hints", "magic"], "unknown hint generator 'magic'"),
+        (["sites", WORKSHOP, "--hints", ""], "no hint generator is left"),
+        (["sites", WORKSHOP, "--hook", "nowhere:f"], "cannot be imported"),
+        (["pairs", WORKSHOP, "-t", "gpt"], "is not understood"),
+        (["pairs", WORKSHOP, "-t", "py:json:nothing"], "cannot be imported"),
+        (["pairs", WORKSHOP, "-t", "py:json:dumps", "--quorum", "2"], "impossible with 1"),
+    ],
+)
+def test_bad_arguments_end_with_one_sentence(arguments: list[str], message: str) -> None:
+    result = limbeck(*arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, LimbeckError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_files_without_any_trace_are_an_error_that_says_why(tmp_path: Path) -> None:
+    empty, junk = tmp_path / "empty.jsonl", write_lines(tmp_path / "junk.jsonl", ["{", "{"])
+    empty.write_text("")
+    for path, reason in ((empty, "the files are empty"), (junk, "malformed_line 2")):
+        result = limbeck("ingest", path, "--json")
+        assert isinstance(result.exception, LimbeckError)
+        assert reason in str(result.exception)
+        assert json.loads(result.stdout)["traces"] == 0
+
+
+def test_sites_prints_the_agreed_object_and_writes_an_auditable_file(tmp_path: Path) -> None:
+    out = tmp_path / "sites.jsonl"
+    summary = as_json("sites", WORKSHOP, "-o", out, "--recovery-weight", "0.5")
+    assert list(summary) == ["sites", "by_kind", "by_hint_source", "dropped"]
+    assert summary["sites"] == 13
+    assert summary["by_hint_source"] == {"template": 12, "raw_error": 1}
+    sites = list(read_sites(out))
+    assert len(sites) == 13
+    assert all(site.hint and site.error_excerpt and site.target_excerpt for site in sites)
+    assert "error kind" in limbeck("sites", WORKSHOP).stdout
+
+
+def test_hook_and_judge_stand_first_and_last(tmp_path: Path) -> None:
+    here = "tests.traces.test_commands"
+    summary = as_json(
+        "sites",
+        WORKSHOP,
+        "--hook",
+        f"{here}:hook",
+        "--hints",
+        "template",
+        "--judge",
+        f"{here}:judge",
+        "--cache",
+        tmp_path,
+    )
+    assert summary["by_hint_source"] == {"template": 11, "hook": 1, f"judge:{here}:judge": 1}
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_a_failing_hook_is_counted_and_reported() -> None:
+    result = limbeck("sites", WORKSHOP, "--hints", "", "--hook", "json:dumps", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["dropped"] == {"no_hint": 13}
+    assert "hook: raised TypeError" in result.stderr
+
+
+def test_pairs_from_an_endpoint_resume_from_the_cache(tmp_path: Path) -> None:
+    right = completion(calls=[("search_items", {"query": "M4 screw"})])
+    with endpoint(lambda n, body: (200, right)) as server:
+        arguments = [
+            "pairs",
+            WORKSHOP,
+            "-t",
+            f"some/model@{server.url}",
+            "--cache",
+            tmp_path / "cache",
+            "-o",
+            tmp_path / "p.jsonl",
+        ]
+        summary = as_json(*arguments, "--price-in", 1, "--price-out", 1)
+        assert summary["states"] == summary["requests"] == 13
+        assert summary["pairs"] == 13
+        assert summary["cost"] == pytest.approx(13 * 110e-6)
+        again = as_json(*arguments)
+        assert (again["pairs"], again["requests"], again["cached"], again["cost"]) == (13, 0, 13, 0.0)
+        assert len(server.requests) == 13
+    pairs = [PreferencePair.model_validate_json(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert {pair.chosen.tool_calls[0].name for pair in pairs} == {"search_items"}
+    assert all(pair.provenance["votes"] == {"some/model": True} for pair in pairs)
+
+
+def test_pairs_stop_asking_at_the_cost_cap() -> None:
+    with endpoint(lambda n, body: (200, completion("x"))) as server:
+        summary = as_json(
+            "pairs",
+            WORKSHOP,
+            "-t",
+            f"m@{server.url}",
+            "--at",
+            "all",
+            "--price-out",
+            100,
+            "--max-cost",
+            0.25,
+            "--max-tokens",
+            500,
+        )
+    assert 0 < summary["cost"] <= 0.25
+    assert summary["failures"]["m: cost_cap"] > 0
+
+
+def test_pairs_from_functions_and_their_table() -> None:
+    spec = "py:tests.traces.test_commands:teacher"
+    summary = as_json("pairs", WORKSHOP, "-t", spec)
+    assert (summary["pairs"], summary["states"]) == (13, 13)
+    shown = limbeck("pairs", WORKSHOP, "-t", spec).stdout
+    assert "preference pairs" in shown
+    assert "cost 0.0000" in shown
+
+
+def test_every_verb_explains_itself_with_an_example() -> None:
+    for verb in ("ingest", "sites", "pairs"):
+        result = limbeck(verb, "--help")
+        assert result.exit_code == 0
+        assert f"limbeck traces {verb}" in " ".join(result.stdout.replace("│", " ").split())
+
+
+def test_real_logs_of_four_formats_in_one_call(tmp_path: Path) -> None:
+    patterns = ("taubench_*.jsonl", "openhands_*.jsonl", "swe_agent_*.jsonl", "claude_code_*.jsonl")
+    files = [path for pattern in patterns for path in real_logs(pattern)]
+    summary = as_json("ingest", *files, "-o", tmp_path / "all.jsonl")
+    assert (summary["traces"], summary["errors"], summary["tool_results"]) == (207, 140, 1895)
+    again = as_json("ingest", tmp_path / "all.jsonl")
+    assert {**again, "skipped": summary["skipped"]} == summary
+    wider = as_json("ingest", *files, "--detectors", "extended")
+    assert wider["errors"] == 140 + 24

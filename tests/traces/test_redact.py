@@ -1,0 +1,171 @@
+"""Redaction: secrets go, everything else stays."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from limbeck.traces.redact import redact_text, redact_trace, redact_value
+from limbeck.traces.schema import PreferencePair, ToolCall, Trace
+from tests.traces.material import answer, real_logs, say
+
+_random = random.Random(7)
+
+
+def made(length: int, alphabet: str = string.ascii_letters + string.digits) -> str:
+    """Key material that no scanner of this repository can mistake for a real key, since it is drawn at run time."""
+    return "a1B2c3" + "".join(_random.choice(alphabet) for _ in range(length - 6))
+
+
+KEY_BODY = "\n".join(made(64) for _ in range(4))
+PRIVATE = f"-----BEGIN RSA PRIVATE KEY-----\n{KEY_BODY}\n-----END RSA PRIVATE KEY-----"
+SECRETS = {
+    "anthropic_key": "sk-ant-" + made(40),
+    "openai_key": "sk-proj-" + made(40),
+    "aws_access_key": "AKIA" + "".join(_random.choice(string.ascii_uppercase + string.digits) for _ in range(16)),
+    "github_token": "ghp_" + made(36),
+    "gitlab_token": "glpat-" + made(20),
+    "huggingface_token": "hf_" + made(34),
+    "slack_token": "xoxb-" + made(24),
+    "google_key": "AIza" + made(35),
+    "npm_token": "npm_" + made(36),
+    "pypi_token": "pypi-" + made(60),
+    "stripe_key": "sk_live_" + made(24),
+    "jwt": f"eyJ{made(20)}.eyJ{made(30)}.{made(30)}",
+    "private_key": PRIVATE,
+}
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+@pytest.mark.parametrize("around", ["{}", "x = '{}';", "export K={}\n", '{{"k": "{}"}}', "curl -H 'X: {}' host"])
+def test_known_secrets_disappear_and_are_counted(kind: str, around: str) -> None:
+    counts: Counter[str] = Counter()
+    clean = redact_text(around.format(SECRETS[kind]), counts)
+    assert SECRETS[kind] not in clean
+    assert clean == around.format(f"[REDACTED:{kind}]")
+    assert counts == Counter({kind: 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "kind"),
+    [
+        ("Authorization: Bearer " + made(30), "Authorization: Bearer [REDACTED:authorization]", "authorization"),
+        ("postgres://me:hunter2x@host/db", "postgres://me:[REDACTED:url_password]@host/db", "url_password"),
+        ("DB_PASSWORD=" + made(20), "DB_PASSWORD=[REDACTED:assigned_secret]", "assigned_secret"),
+        ('"api_key": "' + made(32) + '"', '"api_key": "[REDACTED:assigned_secret]"', "assigned_secret"),
+    ],
+)
+def test_secrets_known_by_their_place(text: str, kept: str, kind: str) -> None:
+    counts: Counter[str] = Counter()
+    assert redact_text(text, counts) == kept
+    assert counts == Counter({kind: 1})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "You can use the variable GITHUB_TOKEN, as in `curl -H 'Authorization: Bearer $GITHUB_TOKEN'`.",
+        "https://$USER:${TOKEN}@github.com/org/repo",
+        "token = config.get_default_authentication_token()",
+        "tokenizer=AutoTokenizer.from_pretrained, max_new_tokens=1024",
+        "password: the user must choose one",
+        "commit 3ea751c087f3c8e1d2b4a5968778695a4b3c2d1e",
+        "uuid 258c7280-ae70-4798-800f-63464d01a85d",
+        "sk-short, hf_model, AKIA",
+        "-----BEGIN PUBLIC KEY-----\nMIIB\n-----END PUBLIC KEY-----",
+    ],
+)
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_fields_named_after_secrets_are_redacted_by_their_name() -> None:
+    secret = made(24)
+    value = {
+        "db": {"password": secret, "max_tokens": 4096, "token": "none", "note": secret},
+        "api_key": SECRETS["openai_key"],
+    }
+    counts: Counter[str] = Counter()
+    assert redact_value(value, counts) == {
+        "db": {"password": "[REDACTED:assigned_secret]", "max_tokens": 4096, "token": "none", "note": secret},
+        "api_key": "[REDACTED:openai_key]",
+    }
+    assert counts == Counter(assigned_secret=1, openai_key=1)
+
+
+def test_a_truncated_private_key_goes_too() -> None:
+    listing = f"-----BEGIN OPENSSH PRIVATE KEY-----\n{KEY_BODY}\nand then some words"
+    clean = redact_text(listing)
+    assert clean == "[REDACTED:private_key]\nand then some words"
+
+
+@given(st.lists(st.text(max_size=20) | st.sampled_from(sorted(SECRETS.values())), max_size=6))
+def test_redaction_is_idempotent_and_leaves_no_secret(parts: list[str]) -> None:
+    clean = redact_text(" ".join(parts))
+    assert redact_text(clean) == clean
+    assert not any(secret in clean for secret in SECRETS.values())
+
+
+def test_every_string_of_a_trace_is_reached() -> None:
+    secret = SECRETS["github_token"]
+    call = ToolCall(id="c", name="run", arguments={"command": [f"echo {secret}"], secret: 1})
+    raw = ToolCall(id="d", name="run", arguments=f"{{broken {secret}")
+    bad = say("assistant", "", call, raw, reasoning=f"use {secret}", sampled_ids=[1], logprobs=[-1.0])
+    failed = answer(call, f"Error: {secret}", failed=True).model_copy(update={"error_meta": {"seen": secret}})
+    pair = PreferencePair(
+        chosen=say("assistant", secret), rejected=say("assistant", "no"), prompt=[say("user", secret)]
+    )
+    fine = say("assistant", "fine", sampled_ids=[3])
+    trace = Trace(
+        id="t",
+        messages=[say("user", secret), bad, failed, fine],
+        tools=[{"function": {"name": "run", "description": secret}}],
+        preference_pairs=[pair],
+        meta={"note": secret},
+    )
+    clean, counts = redact_trace(trace)
+    assert secret not in clean.to_json()
+    assert counts == Counter(github_token=11)
+    assert clean.messages[1].sampled_ids is None
+    assert clean.messages[1].logprobs is None
+    assert clean.messages[3].sampled_ids == [3]
+    assert redact_trace(clean) == (clean, Counter())
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=3), x)
+    )
+)
+def test_values_without_secrets_keep_their_structure(value: object) -> None:
+    assert json.dumps(redact_value(value)) == json.dumps(value)
+
+
+def test_hostile_text_takes_no_superlinear_time() -> None:
+    texts = [
+        "-----BEGIN RSA PRIVATE KEY-----" + "A" * 200_000,
+        "token=" * 40_000,
+        "a:" * 100_000,
+        "eyJ" * 70_000,
+        "x://" * 50_000,
+    ]
+    start = time.perf_counter()
+    for text in texts:
+        redact_text(text)
+    assert time.perf_counter() - start < 5
+
+
+def test_real_sessions_published_without_secrets_have_none() -> None:
+    from limbeck.traces.readers import read_traces
+
+    found: Counter[str] = Counter()
+    for trace in read_traces(real_logs("claude_code_*.jsonl") + real_logs("openhands_*.jsonl")):
+        found += redact_trace(trace)[1]
+    assert not found

@@ -1,0 +1,154 @@
+"""Error sites: the right message, one record per failure, everything else counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from limbeck.traces.hints import LayeredHints
+from limbeck.traces.readers import read_traces
+from limbeck.traces.schema import Trace
+from limbeck.traces.sites import Site, SiteFinder, find_recovery, read_sites
+from limbeck.utils.errors import TraceError
+from tests.traces.material import EXAMPLES, answer, call, real_logs, say, write_lines
+
+
+def trace_of(*messages, **fields) -> Trace:
+    return Trace(id="t", messages=list(messages), **fields)
+
+
+def test_the_target_is_the_message_whose_call_failed() -> None:
+    one, two = call("c1", path="a"), call("c2", path="b")
+    trace = trace_of(
+        say("user", "Go."),
+        say("assistant", "First.", one),
+        answer(one, "fine"),
+        say("assistant", "Second.", two),
+        answer(two, "No such file: b", failed=True),
+        say("assistant", "Sorry."),
+    )
+    (site,) = SiteFinder().find(trace)
+    assert (site.target, site.cause, site.call, site.tool_call_id) == (3, 4, 0, "c2")
+    assert (site.error_kind, site.hint_source, site.weight) == ("file_not_found", "template", 1.0)
+
+
+def test_parallel_calls_share_the_weight_of_their_message() -> None:
+    calls = [call(f"c{i}") for i in range(3)]
+    results = [answer(calls[0], "No such file", True), answer(calls[1], "fine"), answer(calls[2], "No such file", True)]
+    sites = SiteFinder().find(trace_of(say("user", "?"), say("assistant", "", *calls), *results))
+    assert [(s.target, s.cause, s.call, s.weight) for s in sites] == [(1, 2, 0, 0.5), (1, 4, 2, 0.5)]
+
+
+def test_a_failure_in_the_first_and_in_the_last_message() -> None:
+    made = call("c")
+    (first,) = SiteFinder().find(trace_of(say("assistant", "", made), answer(made, "Permission denied", True)))
+    assert (first.target, first.cause) == (0, 1)
+
+
+def test_drops_are_counted_by_reason() -> None:
+    made, gone = call("c"), call("gone")
+    finder = SiteFinder(LayeredHints([]))
+    usual = trace_of(say("assistant", "", made), answer(made, "No such file", True))
+    assert finder.find(usual) == []
+    finder.find(trace_of(say("assistant", "x"), answer(gone, "No such file", True)))
+    finder.find(trace_of(say("assistant", "", made), answer(made, "Sibling tool call errored", True)))
+    finder.find(trace_of(say("assistant", "", made, weight=0.0), answer(made, "No such file", True)))
+    finder.find(usual.model_copy(update={"context_until": 1}))
+    finder.find(usual.model_copy(update={"context_until": 2}))
+    assert finder.dropped == Counter(
+        no_hint=1, no_call=1, kind_cancelled=1, unsupervised_target=1, target_in_shared_context=1
+    )
+    assert finder.summary()["sites"] == 0
+
+
+def test_a_leaking_hint_drops_the_site_with_its_reason() -> None:
+    class Tell:
+        name = "tell"
+
+        def __call__(self, request):
+            return "The reservation is QX7731, use it."
+
+    made, again = call("c"), call("d")
+    finder = SiteFinder(LayeredHints([Tell()]))
+    messages = [say("user", "?"), say("assistant", "", made), answer(made, "Error: none", True)]
+    assert finder.find(trace_of(*messages, say("assistant", "", again), answer(again, "found QX7731"))) == []
+    assert finder.dropped == Counter(hint_leaks=1)
+    assert len(finder.find(trace_of(*messages))) == 1
+
+
+def test_recovery_is_the_next_message_whose_calls_all_work() -> None:
+    a, b, c = call("a"), call("b"), call("c")
+    failed = [say("user", "?"), say("assistant", "", a), answer(a, "No such file", True)]
+    repaired = [say("assistant", "", b), answer(b, "No such file", True), say("assistant", "", c), answer(c, "ok")]
+    assert find_recovery(trace_of(*failed, *repaired), 2) == 5
+    assert find_recovery(trace_of(*failed, say("user", "Stop."), *repaired), 2) is None
+    assert find_recovery(trace_of(*failed, say("assistant", "I give up.")), 2) is None
+    sites = SiteFinder(recovery_weight=0.25).find(trace_of(*failed, *repaired))
+    assert [(s.recovery, s.recovery_weight) for s in sites] == [(5, 0.25), (5, 0.25)]
+    assert SiteFinder().find(trace_of(*failed, *repaired))[0].recovery is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7), st.booleans()), max_size=6))
+def test_every_failure_is_a_site_or_a_drop_and_points_to_its_call(plan: list[tuple[int, int, bool]]) -> None:
+    messages = [say("user", "Go.")]
+    failures = 0
+    for turn, (width, failing, reuse) in enumerate(plan):
+        calls = [call(f"{0 if reuse else turn}-{i}", path=str(turn)) for i in range(width)]
+        messages.append(say("assistant", f"turn {turn}", *calls))
+        for i, made in enumerate(calls):
+            failed = bool(failing >> i & 1)
+            failures += failed
+            messages.append(answer(made, "No such file" if failed else "ok", failed))
+    trace = trace_of(*messages)
+    finder = SiteFinder()
+    sites = finder.find(trace)
+    assert len(sites) + finder.dropped.total() == failures
+    for site in sites:
+        target = trace.messages[site.target]
+        assert target.tool_calls[site.call].id == trace.messages[site.cause].tool_call_id
+        assert site.target < site.cause
+        # between the message and its result there are only results
+        assert all(m.role == "tool" for m in trace.messages[site.target + 1 : site.cause])
+    for index in {site.target for site in sites}:
+        assert sum(s.weight for s in sites if s.target == index) == pytest.approx(1.0)
+
+
+def test_site_files_read_back_and_name_a_bad_line(tmp_path: Path) -> None:
+    sites = [
+        s for trace in read_traces([EXAMPLES / "workshop.jsonl"]) for s in SiteFinder(recovery_weight=1).find(trace)
+    ]
+    assert len(sites) == 13
+    path = write_lines(tmp_path / "s.jsonl", [s.model_dump_json() for s in sites])
+    assert list(read_sites(path)) == sites
+    write_lines(path, [sites[0].model_dump_json(), '{"trace_id": "x"}'])
+    with pytest.raises(TraceError, match=r"s\.jsonl:2: not an error site"):
+        list(read_sites(path))
+    with pytest.raises(TraceError, match="no site file"):
+        list(read_sites(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sites", "dropped"),
+    [
+        ("taubench_*.jsonl", 73, {}),
+        ("openhands_*.jsonl", 19, {"no_call": 2}),
+        ("swe_agent_*.jsonl", 21, {}),
+        ("claude_code_*.jsonl", 24, {"kind_cancelled": 1}),
+    ],
+)
+def test_sites_of_real_logs_target_the_failed_call(pattern: str, sites: int, dropped: dict[str, int]) -> None:
+    finder = SiteFinder()
+    found: list[Site] = []
+    for trace in read_traces(real_logs(pattern)):
+        for site in finder.find(trace):
+            found.append(site)
+            failed, target = trace.messages[site.cause], trace.messages[site.target]
+            assert failed.is_error
+            assert target.role == "assistant"
+            assert failed.tool_call_id == target.tool_calls[site.call].id == site.tool_call_id
+            assert all(m.role == "tool" for m in trace.messages[site.target + 1 : site.cause])
+    assert (len(found), dict(finder.dropped)) == (sites, dropped)
