@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.losses.layout import ChunkLayout, TokenLayout
-from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
+from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores, picked
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
 from limbeck.losses.signals import Head, Signal, TopKSignal, compute_dtype
 from limbeck.utils.errors import LossError
@@ -110,9 +110,8 @@ def _wide(value: Tensor) -> Tensor:
 def cross_entropy_leaf(student: BlockLogits, place: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Metrics]:
     """Weighted negative log-likelihood of the block's supervised tokens, with accuracy."""
     log_p = student.log_probs()
-    picked = log_p[place, ids]
-    weight = weight.to(picked.dtype)
-    loss = -(picked * weight).sum()
+    weight = weight.to(log_p.dtype)
+    loss = -(picked(log_p, place, ids) * weight).sum()
     with torch.no_grad():
         right = (log_p.argmax(-1).index_select(0, place) == ids).to(weight.dtype)
         metrics = {"ce": (loss.detach(), weight.sum()), "accuracy": ((right * weight).sum(), weight.sum())}

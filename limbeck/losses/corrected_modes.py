@@ -171,7 +171,7 @@ def uld(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
 def same_vocabulary(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
     """Direct divergence per position for a teacher with the student's own vocabulary; no projection."""
     tau = mode.temperature
-    log_s = student.log_probs(tau).index_select(0, block.student_row)
+    log_s = block.student_boundary(student.log_probs(tau))
     if block.scores.is_topk:
         ids, log_t = block.scores.topk()
         empty = torch.isneginf(log_t)

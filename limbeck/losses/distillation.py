@@ -89,6 +89,7 @@ class _Teacher(nn.Module):
         super().__init__()
         self.fingerprint = getattr(projection, "teacher_fingerprint", None)
         self.vocab: VocabMap | None = None
+        self._pairs: tuple[Any, dict[str, tuple[Tensor, Tensor]]] | None = None
         pairs: tuple[Tensor | None, Tensor | None] = (None, None)
         if projection is not None:
             size = size or getattr(projection, "teacher_size", None) or int(projection.indices.max()) + 1
@@ -103,18 +104,20 @@ class _Teacher(nn.Module):
         self.register_buffer("common_teacher", pairs[1], persistent=False)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Common pairs and their complements as `Mode` takes them."""
+        """Common pairs and their complements as `Mode` takes them; computed once per device and size."""
         if self.common_student is None or self.common_teacher is None or self.vocab is None:
             return {}
-        rest = []
-        for used, size in (
-            (self.common_student, self.vocab.student_size),
-            (self.common_teacher, self.vocab.teacher_size),
-        ):
-            free = torch.ones(size, dtype=torch.bool, device=used.device)
-            free[used] = False
-            rest.append(free.nonzero().squeeze(1))
-        return {"common": (self.common_student, self.common_teacher), "uncommon": (rest[0], rest[1])}
+        sizes = (self.vocab.student_size, self.vocab.teacher_size)
+        key = (self.common_student.device, *sizes)
+        if self._pairs is None or self._pairs[0] != key:
+            rest = []
+            for used, size in zip((self.common_student, self.common_teacher), sizes, strict=True):
+                free = torch.ones(size, dtype=torch.bool, device=used.device)
+                free[used] = False
+                rest.append(free.nonzero().squeeze(1))
+            found = {"common": (self.common_student, self.common_teacher), "uncommon": (rest[0], rest[1])}
+            self._pairs = (key, found)
+        return self._pairs[1]
 
 
 class CrossTokenizerDistillationLossFn(nn.Module):

@@ -97,19 +97,29 @@ class TeacherBlock:
 
     def student_boundary(self, log_probs: Tensor) -> Tensor:
         """Rows of `[n, V]` at which the student predicts each chunk's first token: `[C, V]`."""
+        if self.num_chunks == log_probs.shape[0]:  # every row is the start of a chunk: they are in order already
+            return log_probs
         return log_probs.index_select(0, self.student_row.index_select(0, self.student_first))
 
     def student_tokens(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities `[ns]` of the realised student tokens."""
-        return log_probs[self.student_row, self.student_ids]
+        return picked(log_probs, self.student_row, self.student_ids)
 
     def student_mean(self, values: Tensor) -> Tensor:
         """Mean of `[n, V]` over each chunk's student rows: `[C, V]`."""
-        return chunk_mean(values.index_select(0, self.student_row), self.student_chunk, self.student_count)
+        rows = values if self.student_row.numel() == values.shape[0] else values.index_select(0, self.student_row)
+        return chunk_mean(rows, self.student_chunk, self.student_count)
 
     def teacher_mean(self, values: Tensor) -> Tensor:
         """Mean of `[nt, V]` over each chunk's teacher rows: `[C, V]`."""
         return chunk_mean(values, self.teacher_chunk, self.teacher_count)
+
+
+def picked(log_probs: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """log_probs[rows, ids] `[n]`; rows ascend without repeats, so as many rows as there are means all of them."""
+    if rows.numel() == log_probs.shape[0]:
+        return log_probs.gather(1, ids[:, None]).squeeze(1)
+    return log_probs[rows, ids]
 
 
 def chunk_sum(values: Tensor, chunk: Tensor, num_chunks: int) -> Tensor:

@@ -92,6 +92,40 @@ class _ProjectAll(torch.autograd.Function):
         return out, grad_weight, None
 
 
+class _ProjectAt(torch.autograd.Function):
+    """q `[n, K]` at columns `[K]` or `[n, K]`; one buffer of `[n, V_s]` in the backward pass, filled once."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, rest_weight: Tensor, vocab: VocabMap, columns: Tensor) -> Tensor:
+        ctx.vocab, ctx.columns = vocab, columns
+        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, rest_weight)
+        ctx.width = probs.shape[1]
+        rest = torch.cat((vocab.rest_sums(probs, rest_weight), probs.new_zeros(probs.shape[0], 1)), 1)
+        source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
+        if columns.ndim == 1:
+            return probs.index_select(1, source).mul_(has).add_(rest.index_select(1, place))
+        return probs.gather(1, source).mul_(has).add_(rest.gather(1, place))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        vocab, columns, (probs, rest_weight), grad = ctx.vocab, ctx.columns, ctx.saved_tensors, grads[0]
+        source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
+        out = grad.new_zeros(grad.shape[0], ctx.width)
+        touched = grad.new_zeros(grad.shape[0], vocab.rest_columns.numel() + 1)
+        if columns.ndim == 1:
+            out.index_add_(1, source, grad * has)
+            touched.index_add_(1, place, grad)
+        else:
+            out.scatter_add_(1, source, grad * has)
+            touched.scatter_add_(1, place, grad)
+        rest_grad = touched.index_select(1, vocab.rest_place)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (probs.index_select(1, vocab.rest_student) * rest_grad).sum(0).to(rest_weight.dtype)
+        out.index_add_(1, vocab.rest_student, rest_grad.mul_(rest_weight.to(grad.dtype)))
+        return out, grad_weight, None, None
+
+
 class VocabMap(nn.Module):
     """Torch form of one projection, from student probabilities to teacher columns.
 
@@ -201,8 +235,5 @@ class VocabMap(nn.Module):
     def project_at(self, probs: Tensor, columns: Tensor, rest_weight: Tensor | None = None) -> Tensor:
         """W^T p at some columns: `[K]` (the same for all rows) or `[n, K]` (each row its own) -> `[n, K]`."""
         rest_weight = self.rest_weight() if rest_weight is None else rest_weight
-        rest = torch.cat((self.rest_sums(probs, rest_weight), probs.new_zeros(probs.shape[0], 1)), 1)
-        source, has, place = self.source_or_zero[columns], self.has_source[columns], self.column_place[columns]
-        if columns.ndim == 1:
-            return probs.index_select(1, source) * has + rest.index_select(1, place)
-        return probs.gather(1, source) * has + rest.gather(1, place)
+        out: Tensor = _ProjectAt.apply(probs, rest_weight, self, columns)
+        return out

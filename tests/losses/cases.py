@@ -48,6 +48,8 @@ def make_projection(v_s: int, v_t: int, seed: int = 0, k: int = 3) -> FakeProjec
             weights[s, :pieces] = raw / raw.sum()
     indices[0, 0], weights[0] = 0, [1.0] + [0.0] * (k - 1)
     indices[0, 1:] = -1
+    if v_s > 1:  # some mass is always without a mapping: a rest bucket that is 0 by construction has no sharp value
+        indices[1], weights[1] = -1, 0.0
     return FakeProjection(indices, weights, v_t)
 
 

@@ -67,7 +67,7 @@ def on_buckets(
     lost = target[listed & ~reach].sum()
     rest_t = torch.zeros((), dtype=torch.float64) if full else 1 - target[listed].sum()
     q = w.t() @ p_s
-    rest_s = p_s[w.sum(1) == 0].sum() if full else 1 - q[use].sum()
+    rest_s = p_s[w.sum(1) == 0].sum() if full else (1 - q[use].sum()).clamp(min=0)
     mass = 1 - lost
     t = torch.cat((target[use], rest_t[None])) / mass
     s = torch.cat((q[use], rest_s[None]))
@@ -164,7 +164,7 @@ def kd(
         elif mode == "p_kl":
             assert columns is not None
             q = torch.stack([(w.t() @ r.exp())[columns] for r in s_rows]).mean(0)
-            log_q = (q / q.sum() + 1e-10).log()
+            log_q = (q / q.sum().clamp(min=1e-10) + 1e-10).log()  # no student mass on K at all: 0, not NaN
             log_l = torch.stack([torch.log_softmax(teacher[b, t - 1][columns] / tau, -1) for t in z]).mean(0)
             forward = (log_l.exp() * (log_l - log_q)).sum()
             loss = forward if direction == "forward" else (log_q.exp() * (log_q - log_l)).sum()

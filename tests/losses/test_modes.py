@@ -37,9 +37,9 @@ def compare(cfg: dict[str, Any], batch: Any, models: Any, projection: Any, want:
     wanted = torch.autograd.grad(want, [models.hidden, models.weight])
     loss, _ = run(CrossTokenizerDistillationLossFn(cfg, projections=[projection]), batch, models, kind)
     got = torch.autograd.grad(loss, [models.hidden, models.weight])
-    torch.testing.assert_close(loss, want, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-9)
     for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.7])
