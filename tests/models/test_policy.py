@@ -36,7 +36,7 @@ def plain_gradients(policy, teacher_policy, data, loss):
         ).logits
     value, _ = loss(data, None, None, logits, t_logits)
     value.backward()
-    return value, gradients(policy)
+    return value.detach(), gradients(policy)
 
 
 LAYOUTS = {

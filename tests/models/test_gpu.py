@@ -1,0 +1,50 @@
+"""The same step on an accelerator: equal to the CPU in float32, close to it in bfloat16."""
+
+import pytest
+import torch
+
+from limbeck.models.cache_build import spec_for, write_cache
+from limbeck.models.policy import Policy
+from limbeck.models.teachers import CachedTeacher, LiveTeacher
+from tests.models.tiny import QWEN3, batch, config, loss_fn, tokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LAYOUTS = {
+    "fixed": {},
+    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 130, "sequence_length_round": 8}},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 140, "sequence_length_round": 8}},
+    "checkpointed": {"dtensor_cfg": {"activation_checkpointing": True}},
+    "compiled": {"compile": {"enabled": True, "dynamic": True}},
+}
+
+
+def losses(device, steps=3, source=None, **more):
+    policy = Policy(config(**more), tokenizer(300), device=device, seed=0)
+    if source is None:
+        teacher_cfg = config(QWEN3, precision=more.get("precision", "float32"))
+        source = LiveTeacher(Policy(teacher_cfg, tokenizer(340), device=device, seed=1, init_optimizer=False))
+    return [policy.train(batch(), loss_fn(), teachers=[source])["loss"] for _ in range(steps)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_equals_the_cpu(layout):
+    expected = losses("cpu")
+    assert losses("cuda", **LAYOUTS[layout]) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_is_close(layout):
+    expected = losses("cpu")
+    assert losses("cuda", precision="bfloat16", **LAYOUTS[layout]) == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_cache_from_the_gpu_serves_the_cpu(tmp_path):
+    policy = Policy(config(QWEN3), tokenizer(340), device="cuda", seed=1, init_optimizer=False)
+    write_cache(policy, [batch()], tmp_path, spec_for(policy, k=340))
+    stored = CachedTeacher(tmp_path)
+    expected = losses("cpu")
+    assert losses("cpu", source=stored) == pytest.approx(expected, rel=2e-3)
+    assert losses("cuda", source=stored) == pytest.approx(expected, rel=2e-3)
+    on_cpu = Policy(config(QWEN3), tokenizer(340), device="cpu", seed=1, init_optimizer=False)
+    assert on_cpu.identity() == policy.identity()
