@@ -1,0 +1,60 @@
+"""The same losses on a CUDA device: float64 on the CPU is the judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head
+from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
+CASES = [(m, k) for m in MODES for k in ("hidden", "topk") if k == "hidden" or m not in ("p_kl", "gold", "h_kl")]
+
+
+def on_device(models: Models, dtype: torch.dtype) -> Models:
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to("cuda", dtype)
+
+    return Models(
+        move(models.hidden).requires_grad_(),
+        move(models.weight).requires_grad_(),
+        [move(x) for x in models.teacher_hidden],
+        [move(x) for x in models.teacher_weight],
+    )
+
+
+def run_on_device(fn: CrossTokenizerDistillationLossFn, batch: dict[str, Any], models: Models, kind: str) -> Any:
+    inputs = fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
+    on_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    counts = {k: v.cuda() for k, v in fn.counts(batch).items()}
+    return fn.compute(models.hidden, Head(23, weight=models.weight), models.signals(on_gpu, kind), inputs, counts)
+
+
+@pytest.mark.parametrize(("mode", "kind"), CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_device_equals_cpu(mode: str, kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    batch, projection = make_batch(seed=3, samples=5), make_projection(23, 31)
+    models = make_models(batch)
+    # Round first, so that both sides start from the same numbers.
+    models.hidden = models.hidden.detach().to(dtype).double().requires_grad_()
+    models.weight = models.weight.detach().to(dtype).double().requires_grad_()
+    models.teacher_hidden = [x.to(dtype).double() for x in models.teacher_hidden]
+    models.teacher_weight = [x.to(dtype).double() for x in models.teacher_weight]
+    cfg = {"mode": mode, "block_rows": 8, "vocab_topk": 11, "uncommon_topk": 7}
+    want, _ = run(CrossTokenizerDistillationLossFn(cfg, projections=[projection]), batch, models, kind)
+    device_models = on_device(models, dtype)
+    fn = CrossTokenizerDistillationLossFn(cfg, projections=[projection])
+    loss, metrics = run_on_device(fn, batch, device_models, kind)
+    assert loss.is_cuda
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=tolerance)
+    assert all(value.is_cuda and count.is_cuda for value, count in metrics.values())
+    got = torch.autograd.grad(loss, [device_models.hidden, device_models.weight])
+    for a, b in zip(got, torch.autograd.grad(want, [models.hidden, models.weight]), strict=True):
+        assert float((a.cpu().double() - b).norm() / b.norm()) < tolerance
