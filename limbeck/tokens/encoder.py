@@ -100,7 +100,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         spec = backend_spec(tokenizer)
-        self.vocab = ByteVocab.from_tokenizer(tokenizer)
+        self.vocab = ByteVocab.from_tokenizer(tokenizer, spec=spec)
         self._backend, self.aliases = _alias_twin(spec)
         self._alias_ids = {alias: self._backend.token_to_id(alias) for alias in self.aliases.values()}
         added: list[dict[str, Any]] = spec.get("added_tokens") or []

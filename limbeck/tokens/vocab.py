@@ -193,11 +193,14 @@ class ByteVocab:
         }
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> ByteVocab:
-        """Read a transformers fast tokenizer; the result is kept with the tokenizer object."""
+    def from_tokenizer(cls, tokenizer: Any, *, spec: dict[str, Any] | None = None) -> ByteVocab:
+        """Read a transformers fast tokenizer; the result is kept with the tokenizer object.
+
+        ``spec`` is its :func:`backend_spec`, for callers that have it already: it takes seconds to write and parse.
+        """
         cached = _CACHE.get(tokenizer)
         if cached is None:
-            cached = cls._build(backend_spec(tokenizer), dict(tokenizer.special_tokens_map))
+            cached = cls._build(spec or backend_spec(tokenizer), dict(tokenizer.special_tokens_map))
             _CACHE[tokenizer] = cached
         return cached
 

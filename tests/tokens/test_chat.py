@@ -335,3 +335,18 @@ def test_source_and_ids_agree_in_long_conversations() -> None:
     rendering = render_chat(tokenizer, messages)
     assert segments(rendering) == [(2 * i + 1, "content", f"answer {i} é") for i in range(1500)]
     assert rendering.target.sum() == sum(s.token_end - s.token_start for s in rendering.segments)
+
+
+def test_the_page_about_it_tells_the_truth() -> None:
+    """The example of docs/chat.md, on a template with tools."""
+    tokenizer = zoo.tokenizer("qwen3")
+    calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}]
+    messages = [
+        user("Weather in Rome?"),
+        answer("", tool_calls=calls),
+        {"role": "tool", "tool_call_id": "c1", "content": "21 degrees"},
+        answer("It is 21 degrees."),
+    ]
+    rendering = render_chat(tokenizer, messages, tools=TOOLS, template_kwargs={"enable_thinking": False})
+    assert [s.kind for s in rendering.segments] == ["tool_call", "eot", "content", "eot"]
+    assert [s.message for s in rendering.segments] == [1, 1, 3, 3]
