@@ -89,6 +89,7 @@ class Policy:
         self.name, self.tokenizer, self.dp_group = name, tokenizer, dp_group
         self.device = torch.device(device if device is not None else _default_device())
         self.precision = parse_dtype(self.cfg["precision"])
+        self._refuse_unsupported(init_optimizer)
         dtype = self._param_dtype(init_optimizer)
         size = tokenizer_size(tokenizer)
         if model is None:
@@ -110,6 +111,24 @@ class Policy:
             self.load_train_state(optimizer_path)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _refuse_unsupported(self, trained: bool) -> None:
+        """Settings that would be read and then not followed."""
+        layout = self.cfg["dtensor_cfg"]
+        plain = {
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "cpu_offload": False,
+            "sequence_parallel": False,
+        }
+        for key, value in plain.items():
+            if layout[key] != value:
+                raise ConfigError(
+                    f"dtensor_cfg.{key} is {layout[key]}, which policy {self.name!r} cannot do in this process layout; "
+                    "only data parallelism is available, so leave it at its default"
+                )
+        if trained and torch.float16 in (self.precision, self._param_dtype(trained)):
+            raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
 
     def _param_dtype(self, trained: bool) -> torch.dtype:
         if self.cfg["param_dtype"] is not None:

@@ -293,6 +293,20 @@ def test_the_timer_sees_every_part():
     assert set(timer.get_timing_metrics()) == {"teacher", "forward", "loss", "backward", "optimizer"}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        {"dtensor_cfg": {"context_parallel_size": 2}},
+        {"dtensor_cfg": {"cpu_offload": True}},
+        {"precision": "float16"},
+    ],
+)
+def test_what_cannot_be_done_is_refused(more):
+    with pytest.raises(ConfigError, match=r"only data parallelism|bfloat16 or float32"):
+        student(**more)
+
+
 def test_frozen_policies_do_not_train():
     with pytest.raises(ConfigError, match="is frozen"):
         teacher().train(batch(), loss_fn(), teachers=[LiveTeacher(teacher())])
