@@ -1,12 +1,13 @@
 """A rendered conversation cut into pieces that can be tokenised, copied and left out one by one.
 
-A piece begins at a special token, where every tokenizer starts afresh: the ids of a conversation are the ids of its
-pieces, end to end. The pieces of a trace are tokenised once and shared by every sequence made of them, so a target's ids
-in a teacher sequence are the student's own, whatever stands in front of them.
+A piece begins at a special (or other added) token, where every tokenizer starts afresh: the ids of a conversation are
+the ids of its pieces, end to end. The pieces of a trace are tokenised once and shared by every sequence made of them,
+so a target's ids in a teacher sequence are the student's own, whatever stands in front of them.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +24,14 @@ from limbeck.tokens.chat_regions import Turn, TurnFinder
 from limbeck.tokens.chat_spans import Place
 from limbeck.tokens.chat_template import ChatTemplate
 from limbeck.tokens.chat_tokens import AliasedText, Special, find_specials, special_pattern
-from limbeck.tokens.roles import is_end
+from limbeck.tokens.roles import KNOWN_ROLES, is_end
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a rendered conversation, the first or one that begins at a special token.
+    """A stretch of a rendered conversation: the first one, or one that begins at an added token.
 
     Attributes:
         text: its characters.
@@ -97,6 +98,8 @@ class Renderer:
         self.template_kwargs = dict(template_kwargs or {})
         self.name = name
         self.tokens = 0
+        self._added = _added_pattern(self.encoder, tokenizer)
+        self._alone: dict[str, bool] = {}
         self._known: dict[tuple[str, tuple[int, ...]], AliasedText] = {}
 
     def forget(self) -> None:
@@ -113,7 +116,30 @@ class Renderer:
         specials = find_specials(layout.text, [(p.start, p.end) for p in layout.places], self.encoder)
         finder = TurnFinder(layout, specials)
         turns = finder.find([i for i, m in enumerate(messages) if m["role"] == "assistant"])
-        return _cut(layout, specials, turns, finder.dropped)
+        pieces = _Cutter(layout, specials, self._with_added(layout, specials), turns)
+        return pieces.cut(list(messages), finder.dropped)
+
+    def _with_added(self, layout: Layout, specials: Sequence[Special]) -> list[Special]:
+        """The special tokens and the template's other added tokens, which tokenizers cut out of the text as well."""
+        if self._added is None:
+            return list(specials)
+        found = list(specials)
+        at = 0
+        for place in [*layout.places, None]:
+            end = len(layout.text) if place is None else place.start
+            for match in self._added.finditer(layout.text, at, end):
+                if self._stands_alone(match[0]):
+                    found.append(Special(match.start(), match.end(), -1, KNOWN_ROLES.get(match[0], "added")))
+            at = end if place is None else place.end
+        return sorted(found, key=lambda s: s.start)
+
+    def _stands_alone(self, content: str) -> bool:
+        """Whether an added token is always cut out of the text around it."""
+        if content not in self._alone:
+            before, own = (self.encoder.encode(text).ids.tolist() for text in ("a\n", content))
+            whole = self.encoder.encode(f"a\n{content}a").ids.tolist()
+            self._alone[content] = len(own) == 1 and whole[: len(before) + 1] == before + own
+        return self._alone[content]
 
     def encode(self, piece: Piece) -> AliasedText:
         """A piece's tokens; tokenised once however many sequences hold it."""
@@ -183,26 +209,108 @@ def _target(aliased: AliasedText, turn: Turn) -> Target | None:
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-def _cut(layout: Layout, specials: Sequence[Special], turns: Sequence[Turn], dropped: Counter[str]) -> Conversation:
-    by_message = {turn.message: turn for turn in turns}
-    splits = _splits(layout, specials, by_message)
-    edges = [0, *(at for at, _ in splits), len(layout.text)]
-    clean = [True, *(flag for _, flag in splits)]
-    starts = [s.start for s in specials]
-    place_starts = [p.start for p in layout.places]
-    pieces = []
-    for number, (start, end) in enumerate(pairwise(edges)):
-        inside = specials[bisect_left(starts, start) : bisect_left(starts, end)]
-        here = layout.places[bisect_left(place_starts, start) : bisect_left(place_starts, end)]
-        owners = frozenset(layout.leaf(place).message for place in here) - {-1}
-        moved = tuple(_moved(special, start) for special in inside)
-        pieces.append(Piece(layout.text[start:end], moved, clean[number], owners))
-    piece_of: dict[int, int] = {}
-    for number, piece in enumerate(pieces):
-        for message in piece.messages:
-            piece_of.setdefault(message, number)
-    relative = {m: _moved_turn(turn, edges[piece_of[m]]) for m, turn in by_message.items()}
-    return Conversation(layout.messages, pieces, piece_of, relative, dropped)
+def _added_pattern(encoder: TextEncoder, tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches added tokens that are not special, the longest first."""
+    contents = [c for c in tokenizer.get_added_vocab() if c.strip() and c == c.strip() and c not in encoder.aliases]
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True)))) if contents else None
+
+
+class _Cutter:
+    """Cuts one rendered conversation; ``atoms`` are its special and other added tokens, in order."""
+
+    def __init__(
+        self, layout: Layout, specials: Sequence[Special], atoms: Sequence[Special], turns: Sequence[Turn]
+    ) -> None:
+        self.layout, self.specials, self.atoms = layout, specials, atoms
+        self.turns = {turn.message: turn for turn in turns}
+        # A template may write a called tool's name once more in the result's header: that is the template's text.
+        self.places = [p for p in layout.places if not (p.repeat and layout.leaf(p).kind in ("name", "argument"))]
+        self.owners = _owners(layout, self.places)
+
+    def cut(self, messages: list[dict[str, Any]], dropped: Counter[str]) -> Conversation:
+        layout = self.layout
+        splits = self._splits()
+        edges = [0, *(at for at, _ in splits), len(layout.text)]
+        clean = [True, *(flag for _, flag in splits)]
+        special_starts = [s.start for s in self.specials]
+        place_starts = [p.start for p in self.places]
+        pieces = []
+        piece_of: dict[int, int] = {}
+        for number, (start, end) in enumerate(pairwise(edges)):
+            inside = self.specials[bisect_left(special_starts, start) : bisect_left(special_starts, end)]
+            here = slice(bisect_left(place_starts, start), bisect_left(place_starts, end))
+            owners = frozenset(self.owners[here]) - {-1}
+            moved = tuple(_moved(special, start) for special in inside)
+            pieces.append(Piece(layout.text[start:end], moved, clean[number], owners))
+            for message in owners:
+                piece_of.setdefault(message, number)
+        turns = {m: _moved_turn(turn, edges[piece_of[m]]) for m, turn in self.turns.items()}
+        return Conversation(messages, pieces, piece_of, turns, dropped)
+
+    def _splits(self) -> list[tuple[int, bool]]:
+        """Characters at which pieces begin, and whether messages begin there; at most one between two messages."""
+        starts = [s.start for s in self.atoms]
+        places, owners = self.places, self.owners
+        last_of = {owner: i for i, owner in enumerate(owners)}
+        found: list[tuple[int, bool]] = []
+        open_until = -1
+        for i, owner in enumerate(owners):
+            inside = i <= open_until
+            open_until = max(open_until, last_of[owner])
+            # A message that the template spreads over several places stays in one piece, with whatever lies between.
+            if inside:
+                continue
+            low, limit = self._bounds(i)
+            gap = self.atoms[bisect_left(starts, places[i - 1].end if i else 0) : bisect_left(starts, limit + 1)]
+            split = _split(self.layout.text, gap, low)
+            if split is not None and split[0] > (found[-1][0] if found else 0):
+                found.append(split)
+        return found
+
+    def _bounds(self, i: int) -> tuple[int, int]:
+        """Where a split may lie: after the turn before, and not inside what the model writes next."""
+        places = self.places
+        low = places[i - 1].end if i else 0
+        before = self.turns.get(self.owners[i - 1]) if i else None
+        if before is not None:
+            low = max(low, before.region[1] if before.end is None else before.end.end)
+        after = self.turns.get(self.owners[i])
+        return low, places[i].start if after is None else after.region[0]
+
+
+def _owners(layout: Layout, places: Sequence[Place]) -> list[int]:
+    """The message of each place. Equal strings of users and tools share one marker, so order tells them apart."""
+    found = [layout.leaf(place) for place in places]
+    holders: dict[tuple[str, str], list[int]] = {}
+    for index, message in enumerate(layout.messages):
+        if message["role"] != "assistant" and isinstance(message.get("content"), str):
+            holders.setdefault(("content", message["content"]), []).append(index)
+    times = Counter((leaf.kind, leaf.text) for leaf in found)
+    used: Counter[tuple[str, str]] = Counter()
+    owners: list[int] = []
+    for leaf in found:
+        key = (leaf.kind, leaf.text)
+        candidates = holders.get(key, ())
+        owner = leaf.message
+        if owner >= 0 and len(candidates) > 1 and layout.messages[owner]["role"] != "assistant":
+            later = [c for c in candidates if not owners or c >= owners[-1]]
+            owner = candidates[used[key]] if times[key] == len(candidates) else (later or [owner])[0]
+            used[key] += 1
+        owners.append(owner)
+    return owners
+
+
+def _split(text: str, gap: Sequence[Special], low: int) -> tuple[int, bool] | None:
+    """The token of a gap at which the next message's piece begins, and whether its whole header follows."""
+    for first, second in reversed(list(pairwise(gap))):
+        opens = is_end(first.role) or first.role == "bos"
+        if opens and second.start >= low and not text[first.end : second.start].strip():
+            return second.start, True
+    usable = [s for s in gap if s.start >= low]
+    for atom in reversed(usable):
+        if atom.role == "start_of_turn":
+            return atom.start, True
+    return (usable[-1].start, False) if usable else None
 
 
 def _moved(special: Special, start: int) -> Special:
@@ -216,50 +324,3 @@ def _moved_turn(turn: Turn, start: int) -> Turn:
         tuple((kind, a - start, b - start) for kind, a, b in turn.segments),
         None if turn.end is None else _moved(turn.end, start),
     )
-
-
-def _splits(layout: Layout, specials: Sequence[Special], turns: Mapping[int, Turn]) -> list[tuple[int, bool]]:
-    """Characters at which pieces begin, and whether messages begin there; at most one between two messages."""
-    starts = [s.start for s in specials]
-    owners = [layout.leaf(place).message for place in layout.places]
-    last_of = {owner: i for i, owner in enumerate(owners)}
-    found = []
-    seen: set[int] = set()
-    for i, place in enumerate(layout.places):
-        owner, before = owners[i], owners[i - 1] if i else None
-        # A message that the template spreads over several places stays in one piece, with whatever lies between.
-        open_messages = {m for m in seen if last_of[m] >= i}
-        seen.add(owner)
-        if owner == before or open_messages:
-            continue
-        low, limit = _bounds(layout.places, i, before, turns, owner)
-        gap = specials[bisect_left(starts, layout.places[i - 1].end if i else 0) : bisect_left(starts, limit + 1)]
-        split = _split(layout.text, gap, low)
-        if split is not None and split[0] > 0:
-            found.append(split)
-    return found
-
-
-def _bounds(
-    places: Sequence[Place], i: int, before: int | None, turns: Mapping[int, Turn], owner: int
-) -> tuple[int, int]:
-    """Where a split may lie: after the turn before, and not inside what the model writes next."""
-    low = places[i - 1].end if i else 0
-    if before is not None and before in turns:
-        turn = turns[before]
-        low = max(low, turn.region[1] if turn.end is None else turn.end.end)
-    limit = turns[owner].region[0] if owner in turns else places[i].start
-    return low, limit
-
-
-def _split(text: str, gap: Sequence[Special], low: int) -> tuple[int, bool] | None:
-    """The special token of a gap at which the next message's piece begins, and whether its whole header follows."""
-    usable = [s for s in gap if s.start >= low]
-    for first, second in reversed(list(pairwise(gap))):
-        opens = is_end(first.role) or first.role == "bos"
-        if opens and second.start >= low and not text[first.end : second.start].strip():
-            return second.start, True
-    for special in reversed(usable):
-        if special.role == "start_of_turn":
-            return special.start, True
-    return (usable[-1].start, False) if usable else None

@@ -1,0 +1,247 @@
+"""The trace collator: agent traces in, one batch for the three training channels out.
+
+    collate = ComposerDataCollator(tokenizer, CollatorConfig(max_seq_len=4096))
+    batch = collate(traces)
+    policy, hint, preference = (batch.channel(name) for name in ("policy", "hint", "preference"))
+
+**Policy**: every trace as the chat template writes it, all assistant tokens supervised. **Hint**: one row per error
+site; the student reads the trace up to the message that failed, the teacher the same with a hint directly before it,
+and both end with the same target tokens. **Preference**: two answers to one state. All keys are listed in
+``docs/trace_training.md``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from limbeck.tokens import ByteVocab
+from limbeck.traces.collator_batch import (
+    ComposerBatch,
+    Padder,
+    PolicyRow,
+    hint_tensors,
+    policy_tensors,
+    preference_tensors,
+)
+from limbeck.traces.collator_config import CollatorConfig, TokenizerLike
+from limbeck.traces.collator_examples import Example, HintTarget, to_example
+from limbeck.traces.collator_hints import HintSide, SiteRow, site_row
+from limbeck.traces.collator_pairs import PairRow, pair_row
+from limbeck.traces.collator_pieces import Conversation, Renderer
+from limbeck.traces.collator_windows import View
+from limbeck.traces.schema import Message, Trace
+from limbeck.traces.sites import Site, SiteFinder
+from limbeck.utils.errors import LimbeckError, TemplateError, TraceError
+
+
+class ComposerDataCollator:
+    """Turns traces into one :class:`ComposerBatch`.
+
+    Args:
+        tokenizer: of the student.
+        config: see :class:`CollatorConfig`.
+        teacher_tokenizer: of a hinted teacher with another tokenizer or template; by default the teacher is the student
+            itself and reads the student's own ids.
+        sites: trace id -> its error sites (a site file, see ``read_sites``) or ``HintTarget``; by default they are
+            found here, and the hint generator is asked for every one of them.
+
+    Attributes:
+        dropped: reason -> count, over all batches of this process.
+        tokens_tokenized: tokens that went through the tokenizers so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        config: CollatorConfig | None = None,
+        *,
+        teacher_tokenizer: TokenizerLike | None = None,
+        sites: Mapping[str, Sequence[Site | HintTarget]] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config = CollatorConfig() if config is None else config
+        self.sites = sites
+        self.student = Renderer(tokenizer, template_kwargs=config.template_kwargs)
+        self.teacher = self.student
+        if teacher_tokenizer is not None and teacher_tokenizer is not tokenizer:
+            kwargs = config.teacher_template_kwargs
+            self.teacher = Renderer(teacher_tokenizer, template_kwargs=kwargs, name="teacher")
+        self.finder = SiteFinder(hints=config.hints(), recovery_weight=config.recovery_weight)
+        self.pads = _padder(self.student, config, config.pad_token_id), _padder(self.teacher, config, None)
+        if self.teacher is self.student:
+            self.pads = self.pads[0], self.pads[0]
+        self.dropped: Counter[str] = Counter()
+        self._hint_side: HintSide | None = None
+
+    @property
+    def tokens_tokenized(self) -> int:
+        return self.student.tokens + (0 if self.teacher is self.student else self.teacher.tokens)
+
+    def __call__(self, examples: Sequence[Any]) -> ComposerBatch:
+        """Collate ``TraceExample`` dicts, canonical traces, or their JSON forms."""
+        dropped: Counter[str] = Counter()
+        self.student.forget()
+        self.teacher.forget()
+        policy: list[PolicyRow] = []
+        sites: list[tuple[int, SiteRow]] = []
+        pairs: list[tuple[int, PairRow]] = []
+        for row, record in enumerate(examples):
+            found = self._example(record, dropped)
+            policy.append(found[0])
+            sites += [(row, site) for site in found[1]]
+            pairs += [(row, pair) for pair in found[2]]
+        batch = ComposerBatch(policy_tensors(policy, self.pads[0]))
+        rows = [row for row, _ in sites]
+        ignore = self.config.ignore_index
+        batch |= hint_tensors([site for _, site in sites], rows, batch["input_lengths"], self.pads, ignore)
+        batch |= preference_tensors([pair for _, pair in pairs], [row for row, _ in pairs], self.pads[0])
+        batch["pad_token_id"] = self.pads[0].pad_id
+        batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
+        self.dropped.update(dropped)
+        return batch
+
+    # -- one trace --------------------------------------------------------------------------------------------------
+
+    def _example(self, record: Any, dropped: Counter[str]) -> tuple[PolicyRow, list[SiteRow], list[PairRow]]:
+        name = getattr(record, "id", None)
+        try:
+            example = to_example(record, self.config.rlvr_reward_key)
+            name = example.trace.id
+            tools = example.trace.tools or None
+            plain = self.student.conversation(example.trace.to_messages(), tools)
+        except LimbeckError as error:
+            if self.config.on_error == "raise":
+                raise TraceError(f"trace {name!r} cannot be collated: {error}") from error
+            dropped["skipped_trace"] += 1
+            return PolicyRow(str(name), None, None, np.array([self.pads[0].pad_id], dtype=np.int64)), [], []
+        dropped.update(plain.dropped)
+        sites = self._sites(example, plain, dropped) if self.config.enable_sdpo else []
+        pairs = self._pairs(example.trace, dropped) if self.config.enable_replay_dpo else []
+        return self._policy(example, plain, dropped), sites, pairs
+
+    def _policy(self, example: Example, plain: Conversation, dropped: Counter[str]) -> PolicyRow:
+        """The trace from its beginning, as many whole pieces as fit: what is kept has its full context, so behaviour
+        log-probabilities stay true."""
+        trace, limit = example.trace, self.config.max_seq_len
+        offsets = [0]
+        for piece in plain.pieces:
+            size = len(self.student.ids(piece))
+            if offsets[-1] + size > limit:
+                dropped["policy_rows_cut"] += 1
+                break
+            offsets.append(offsets[-1] + size)
+        kept = [self.student.ids(piece) for piece in plain.pieces[: len(offsets) - 1]]
+        ids = np.concatenate(kept) if kept else self.student.ids(plain.pieces[0])[:limit]
+        row = PolicyRow(trace.id, trace.group_id, example.reward, ids)
+        parts: list[tuple[Any, Any, Any]] = []
+        for message, turn in trace.new_messages():
+            place = plain.piece_of.get(message, len(kept))
+            if turn.role != "assistant" or turn.weight == 0 or message not in plain.turns:
+                continue
+            if place >= len(kept):
+                dropped["policy_messages_cut"] += 1
+                continue
+            target = self.student.target(plain, message)
+            if target is None:
+                dropped["no_target_tokens"] += 1
+                continue
+            dropped.update(target.dropped)
+            weights = np.full(len(target.ids), turn.weight, dtype=np.float32)
+            parts.append((target.places + offsets[place], weights, _behavior(turn, target.ids, dropped)))
+        if parts:
+            row.places, row.weights, row.logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return row
+
+    def _sites(self, example: Example, plain: Conversation, dropped: Counter[str]) -> list[SiteRow]:
+        before = Counter(self.finder.dropped)
+        known = None if self.sites is None else self.sites.get(example.trace.id, ())
+        targets = example.targets(self.finder, known)
+        dropped.update(self.finder.dropped - before)
+        if not targets:
+            return []
+        _check_targets(targets, example.trace)
+        side = self._side()
+        tools = example.trace.tools or None
+        try:
+            theirs = plain if side.renderer is self.student else side.renderer.conversation(plain.messages, tools)
+        except TemplateError:
+            dropped["teacher_template_refused"] += len(targets)
+            return []
+        rows: list[SiteRow] = []
+        for target, hinted in zip(targets, side.hinted(theirs, tools, targets), strict=True):
+            found = hinted if isinstance(hinted, str) else self._site(target, plain, hinted)
+            if isinstance(found, str):
+                dropped[found] += 1
+            else:
+                rows.append(found)
+        return rows
+
+    def _site(self, target: HintTarget, plain: Conversation, hinted: View) -> SiteRow | str:
+        own = self.student.target(plain, target.message)
+        if own is None:
+            return "no_target_tokens"
+        limit = self.config.max_seq_len
+        return site_row(target, View(self.student, plain, plain.piece_of[target.message], own, limit), hinted)
+
+    def _side(self) -> HintSide:
+        """The hinted teacher; its template is probed when the first hint is due."""
+        if self._hint_side is None:
+            limit = self.config.max_seq_len
+            if self.teacher is not self.student and self.config.teacher_max_seq_len is not None:
+                limit = self.config.teacher_max_seq_len
+            self._hint_side = HintSide(self.teacher, limit, self.config.hint_placement)
+        return self._hint_side
+
+    def _pairs(self, trace: Trace, dropped: Counter[str]) -> list[PairRow]:
+        rows: list[PairRow] = []
+        for pair in trace.preference_pairs:
+            try:
+                found = pair_row(self.student, pair, trace, trace.tools or None, self.config.max_dpo_seq_len)
+            except TemplateError:
+                found = "pair_refused"
+            if isinstance(found, str):
+                dropped[found] += 1
+            else:
+                rows.append(found)
+        return rows
+
+
+def _padder(renderer: Renderer, config: CollatorConfig, given: int | None) -> Padder:
+    tokenizer = renderer.tokenizer
+    known = (i for i in (given, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
+    pad_id = next(known, 0)
+    size = ByteVocab.from_tokenizer(tokenizer).size
+    if not 0 <= pad_id < size:
+        raise TraceError(f"pad_token_id is {pad_id}, outside the tokenizer's {size} ids; give one of them")
+    return Padder(pad_id, config.pad_to_multiple_of)
+
+
+def _check_targets(targets: Sequence[HintTarget], trace: Trace) -> None:
+    for target in targets:
+        there = 0 <= target.message < len(trace.messages)
+        if not there or trace.messages[target.message].role != "assistant":
+            what = f"a {trace.messages[target.message].role} message" if there else "not there"
+            raise TraceError(
+                f"trace {trace.id!r}: message {target.message} is {what}, but a site's target is an assistant message; "
+                "the site file belongs to other traces"
+            )
+
+
+def _behavior(message: Message, ids: Any, dropped: Counter[str]) -> Any:
+    """The behaviour policy's log-probabilities of a message's tokens, NaN where they are not known.
+
+    They count only where the sampled ids are the rendered ones; a log may leave out the end of turn.
+    """
+    out = np.full(len(ids), np.nan, dtype=np.float32)
+    if message.sampled_ids is None or message.logprobs is None:
+        return out
+    sampled = np.array(message.sampled_ids, dtype=np.int64)
+    if len(sampled) not in (len(ids), len(ids) - 1) or not np.array_equal(sampled, ids[: len(sampled)]):
+        dropped["sampled_ids_differ"] += 1
+        return out
+    out[: len(sampled)] = message.logprobs
+    return out
