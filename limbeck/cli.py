@@ -79,6 +79,31 @@ def align(
 
 
 @app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(help="YAML run file; see recipes/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings that replace the file's: key.sub=value.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the resolved run file.")] = False,
+) -> None:
+    """Distil: train the student of a run file; resumes by itself where a checkpoint lies.
+
+    Example: limbeck train recipes/cpu_smoke.yaml distillation.max_num_steps=5
+    """
+    from limbeck.algorithms.xtoken_off_policy_distillation import MasterConfig, run
+    from limbeck.config import dump_yaml, load_config, resolve
+    from limbeck.report.run_page import write_report
+
+    config = resolve(MasterConfig, load_config(run_file, overrides or []))
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        typer.echo(dump_yaml(config), err=True)
+    folder = run(config)
+    if os.environ.get("RANK", "0") == "0":
+        page = write_report(folder)
+        typer.echo(f"run folder: {folder}\nreport: {page}")
+
+
+@app.command()
 def doctor(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models whose tokenizer, head and template to check.")
@@ -98,6 +123,13 @@ def doctor(
         print_findings(findings, _console())
     if any(f["level"] == "bad" for f in findings):
         raise typer.Exit(1)
+
+
+def _register() -> None:
+    """Verbs whose parameters live beside the code they call."""
+    from limbeck.projection.command import project_command
+
+    app.command("project")(project_command)
 
 
 def _console() -> Any:
@@ -140,6 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     if debug:
         arguments.remove("--debug")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _register()
     try:
         app(args=arguments, prog_name="limbeck", standalone_mode=True)
     except LimbeckError as error:

@@ -19,6 +19,7 @@ from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import last_fitting
 from limbeck.align.cache import AlignmentCache
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.sources import flatten_documents
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
 from limbeck.utils.errors import ConfigError, DataError, LimbeckError, TokenizerError
@@ -36,6 +37,8 @@ class DatumSpec(TypedDict, total=False):
     idx: int
     loss_multiplier: float
     source: str
+    skip_reason: str
+    template_kwargs: dict[str, Any]
 
 
 @dataclass
@@ -174,6 +177,7 @@ class CrossTokenizerCollator:
             self._require_templates()
 
     def __call__(self, batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+        batch = flatten_documents(batch)  # type: ignore[arg-type, assignment]
         dropped: list[Counter[str]] = [Counter() for _ in batch]
         student, teachers, chunks = self._render(batch, dropped)
         student, teachers, chunks = self._cut(student, teachers, chunks, dropped)
@@ -281,15 +285,17 @@ class CrossTokenizerCollator:
     ) -> tuple[Rendering, list[Any], list[Chunks | None]]:
         none: list[Chunks | None] = [None] * len(self.teachers)
         try:
-            if not record.get("messages"):
+            if not record.get("messages") and not record.get("skip_reason"):
                 raise DataError(f"record {_where(record)} has no messages; its keys are {sorted(record)}.")
-            mine = self.student.render_messages(record, self.train_on)
-            theirs = [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
+            if record.get("messages"):
+                mine = self.student.render_messages(record, self.train_on)
+                theirs = [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
+                return mine, theirs, none
+            dropped[str(record["skip_reason"])] += 1
         except LimbeckError as error:
             self._refuse(record, error, dropped)
-            mine = self.student.encoder.encode("")
-            theirs = [None if s is None else s.encoder.encode("") for s in self.teachers]
-        return mine, theirs, none
+        empty = [None if s is None else s.encoder.encode("") for s in self.teachers]
+        return self.student.encoder.encode(""), empty, none
 
     def _refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
         if not self.skip_errors:

@@ -12,6 +12,7 @@ from torch import nn
 
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError
+from limbeck.utils.paths import package_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Keys that do not change what a model computes, or that other versions of transformers write differently.
@@ -76,6 +77,7 @@ def _pretrained(cfg: dict[str, Any], dtype: torch.dtype) -> Any:
     name = cfg["model_name"]
     if not name:
         raise ConfigError("policy.model_name is missing; give a model folder, a hub id or a GGUF file")
+    name = package_file(name)
     path = Path(str(name)).expanduser()
     source: Any = str(path) if path.exists() else str(name)
     kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg), **cfg["model_overrides"]}

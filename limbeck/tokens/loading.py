@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.utils.errors import TokenizerError
+from limbeck.utils.paths import package_file
 
 
 def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load a fast tokenizer from a model folder, a ``tokenizer.json``, a GGUF file, a ``tekken.json`` or a hub id.
 
+    ``package:NAME/FILE`` names a file inside an installed Python package.
     A folder's ``tokenizer.json`` is read as it is: rebuilding a tokenizer from its class name can change ids.
     """
+    spec = package_file(spec)
     path = Path(spec).expanduser()
     try:
         if path.is_dir():

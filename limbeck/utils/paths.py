@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def safe_join(root: str | Path, *parts: str | Path) -> Path:
     if resolved != base and base not in resolved.parents:
         raise ConfigError(f"path {'/'.join(str(p) for p in parts)!r} leads out of {str(base)!r}; keep it inside")
     return resolved
+
+
+def package_file(spec: str | Path) -> str:
+    """``package:NAME/FILE`` -> the path of that file in an installed Python package; anything else unchanged."""
+    text = str(spec)
+    if not text.startswith("package:"):
+        return text
+    name, _, inner = text.removeprefix("package:").partition("/")
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(f"{text!r} needs the Python package {name!r}, which is not installed; pip install it")
+    path = safe_join(found.submodule_search_locations[0], inner)
+    if not path.exists():
+        raise ConfigError(f"{text!r}: the package {name!r} holds no {inner!r}")
+    return str(path)
 
 
 def fsync_path(path: str | Path) -> None:
