@@ -44,13 +44,19 @@ def target_divergence(
     target: teacher probabilities; member: columns that some student token reaches (the others leave the target);
     q: student mass on the columns; rest_t (None: no mass), rest_s `[n]`: mass in the rest bucket.
     """
-    kept = (target * member).sum(-1)
-    mass = (kept if rest_t is None else kept + rest_t).clamp(min=TINY)
-    absent = -torch.inf if spec.kind == "forward" else math.log(TINY)
-    log_t = (target / mass[:, None]).clamp(min=TINY**2).log().masked_fill(~member, absent)
+    kept = target * member
+    kept_sum = kept.sum(-1)
+    mass = (kept_sum if rest_t is None else kept_sum + rest_t).clamp(min=TINY)
     normaliser = math.log1p(q.shape[-1] * TINY + floor)
     log_s = (q + TINY).log() - normaliser
-    rows = divergence_entries(log_s, log_t, spec).sum(-1)
+    if spec.kind == "forward" and spec.entry_clip is None:
+        # The same sum with the teacher's part, which has no gradient, taken in one pass.
+        negative_entropy = -torch.special.entr(kept).sum(-1)
+        rows = (negative_entropy - (kept * log_s).sum(-1) - kept_sum * mass.log()) / mass
+    else:
+        absent = -torch.inf if spec.kind == "forward" else math.log(TINY)
+        log_t = (target / mass[:, None]).clamp(min=TINY**2).log().masked_fill(~member, absent)
+        rows = divergence_entries(log_s, log_t, spec).sum(-1)
     if rest_t is not None or spec.kind != "forward":
         share = torch.zeros_like(mass) if rest_t is None else rest_t / mass
         log_rest_t = (share + floor).log()
