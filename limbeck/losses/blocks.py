@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.layout import ChunkLayout, TokenLayout
 from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores, picked
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
@@ -90,6 +91,7 @@ class Job:
     token_factor: float | Tensor
     terms: list[Term]
     metrics: Metrics = field(default_factory=dict)
+    columns: ColumnPlan | None = None  # given: the kernels do the work, see blocks_fast.py
 
     @property
     def learnable(self) -> list[Term]:
@@ -231,7 +233,7 @@ class RowBlockLoss(torch.autograd.Function):
         work = _Pass(job, hidden, params, ctx.needs_input_grad[1:])
         total = work.run()
         if not bool(torch.isfinite(total)):
-            _raise_non_finite(job, hidden)
+            raise_non_finite(job, hidden)
         ctx.grads = [work.hidden_grad, *work.param_grads]
         ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
         return total.to(compute_dtype(hidden.dtype))
@@ -248,11 +250,14 @@ class RowBlockLoss(torch.autograd.Function):
 def row_block_loss(job: Job, hidden: Tensor) -> Tensor:
     """Run a job on hidden `[R, h]`: the loss, differentiable unless gradients are off. Fills `job.metrics`."""
     params = [*job.head.parameters(), *(t.mode.rest_weight for t in job.learnable)]
-    out: Tensor = RowBlockLoss.apply(job, hidden, *params)
+    function: Any = RowBlockLoss
+    if job.columns is not None:
+        from limbeck.losses.blocks_fast import FastRowBlockLoss as function
+    out: Tensor = function.apply(job, hidden, *params)
     return out
 
 
-def _raise_non_finite(job: Job, hidden: Tensor) -> None:
+def raise_non_finite(job: Job, hidden: Tensor) -> None:
     """Find the first row whose scores are NaN or infinite and name its side; only reached when the loss is."""
     with torch.no_grad():
         for span in job.plan.blocks:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.losses.divergences import ChosenBy, Direction
-from limbeck.losses.settings import Combination, LossMode, LossSettings, ScalingSource, Scoring, mode_from_flags
+from limbeck.losses.settings import (
+    Combination,
+    FastPath,
+    LossMode,
+    LossSettings,
+    ScalingSource,
+    Scoring,
+    mode_from_flags,
+)
 from limbeck.utils.errors import ConfigError
 
 
@@ -53,7 +61,10 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     dynamic_scaling_source: ScalingSource = Field("running", description="where the step's ratio comes from")
     dynamic_scaling_decay: float = Field(0.9, description="decay of the running estimate")
     learnable_projection: bool = Field(False, description="train the projection's weights with the student")
-    block_rows: int = Field(512, description="rows that pass through the heads at a time")
+    block_rows: int | None = Field(
+        None, description="rows that pass through the heads at a time; default: 512, with kernels as memory allows"
+    )
+    fast_path: FastPath = Field("auto", description="auto: kernels on CUDA where they know the mode; off; force")
 
     @model_validator(mode="after")
     def _consistent(self) -> CrossTokenizerDistillationLossConfig:

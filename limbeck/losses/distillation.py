@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limbeck.losses import corrected_modes, reference_modes
+from limbeck.losses import blocks_fast, corrected_modes, reference_modes
 from limbeck.losses.blocks import Job, Term, row_block_loss
+from limbeck.losses.columns import ColumnPlan, columns_for
 from limbeck.losses.divergences import JsdGuard
 from limbeck.losses.inputs import (
     LossInputs,
@@ -31,6 +32,7 @@ from limbeck.losses.inputs import (
     teacher_ids_of,
     teacher_layout,
 )
+from limbeck.losses.kernels import triton_available
 from limbeck.losses.layout import build_token_layout
 from limbeck.losses.leaf import Leaf, Metrics, Mode
 from limbeck.losses.scaling import DynamicScale
@@ -52,6 +54,8 @@ LEAVES: dict[str, Leaf] = {
     "gold": reference_modes.common_kl,
     "h_kl": reference_modes.common_kl,
 }
+PLAIN_BLOCK_ROWS = 512
+"""Rows of a block on the plain path, whose temporaries are float32 and several times the logits."""
 COMMON_THRESHOLD = {"gold": 1 - 1e-6, "h_kl": 0.6}
 
 
@@ -148,6 +152,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             )
         self.teachers = nn.ModuleList(_Teacher(p, n, settings) for p, n in zip(found, per_teacher, strict=True))
         self.weights = [float(w) for w in weights]
+        self.block_rows = settings.block_rows or PLAIN_BLOCK_ROWS
         if settings.teacher_combination == "averaged_logits":
             self._require_one_vocabulary()
         self.scale = DynamicScale(settings.dynamic_scaling_decay)
@@ -192,14 +197,26 @@ class CrossTokenizerDistillationLossFn(nn.Module):
     def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None]) -> LossInputs:
         """Layouts and block plan of one micro-batch, on the CPU. teacher_row_starts: per teacher the flat row at
         which each sample starts in that teacher's forward pass, `[B]`; None: as in the student's."""
-        return build_inputs(
+        inputs = build_inputs(
             microbatch.data_dict,
             microbatch.processed_inputs.row_start,
             teacher_row_starts,
             [t.vocab is None for t in self._list()],
             allow_inexact=self.settings.keeps_inexact,
-            block_rows=self.settings.block_rows,
+            block_rows=self.block_rows,
         )
+        inputs.columns = self._plan_columns(inputs)
+        return inputs
+
+    def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
+        """Column order for the kernels, where they may come to be used."""
+        settings = self.settings
+        here = torch.cuda.is_available() and triton_available()
+        if settings.fast_path == "off" or (settings.fast_path == "auto" and not here):
+            return None
+        maps = [t.vocab for t in self._list()]
+        sizes = None if not maps or maps[0] is None else (maps[0].student_size, maps[0].teacher_size)
+        return columns_for(settings.mode, inputs.tokens, inputs.layouts, sizes, settings.block_rows)
 
     # ---- the loss ----
 
@@ -228,9 +245,32 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         terms = self._terms(signals, inputs, student_head.vocab_size)
         for term in terms:
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
-        job = Job(student_head, inputs.plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms)
+        columns = self._columns_for_kernels(student_hidden, student_head, signals, inputs, terms)
+        if columns is None:
+            self._choose_columns(terms)
+        plan = inputs.plan if columns is None else columns.plan
+        job = Job(student_head, plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms, columns=columns)
         loss = row_block_loss(job, student_hidden)
         return loss, self._metrics(job, loss.detach(), inputs, counts)
+
+    def _columns_for_kernels(
+        self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs, terms: list[Term]
+    ) -> ColumnPlan | None:
+        """The column order if the kernels can do this micro-batch; None: the plain path does it."""
+        forced = self.settings.fast_path == "force"
+        ready = (
+            inputs.columns is not None
+            and (forced or blocks_fast.device_ready(hidden.device))
+            and blocks_fast.student_ready(hidden, head)
+            and all(blocks_fast.signal_ready(s) for s in signals)
+            and all(blocks_fast.term_ready(t) for t in terms)
+        )
+        if forced and not ready:
+            raise LossError(
+                f"fast_path is 'force' but the kernels do not cover mode {self.settings.mode!r} with these settings, "
+                "teachers and heads; use 'auto'"
+            )
+        return inputs.columns if ready else None
 
     def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs) -> None:
         """Everything that can be wrong with ids and sizes, before any logit is computed."""
@@ -296,11 +336,13 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             terms = self._averaged(terms)
         elif len(terms) > 1 and (settings.teacher_scoring != "static" or settings.teacher_combination != "sum"):
             self._weigh(terms, inputs.num_samples)
-        if settings.mode == "p_kl":
-            for term in terms:
-                if term.mode.vocab is not None:
-                    term.mode.columns = top_columns(term, settings.vocab_topk, settings.block_rows)
         return terms
+
+    def _choose_columns(self, terms: list[Term]) -> None:
+        """P-KL's columns K, before the first block."""
+        for term in terms:
+            if self.settings.mode == "p_kl" and term.mode.vocab is not None:
+                term.mode.columns = top_columns(term, self.settings.vocab_topk, self.block_rows)
 
     def _averaged(self, terms: list[Term]) -> list[Term]:
         first = terms[0]
@@ -320,7 +362,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         settings = self.settings
         select = settings.teacher_combination == "select_teacher"
         kind = "ce" if select or settings.teacher_scoring == "static" else settings.teacher_scoring
-        scores = torch.stack([sample_scores(t, kind, num_samples, settings.block_rows) for t in terms])
+        scores = torch.stack([sample_scores(t, kind, num_samples, self.block_rows) for t in terms])
         weights = sample_weights(scores, settings.scoring_alpha, select=select)
         for term, weight in zip(terms, weights, strict=True):
             assert term.layout.sample is not None

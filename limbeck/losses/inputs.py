@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.layout import (
     AlignmentTensors,
     ChunkLayout,
@@ -37,6 +38,7 @@ class LossInputs:
     plan: BlockPlan
     num_samples: int
     num_tokens: float  # sum of the cross-entropy weights
+    columns: ColumnPlan | None = None  # the same rows in the order of the kernels, where they may be used
 
     def to(self, device: torch.device | str) -> LossInputs:
         if self.tokens.rows.device == torch.device(device):
@@ -47,6 +49,7 @@ class LossInputs:
             self.plan.to(device),
             self.num_samples,
             self.num_tokens,
+            None if self.columns is None else self.columns.to(device),
         )
 
 

@@ -16,6 +16,7 @@ LossMode = Literal["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 Scoring = Literal["static", "ce", "entropy", "max_prob"]
 ScalingSource = Literal["running", "first_pass"]
+FastPath = Literal["auto", "off", "force"]
 
 REFERENCE_MODES: tuple[str, ...] = ("p_kl", "gold", "h_kl")
 
@@ -65,7 +66,8 @@ class LossSettings:
     dynamic_scaling_source: ScalingSource = "running"
     dynamic_scaling_decay: float = 0.9
     learnable_projection: bool = False
-    block_rows: int = 512
+    block_rows: int | None = None
+    fast_path: FastPath = "auto"
 
     @classmethod
     def from_any(cls, cfg: Any) -> LossSettings:
@@ -98,6 +100,7 @@ class LossSettings:
             ("teacher_combination", Combination),
             ("teacher_scoring", Scoring),
             ("dynamic_scaling_source", ScalingSource),
+            ("fast_path", FastPath),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {list(get_args(allowed))}")
@@ -105,6 +108,8 @@ class LossSettings:
         not_negative = ("kl_loss_weight", "ce_loss_scale", "chunk_weight")
         for name in positive + not_negative:
             value = getattr(self, name)
+            if value is None:
+                continue
             if value < 0 or (value == 0 and name in positive):
                 raise ConfigError(f"{name} is {value}; it must be {'positive' if name in positive else '0 or more'}")
         if not 0 <= self.dynamic_scaling_decay < 1:

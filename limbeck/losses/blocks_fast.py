@@ -1,0 +1,303 @@
+"""Head and loss in row blocks with Triton kernels: the same function as `blocks.py`, on logits laid out `[V, n]`.
+
+A block's logits are written once by a matrix product, read by two or three kernels, overwritten by their gradient and
+read by two more products. Besides them only vectors of the length of the rows exist. The weight's gradient is summed
+over blocks in float32 inside the product. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from limbeck.losses import corrected_modes, reference_modes
+from limbeck.losses.blocks import Job, Term, raise_non_finite
+from limbeck.losses.columns import BlockColumns, SideColumns
+from limbeck.losses.kernels import padded, triton_available
+from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal, compute_dtype
+
+if TYPE_CHECKING:
+    from limbeck.losses.fast_modes import ColumnLogits, Distilled, Sums
+
+FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FORWARD_ONLY = (corrected_modes.boundary_kl, corrected_modes.same_vocabulary, *(
+    reference_modes.p_kl, reference_modes.common_kl))  # fmt: skip
+
+
+def device_ready(device: torch.device) -> bool:
+    """Whether the kernels can run on this device."""
+    return device.type == "cuda" and triton_available()
+
+
+def _plain(head: Head) -> bool:
+    """A bare matrix: no bias, no softcap, no scale, no wrapper."""
+    bare = head.weight is not None and head.module is None and head.bias is None
+    return bare and not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES  # type: ignore[union-attr]
+
+
+def signal_ready(signal: Signal) -> bool:
+    """Whether the kernels can read this teacher."""
+    return isinstance(signal, TopKSignal) or (isinstance(signal, HiddenSignal) and _plain(signal.head))
+
+
+def student_ready(hidden: Tensor, head: Head) -> bool:
+    """Whether the kernels can read these hidden states and this head."""
+    return hidden.dtype in FAST_TYPES and _plain(head)
+
+
+def term_ready(term: Term) -> bool:
+    """Whether a term has a fast form: one teacher, fixed projection, and a divergence that the kernels know."""
+    mode, spec = term.mode, term.mode.spec
+    if len(term.signals) != 1 or (mode.rest_weight is not None and mode.rest_weight.requires_grad):
+        return False
+    if term.leaf is corrected_modes.alm:
+        return True
+    top_k = isinstance(term.signals[0], TopKSignal)
+    if top_k:
+        return term.leaf is corrected_modes.boundary_kl
+    known = any(term.leaf is leaf for leaf in _FORWARD_ONLY)
+    bucketed = term.leaf is corrected_modes.same_vocabulary and spec.topk is not None
+    return known and spec.kind == "forward" and spec.entry_clip is None and not bucketed
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """`total (+)= left @ right`, total in float32, factors in their own type; the sum happens inside the product."""
+    if total.dtype == left.dtype:
+        torch.mm(left, right, out=total) if first else total.addmm_(left, right)
+    elif total.is_cuda:
+        if first:
+            torch.mm(left, right, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total.add_(left @ right)
+
+
+class _Pass:
+    """One walk over the blocks."""
+
+    def __init__(self, job: Job, hidden: Tensor, needs: Sequence[bool]) -> None:
+        assert job.columns is not None
+        assert job.head.weight is not None
+        self.job, self.hidden, self.blocks = job, hidden.detach(), job.columns.blocks
+        self.weight = job.head.weight.detach()
+        self.size = job.head.vocab_size
+        self.with_grad = any(needs)
+        grad_type = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        self.hidden_grad = torch.zeros_like(self.hidden, dtype=grad_type) if needs[0] else None
+        self.weight_grad: Tensor | None = None
+        if len(needs) > 1 and needs[1]:
+            # one block needs no sum: its product can be rounded to the weight's type at once
+            narrow = len(self.blocks) == 1 and self.weight.dtype != torch.float16
+            dtype = self.weight.dtype if narrow else torch.float32
+            self.weight_grad = torch.empty_like(self.weight, dtype=dtype)
+            self.weight_grad[self.size if self.blocks else 0 :] = 0
+        self.buffers: dict[str, Tensor] = {}
+        self.sums: dict[str, tuple[list[Tensor], list[Tensor | float]]] = {}
+        self.teacher_weight = self._teacher_weight()
+
+    # ---- set-up ----
+
+    def _teacher_weight(self) -> Tensor | None:
+        """The teacher's head, or its rows at P-KL's columns, which are chosen here."""
+        if not self.job.terms or not isinstance(self.job.terms[0].signals[0], HiddenSignal):
+            return None
+        term = self.job.terms[0]
+        signal = term.signals[0]
+        assert isinstance(signal, HiddenSignal)
+        assert signal.head.weight is not None
+        weight = signal.head.weight.detach()[: signal.vocab_size]
+        if term.leaf is not reference_modes.p_kl:
+            return weight
+        if term.mode.columns is None:
+            term.mode.columns = self._top_columns(signal, weight, term)
+        return weight if term.mode.columns is None else weight.index_select(0, term.mode.columns)
+
+    def _top_columns(self, signal: HiddenSignal, weight: Tensor, term: Term) -> Tensor | None:
+        """`teacher_scores.top_columns` on vocabulary-major blocks."""
+        rows = term.layout.teacher_rows
+        best: Tensor | None = None
+        step = max((padded(b.teacher.width) for b in self.blocks if b.teacher is not None), default=1)
+        for start in range(0, rows.numel(), step):
+            some = rows[start : start + step]
+            # a repeated row changes no maximum, and keeps the width a multiple of what products like
+            some = torch.cat((some, some[-1:].expand(padded(some.numel()) - some.numel())))
+            inputs = signal.hidden.detach().index_select(0, some).to(weight.dtype)
+            top = self._product("teacher", weight, inputs).amax(1).float()
+            best = top if best is None else torch.maximum(best, top)
+        k = term.mode.vocab_topk
+        return None if best is None else best.topk(min(k, best.numel())).indices.sort().values
+
+    # ---- one side of a block ----
+
+    def _product(self, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+        """Logits `[V, ld]` of inputs `[ld, h]`, in memory that all blocks share."""
+        numel = weight.shape[0] * inputs.shape[0]
+        if name not in self.buffers or self.buffers[name].numel() < numel:
+            widest = max(max(b.student.padded, b.teacher.padded if b.teacher else 0) for b in self.blocks)
+            self.buffers.pop(name, None)
+            self.buffers[name] = weight.new_empty(max(numel, weight.shape[0] * widest))
+        out = self.buffers[name][:numel].view(weight.shape[0], inputs.shape[0])
+        return torch.mm(weight, inputs.t(), out=out)
+
+    def _inputs(self, hidden: Tensor, side: SideColumns, block: BlockColumns, dtype: torch.dtype) -> Tensor:
+        """Hidden states of the columns `[ld, h]`; zeros in padding."""
+        from limbeck.losses.fast_modes import chunk_means
+
+        out = hidden.new_empty(side.padded, hidden.shape[1], dtype=dtype)
+        out[: side.width] = hidden.index_select(0, side.rows)
+        out[side.width :] = 0
+        if side.mean and block.multi:
+            extra = out[block.chunks : block.chunks + side.extras]
+            out[block.single : block.chunks] = chunk_means(extra.to(compute_dtype(dtype)), side)
+        return out
+
+    def _side(
+        self, name: str, weight: Tensor, inputs: Tensor, side: SideColumns, tau: float, *, whole: bool = True
+    ) -> ColumnLogits:
+        """Logits and statistics of one side; whole: every token has its row, so realised tokens can be looked up."""
+        from limbeck.losses.fast_modes import ColumnLogits
+        from limbeck.losses.kernels.stats import column_stats
+
+        logits = self._product(name, weight, inputs)
+        stats = column_stats(logits, tau)
+        tokens = stats.lse.new_zeros(0)
+        if whole:
+            at = torch.arange(side.width, device=logits.device)
+            picked = logits.reshape(-1)[side.ids.clamp(min=0) * logits.shape[1] + at].float() / tau
+            tokens = (picked - stats.lse_tau[: side.width]).masked_fill(side.ids < 0, 0.0)
+        return ColumnLogits(side, logits, stats, tokens)
+
+    # ---- blocks ----
+
+    def run(self) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
+        for number, block in enumerate(self.blocks):
+            total = total + self._block(block, first=number == 0)
+        self._metrics()
+        return total
+
+    def _block(self, block: BlockColumns, *, first: bool) -> Tensor:
+        from limbeck.losses.kernels.gradient import Factors, write_gradient
+
+        term = self.job.terms[0] if self.job.terms and block.chunks else None
+        tau = 1.0 if term is None else term.mode.temperature
+        inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
+        student = self._side("student", self.weight[: self.size], inputs, block.student, tau)
+        total, ce = self._cross_entropy(block, student, tau)
+        ld = inputs.shape[0]
+        cp, co = torch.nn.functional.pad(torch.stack((ce, -ce)), (0, ld - ce.shape[0]))
+        one = cp if tau != 1.0 else None
+        out = None if term is None else self._distil(term, block, student)
+        if out is not None and term is not None:
+            total = total + out.loss.double() * term.factor
+        if not self.with_grad:
+            return total
+        label = torch.nn.functional.pad(block.label, (0, ld - block.label.shape[0]), value=-1).int()
+        if out is None:
+            factors = Factors(cp, cp if one is None else torch.zeros_like(cp), one, co, label)
+            write_gradient(student.logits, student.stats.lse_tau, student.stats.lse, factors, tau)
+        else:
+            factors = Factors(out.kd, out.cp if one is not None else out.cp + cp, one, out.co + co, label)
+            lse = student.stats.lse_tau if out.lse is None else out.lse
+            write_gradient(
+                student.logits, lse, student.stats.lse, factors, tau, out.source, aligned=out.aligned, owned=out.owned
+            )
+        self._through_head(block, inputs, student.logits, first=first)
+        return total
+
+    def _cross_entropy(self, block: BlockColumns, student: ColumnLogits, tau: float) -> tuple[Tensor, Tensor]:
+        """(loss, gradient factor of each column's p) of cross-entropy; the loss is in float64."""
+        width = block.student.width
+        log_p = student.token_log_probs
+        if tau != 1.0:
+            raw = (log_p + student.stats.lse_tau[:width]) * tau
+            log_p = (raw - student.stats.lse[:width]).masked_fill(block.label < 0, 0.0)
+        loss = -(log_p * block.ce_weight).sum()
+        if block.tokens:
+            right = (student.stats.argmax[:width] == block.label) * block.ce_weight
+            weight = block.ce_weight.sum()
+            self._add("", {"ce": (loss, weight), "accuracy": (right.sum(), weight)})
+        return loss.double() * self.job.token_factor, block.ce_weight * self.job.token_factor
+
+    def _distil(self, term: Term, block: BlockColumns, student: ColumnLogits) -> Distilled:
+        from limbeck.losses.fast_modes import FAST_MODES
+
+        assert block.teacher is not None
+        teacher, signal = None, term.signals[0]
+        if isinstance(signal, HiddenSignal):
+            assert self.teacher_weight is not None
+            inputs = self._inputs(signal.hidden.detach(), block.teacher, block, self.teacher_weight.dtype)
+            whole = term.leaf is not reference_modes.p_kl
+            tau = term.mode.temperature
+            teacher = self._side("teacher", self.teacher_weight, inputs, block.teacher, tau, whole=whole)
+        weight = student.stats.lse.new_ones(block.chunks)
+        if term.chunk_weight is not None:
+            weight = term.chunk_weight.index_select(0, block.order).float()
+        out = FAST_MODES[term.leaf](term, block, student, teacher, weight)
+        self._add(f"{term.name}/", {"kl": (out.loss, block.chunks), **out.metrics})
+        return out
+
+    def _through_head(self, block: BlockColumns, inputs: Tensor, grad: Tensor, *, first: bool) -> None:
+        if self.weight_grad is not None:
+            add_product(self.weight_grad[: self.size], grad, inputs, first=first)
+        if self.hidden_grad is None:
+            return
+        side = block.student
+        into = grad.t() @ self.weight[: self.size]
+        rows, into = side.rows, into[: side.width]
+        if side.mean and block.multi:
+            shared = into[: block.chunks].float() / side.count[:, None]
+            extra = into[block.chunks : block.chunks + side.extras]
+            extra.copy_(extra.float() + shared.index_select(0, side.owner))
+            for start, end in ((0, block.single), (block.chunks, side.width)):
+                self.hidden_grad[rows[start:end]] = into[start:end].to(self.hidden_grad.dtype)
+            return
+        self.hidden_grad[rows] = into.to(self.hidden_grad.dtype)
+
+    # ---- metrics ----
+
+    def _add(self, prefix: str, metrics: Sums) -> None:
+        for name, (value, count) in metrics.items():
+            values, counts = self.sums.setdefault(prefix + name, ([], []))
+            values.append(value.detach())
+            counts.append(count)
+
+    def _metrics(self) -> None:
+        """Sums over blocks, in float64; once at the end, since each small operation costs a launch."""
+        for name, (values, counts) in self.sums.items():
+            known = sum(c for c in counts if not isinstance(c, Tensor))
+            count = values[0].new_full((), known, dtype=torch.float64)
+            unknown = [c.detach() for c in counts if isinstance(c, Tensor)]
+            if unknown:
+                count = count + torch.stack(unknown).double().sum()
+            self.job.metrics[name] = (torch.stack(values).double().sum(), count)
+
+
+class FastRowBlockLoss(torch.autograd.Function):
+    """`blocks.RowBlockLoss` by kernels; params: the head's weight where it wants a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
+        work = _Pass(job, hidden, ctx.needs_input_grad[1:])
+        with torch.no_grad():
+            total = work.run()
+        if not bool(torch.isfinite(total)):
+            raise_non_finite(job, hidden)
+        ctx.grads = [work.hidden_grad, *([work.weight_grad] if params else [])]
+        ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
+        return total.to(compute_dtype(hidden.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        scaled: list[Tensor | None] = []
+        for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True):
+            # written in the final type at once: a float32 copy of a head's gradient is a gigabyte
+            out = None if grad is None else torch.empty_like(grad, dtype=dtype)
+            scaled.append(out if grad is None else torch.mul(grad, outer[0], out=out))
+        return None, *scaled

@@ -1,0 +1,304 @@
+"""The losses on vocabulary-major blocks: what each mode adds to the loss, and the factors of its gradient.
+
+Work over rows x vocabulary is done by the kernels; what is left here is of the size of the rows, in plain torch and
+with the very functions of the reference leaves. Tests hold every mode against its leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limbeck.losses import corrected_modes, reference_modes
+from limbeck.losses.blocks import Term
+from limbeck.losses.columns import BlockColumns, SideColumns
+from limbeck.losses.divergences import binary_divergence
+from limbeck.losses.kernels.boundary import boundary_divergence
+from limbeck.losses.kernels.gradient import Paired, Projected
+from limbeck.losses.kernels.p_kl import mean_over_chunks, p_kl_divergence
+from limbeck.losses.kernels.pairs import pairs_divergence
+from limbeck.losses.kernels.project import project_columns
+from limbeck.losses.kernels.sorted_l1 import sorted_rest
+from limbeck.losses.kernels.stats import ColumnStats
+from limbeck.losses.kernels.tables import PairTables, identity_pairs, pair_tables, projection_tables
+from limbeck.losses.leaf import Mode
+from limbeck.losses.signals import TopKSignal
+
+Sums = dict[str, tuple[Tensor, "Tensor | float"]]
+"""Metrics of one block: (sum, count); a count that the host knows stays a number."""
+
+
+@dataclass
+class ColumnLogits:
+    """One side of a block: logits `[V, ld]`, their statistics, and at which of its columns which token was realised.
+
+    token_log_probs `[width]`: of the realised tokens at the mode's temperature (0 where a column has none)."""
+
+    side: SideColumns
+    logits: Tensor
+    stats: ColumnStats
+    token_log_probs: Tensor
+
+
+@dataclass
+class Distilled:
+    """What a mode adds at one block. loss: weighted sum, times temperature squared, before the term's factor. source,
+    aligned, owned: G of the gradient kernel; kd, cp, co `[ld]`: its factors, the term's factor included."""
+
+    loss: Tensor
+    metrics: Sums
+    kd: Tensor
+    cp: Tensor
+    co: Tensor
+    source: Projected | Paired | None = None
+    aligned: int = 0
+    owned: int = 0
+    lse: Tensor | None = field(default=None)  # in place of the student's own, where columns stand for means
+
+
+FastMode = Callable[[Term, BlockColumns, ColumnLogits, "ColumnLogits | None", Tensor], Distilled]
+"""(term, columns, student, teacher (None: a top-k list), weight of each chunk `[C]`) -> `Distilled`."""
+
+
+def _segment_sums(values: Tensor, side: SideColumns) -> Tensor:
+    """Sums of the further columns `[extras, ...]` of each chunk of several tokens: float64 `[M, ...]`."""
+    running = F.pad(values.double().cumsum(0), (0, 0) * (values.ndim - 1) + (1, 0))
+    end = side.extra_first + side.extra_count
+    return running.index_select(0, end) - running.index_select(0, side.extra_first)
+
+
+def chunk_means(values: Tensor, side: SideColumns) -> Tensor:
+    """Means `[M, ...]` over the tokens of each chunk of several, from its columns `[extras, ...]` (kind mean)."""
+    count = side.extra_count.reshape(-1, *[1] * (values.ndim - 1))
+    return (_segment_sums(values, side) / count).to(values.dtype)
+
+
+def _mean_lse(block: ColumnLogits, columns: BlockColumns) -> Tensor:
+    """Log-sum-exp of each column, with a chunk's mean in the columns that stand for means: `[ld]`."""
+    if not columns.multi:
+        return block.stats.lse_tau
+    out, side = block.stats.lse_tau.clone(), block.side
+    extra = out[columns.chunks : columns.chunks + side.extras]
+    out[columns.single : columns.chunks] = chunk_means(extra, side)
+    return out
+
+
+def _padded(values: Tensor, ld: int) -> Tensor:
+    return F.pad(values, (0, ld - values.shape[0]))
+
+
+def _chunk_log_probs(block: ColumnLogits, columns: BlockColumns, start: int) -> Tensor:
+    """Chain-rule log-probability of the chunks from `start` on (all of several tokens from `single` on)."""
+    out = block.token_log_probs[start : columns.chunks].clone()
+    if columns.multi:
+        extra = block.token_log_probs[columns.chunks : columns.chunks + block.side.extras]
+        out[columns.single - start :] += _segment_sums(extra, block.side).to(out.dtype)
+    return out
+
+
+def _chunk_term(
+    term: Term, columns: BlockColumns, student: ColumnLogits, log_t: Tensor, weight: Tensor, start: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    """(binary divergences of the chunks from `start` on, their gradient with respect to each column's realised
+    token's log-probability `[ld]`); factor: of the term in the total, without the chunks' weights."""
+    with torch.enable_grad():
+        log_s = _chunk_log_probs(student, columns, start).requires_grad_()
+        rows = binary_divergence(log_s, log_t.to(log_s.dtype), term.mode.spec)
+        (slope,) = torch.autograd.grad((rows * weight[start:]).sum(), log_s)
+    slope = slope * (term.factor * factor)
+    out = slope.new_zeros(student.logits.shape[1])
+    out[start : columns.chunks] = slope
+    if columns.multi:
+        extras = student.side.extras
+        out[columns.chunks : columns.chunks + extras] = slope.index_select(0, student.side.owner - start)
+    return rows.detach(), out
+
+
+def _teacher_tokens(term: Term, columns: BlockColumns, teacher: ColumnLogits | None, start: int) -> Tensor:
+    if teacher is None:
+        signal, side = term.signals[0], columns.teacher
+        assert isinstance(signal, TopKSignal)
+        assert side is not None
+        tokens = signal.next_logprob.index_select(0, side.rows).float()
+        teacher = ColumnLogits(side, tokens, ColumnStats(tokens, tokens, tokens), tokens)
+    return _chunk_log_probs(teacher, columns, start)
+
+
+def boundary(
+    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
+) -> Distilled:
+    """`corrected_modes.boundary_kl`: whole distributions (forward), or a top-k list (any direction)."""
+    mode, count, ld = term.mode, columns.chunks, student.logits.shape[1]
+    tau = mode.temperature
+    # the realised tokens' teacher logits are read before the divergence overwrites them
+    log_t = _teacher_tokens(term, columns, teacher, columns.single) if columns.multi else weight[:0]
+    tables = projection_tables(mode.map)
+    lse = student.stats.lse_tau
+    complex_mass = project_columns(student.logits, lse, tables.complex, tables, tau)
+    if teacher is None:
+        rows, right, unreached, residual, cp = _top_k(term, columns, student, complex_mass, weight)
+        kd = residual.new_ones(count, dtype=torch.float32) / tau
+    else:
+        out = boundary_divergence(
+            student.logits, teacher.logits, lse, teacher.stats.lse_tau, complex_mass, tables, count, tau
+        )
+        rows, unreached = out.rows, (1 - out.kept).sum()
+        right = (out.argmax == teacher.stats.argmax[:count]).sum()
+        kd = weight * (term.factor * tau)
+        cp, residual = kd * out.student_term, teacher.logits
+    owner = torch.arange(ld, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
+    result = Distilled(
+        (rows * weight).sum() * tau**2,
+        {"boundary_kl": ((rows * weight).sum(), count), "proj_accuracy": (right, count)},
+        _padded(kd, ld),
+        _padded(cp, ld),
+        torch.zeros_like(lse),
+        Projected(residual, tables.index, tables, owner),
+        aligned=count,
+    )
+    result.metrics["unreached_mass"] = (unreached, count)
+    chunk_kl = rows.new_zeros(())
+    if columns.multi:
+        chunk_rows, slope = _chunk_term(term, columns, student, log_t, weight, columns.single, mode.chunk_weight * tau)
+        chunk_kl = (chunk_rows * weight[columns.single :]).sum()
+        result.loss = result.loss + chunk_kl * (mode.chunk_weight * tau**2)
+        result.cp -= slope
+        result.co += slope
+    result.metrics["chunk_kl"] = (chunk_kl, float(columns.multi))
+    return result
+
+
+def _top_k(
+    term: Term, columns: BlockColumns, student: ColumnLogits, complex_mass: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, right guesses, unreached mass, R `[V_t + 1, ld]`, `sum q R` `[C]`) against a top-k list."""
+    mode, count, ld = term.mode, columns.chunks, student.logits.shape[1]
+    vocab, tables, tau = mode.map, projection_tables(mode.map), mode.temperature
+    signal, side = term.signals[0], columns.teacher
+    assert isinstance(signal, TopKSignal)
+    assert side is not None
+    first = side.rows[:count]
+    ids = signal.topk_ids.index_select(0, first).long()
+    empty = ids < 0
+    target = signal.topk_logprobs.index_select(0, first).float().masked_fill(empty, -torch.inf).exp()
+    ids = ids.masked_fill(empty, 0)
+    member = vocab.reachable[ids] & (target > 0)
+    at = torch.arange(count, device=ids.device)[:, None]
+    source, place = tables.source[ids].long(), tables.place[ids].long()
+    picked = student.logits.reshape(-1)[source.clamp(min=0) * ld + at].float() / tau
+    mass = (picked - student.stats.lse_tau[:count, None]).exp().masked_fill(source < 0, 0)
+    if complex_mass.numel():
+        mass = mass + complex_mass.reshape(-1)[place.clamp(min=0) * ld + at].masked_fill(place < 0, 0)
+    with torch.enable_grad():
+        q = (mass * member).requires_grad_()
+        tail, floor = (1 - target.sum(-1)).clamp(min=0), corrected_modes.rest_floor(q.dtype)
+        rows = corrected_modes.target_divergence(target, member, q, tail, 1 - q.sum(-1), floor, mode.spec)
+        (slope,) = torch.autograd.grad((rows * weight).sum(), q)
+    slope = slope * member * (-term.factor * tau**2)
+    # empty places and unreached tokens have no slope; they are sent to a row of their own, behind the vocabulary
+    residual = torch.zeros(vocab.teacher_size + 1, ld, dtype=student.logits.dtype, device=ids.device)
+    residual[ids.masked_fill(~member, vocab.teacher_size), at] = slope.to(residual.dtype)
+    right = (q.argmax(-1) == target.argmax(-1)).sum()
+    return rows.detach(), right, target.masked_fill(member, 0).sum(), residual, (slope * q.detach()).sum(-1) / tau
+
+
+def chunks_only(
+    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
+) -> Distilled:
+    """`corrected_modes.alm`."""
+    log_t, tau = _teacher_tokens(term, columns, teacher, 0), term.mode.temperature
+    rows, slope = _chunk_term(term, columns, student, log_t, weight, 0, tau)
+    return Distilled((rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
+
+
+def p_kl(
+    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
+) -> Distilled:
+    """`reference_modes.p_kl`, forward; the teacher's logits hold only the columns K."""
+    mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
+    assert teacher is not None
+    assert mode.columns is not None
+    tau, tables, side = mode.temperature, projection_tables(mode.map), student.side
+    mass = project_columns(student.logits, student.stats.lse_tau, mode.columns, tables, tau)
+    own = mass[:, single : count + side.extras].clone()
+    mean_over_chunks(mass, single, count, side.extra_first.int(), side.extra_count.int())
+    total = mass.sum(0)
+    out = p_kl_divergence(mass, teacher.logits, _mean_lse(teacher, columns), total, count, tau)
+    owner = torch.cat((torch.arange(count, device=mass.device), side.owner))
+    kd = (weight * (term.factor * tau) / side.count).index_select(0, owner)
+    shift = out.shift.index_select(0, owner)
+    term_cp = _padded(out.student_term, owner.numel())
+    if columns.multi:
+        chosen = mass.index_select(1, owner[single:])
+        term_cp[single:] = (own * chosen).sum(0) - shift[single:] * own.sum(0)
+    return Distilled(
+        (out.rows * weight).sum() * tau**2,
+        {"proj_accuracy": (out.right.sum(), count)},
+        _padded(kd, ld),
+        _padded(kd * term_cp, ld),
+        mass.new_zeros(ld),
+        Projected(mass, tables.within(mode.columns, mode.map.teacher_size), tables, _padded(owner, ld).int(),
+                  _padded(shift, ld)),
+        aligned=count,
+        owned=count + side.extras,
+    )  # fmt: skip
+
+
+def _pairs_of(mode: Mode, student: ColumnLogits) -> PairTables:
+    """Tables of the mode's pairs, kept on it for the micro-batch's other blocks."""
+    kept: PairTables | None = getattr(mode, "_pair_tables", None)
+    if kept is None:
+        size, device = student.logits.shape[0], student.logits.device
+        if mode.common is None or mode.uncommon is None:
+            kept = identity_pairs(size, device)
+        else:
+            kept = pair_tables(mode.common, mode.uncommon, size)
+        mode._pair_tables = kept  # type: ignore[attr-defined]
+    return kept
+
+
+def pairs(
+    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
+) -> Distilled:
+    """`reference_modes.common_kl` (gold, H-KL), forward, and `corrected_modes.same_vocabulary`, forward."""
+    mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
+    assert teacher is not None
+    tau, tables = mode.temperature, _pairs_of(mode, student)
+    lse_s, lse_t = _mean_lse(student, columns), _mean_lse(teacher, columns)
+    out = pairs_divergence(student.logits, teacher.logits, lse_s, lse_t, tables, count, tau)
+    rows, mass, rest = out.rows, -out.kept, None
+    metrics: Sums = {"proj_accuracy": (out.right.sum(), count)}
+    if tables.rest_student.numel() + tables.rest_teacher.numel():
+        rest = sorted_rest(
+            student.logits, teacher.logits, lse_s, lse_t, tables.rest_student, tables.rest_teacher, count,
+            mode.uncommon_topk, tau,
+        )  # fmt: skip
+        rows, mass = rows + rest.rows, mass + rest.mass
+    if mode.common is not None:
+        l1 = rows.new_zeros(()) if rest is None else (rest.rows * weight).sum()
+        metrics["common_kl"], metrics["uncommon_l1"] = ((out.rows * weight).sum(), count), (l1, count)
+    kd = weight * (term.factor * tau)
+    own = -kd * mass
+    cp = rows.new_zeros(ld)
+    cp[:single] = own[:single]
+    if columns.multi:
+        shared = (own / student.side.count).index_select(0, student.side.owner)
+        cp[count : count + student.side.extras] = shared
+    return Distilled(
+        (rows * weight).sum() * tau**2, metrics, _padded(kd, ld), cp, torch.zeros_like(cp),
+        Paired(teacher.logits, lse_t, tables, rest), aligned=count, lse=lse_s,
+    )  # fmt: skip
+
+
+FAST_MODES: dict[Callable[..., object], FastMode] = {
+    corrected_modes.boundary_kl: boundary,
+    corrected_modes.alm: chunks_only,
+    corrected_modes.same_vocabulary: pairs,
+    reference_modes.p_kl: p_kl,
+    reference_modes.common_kl: pairs,
+}
+"""Fast form of each reference leaf."""

@@ -1,0 +1,100 @@
+"""Forward KL over pairs of tokens, not renormalised: `sum_pairs p_T (log p_T - log p_S)` for each column.
+
+Serves gold and H-KL (common pairs) and a teacher with the student's own vocabulary (every token is a pair).
+Reference: the first half of `limbeck.losses.reference_modes.common_kl`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from limbeck.losses.kernels import COLUMNS
+from limbeck.losses.kernels.stats import LOG2E, splits_for
+from limbeck.losses.kernels.tables import PairTables
+
+
+class PairsOut(NamedTuple):
+    """Per column `[C]`: the divergence, the teacher's mass on the pairs, and whether both sides prefer one pair."""
+
+    rows: Tensor
+    kept: Tensor
+    right: Tensor
+
+
+@triton.jit
+def _pairs_kernel(
+    s_ptr, t_ptr, lse_s_ptr, lse_t_ptr, student_ptr, teacher_ptr, out_ptr, arg_ptr,
+    number, ld_s, ld_t, out_ld, per_split, inv_tau,
+    SPLITS: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, number)
+    scale = inv_tau * LOG2E
+    base_s = tl.load(lse_s_ptr + col)[None, :] * LOG2E
+    base_t = tl.load(lse_t_ptr + col)[None, :] * LOG2E
+    rows = tl.zeros([BV, BN], tl.float32)
+    kept = tl.zeros([BV, BN], tl.float32)
+    best_s = tl.full([BV, BN], -1e30, tl.float32)
+    best_t = tl.full([BV, BN], -1e30, tl.float32)
+    arg_s = tl.zeros([BV, BN], tl.int32)
+    arg_t = tl.zeros([BV, BN], tl.int32)
+    for i in range(start, end, BV):
+        at = i + tl.arange(0, BV)
+        inside = (at < end)[:, None]
+        student = tl.load(student_ptr + at, mask=at < end, other=0).to(tl.int64)
+        teacher = tl.load(teacher_ptr + at, mask=at < end, other=0).to(tl.int64)
+        s = tl.load(s_ptr + student[:, None] * ld_s + col[None, :], mask=inside, other=-1e30).to(tl.float32)
+        t = tl.load(t_ptr + teacher[:, None] * ld_t + col[None, :], mask=inside, other=-1e30).to(tl.float32)
+        log_t = t * scale - base_t
+        p = tl.exp2(log_t)
+        rows += tl.where(inside, p * (log_t - (s * scale - base_s)), 0.0)
+        kept += p
+        arg_s = tl.where(s > best_s, at[:, None], arg_s)
+        arg_t = tl.where(t > best_t, at[:, None], arg_t)
+        best_s = tl.maximum(best_s, s)
+        best_t = tl.maximum(best_t, t)
+    part = SPLITS * out_ld
+    out = tl.program_id(1) * out_ld + col
+    top_s = tl.max(best_s, 0)
+    top_t = tl.max(best_t, 0)
+    tl.store(out_ptr + out, tl.sum(rows, 0))
+    tl.store(out_ptr + part + out, tl.sum(kept, 0))
+    tl.store(out_ptr + 2 * part + out, top_s)
+    tl.store(out_ptr + 3 * part + out, top_t)
+    tl.store(arg_ptr + out, tl.min(tl.where(best_s == top_s[None, :], arg_s, 2147483647), 0))
+    tl.store(arg_ptr + part + out, tl.min(tl.where(best_t == top_t[None, :], arg_t, 2147483647), 0))
+
+
+def pairs_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    lse_student: Tensor,
+    lse_teacher: Tensor,
+    tables: PairTables,
+    chunks: int,
+    temperature: float = 1.0,
+) -> PairsOut:
+    """Over the first `chunks` columns of student `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits."""
+    tiles, number = -(-chunks // COLUMNS), tables.student.numel()
+    width = tiles * COLUMNS
+    splits = splits_for(number)
+    sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
+    arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
+    per_split = -(-number // (splits * 8)) * 8
+    _pairs_kernel[(tiles, splits)](
+        student, teacher, lse_student, lse_teacher, tables.student, tables.teacher, sums, arg,
+        number, student.shape[1], teacher.shape[1], width, per_split, 1 / temperature,
+        SPLITS=splits, BV=8, BN=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    rows, kept = sums[:2, :, :chunks].sum(1)
+    best = sums[2:, :, :chunks].max(1).indices
+    chosen = arg[:, :, :chunks].gather(1, best[:, None]).squeeze(1)
+    return PairsOut(rows * math.log(2), kept, chosen[0] == chosen[1])

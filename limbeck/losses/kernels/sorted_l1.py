@@ -1,0 +1,157 @@
+"""L1 distance of two lists of probabilities in falling order, without sorting them.
+
+The distance of two sorted lists, cut after k places, is an area: with `A(x)` the number of entries above x, at most k,
+it is the integral over x of `|A_student(x) - A_teacher(x)|`. So counts and masses in narrow bins of log p are enough.
+Inside a bin the integral of A is exact (count above, and the mean of the bin); only where the two curves cross inside
+one bin, or where place k falls into it, is the area approximate, by at most that bin's share. The slope of the loss at
+an entry is the sign of the difference in its bin.
+
+Counts and masses are summed in one integer each, so the result does not depend on the order of the additions.
+Reference: `limbeck.losses.reference_modes.sorted_l1`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from limbeck.losses.kernels import COLUMNS
+from limbeck.losses.kernels.stats import LOG2E, splits_for
+
+PER_OCTAVE = 64
+"""Bins per factor of two in probability; one bin is 1.1% wide."""
+
+BINS = 2048
+"""Bins in all: probabilities below 2^-32 share the last one."""
+
+_PER_OCTAVE = tl.constexpr(PER_OCTAVE)
+_BINS = tl.constexpr(BINS)
+_COUNT_SHIFT = tl.constexpr(44)
+_COUNT_ONE = tl.constexpr(1 << 44)
+_MASS_BITS = tl.constexpr((1 << 44) - 1)
+_MASS_UNIT = tl.constexpr(float(1 << 24))
+
+
+class Rest(NamedTuple):
+    """Per column `[C]`: the distance and `sum_s slope(s) p(s)`; slope bfloat16 `[BINS, width]`: d distance / d p."""
+
+    rows: Tensor
+    mass: Tensor
+    slope: Tensor
+
+
+@triton.jit
+def bin_of(log2_p):
+    """Bin of a probability given as its logarithm to base 2."""
+    return tl.minimum(tl.maximum(-log2_p * _PER_OCTAVE, 0.0), _BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _histogram_kernel(
+    x_ptr, lse_ptr, ids_ptr, out_ptr, number, ld, out_ld, per_split, inv_tau, BV: tl.constexpr, BN: tl.constexpr
+):
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, number)
+    base = tl.load(lse_ptr + col)[None, :] * LOG2E
+    for i in range(start, end, BV):
+        at = i + tl.arange(0, BV)
+        inside = (at < end)[:, None]
+        token = tl.load(ids_ptr + at, mask=at < end, other=0)
+        x = tl.load(x_ptr + token.to(tl.int64)[:, None] * ld + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        log_p = x * (inv_tau * LOG2E) - base
+        place = bin_of(log_p)
+        part = tl.exp2(log_p + place.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
+        units = tl.minimum(part, 1.0) * _MASS_UNIT + 0.5
+        one = units.to(tl.int64) + _COUNT_ONE
+        tl.atomic_add(out_ptr + place * out_ld + col[None, :], one, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _area(above, count, mass, low, high, k):
+    """(integral of min(A, k) over the bin, share of the bin's entries that are among the first k)."""
+    kept = tl.minimum(tl.maximum(k - above, 0.0), count)
+    some = tl.maximum(count, 1.0)
+    share = kept / some
+    mean = mass / some
+    # of a bin that place k falls into, the larger entries count: spread evenly around the mean
+    spread = tl.minimum(high - mean, mean - low)
+    excess = mean - low + spread * (1.0 - share)
+    return tl.minimum(above, k) * (high - low) + kept * tl.where(kept < count, excess, mean - low), share
+
+
+@triton.jit
+def _area_kernel(
+    s_ptr, t_ptr, slope_ptr, rows_ptr, mass_ptr, ld, k, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr
+):
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    above_s = tl.zeros([BN], tl.float32)
+    above_t = tl.zeros([BN], tl.float32)
+    rows = tl.zeros([BB, BN], tl.float32)
+    total = tl.zeros([BB, BN], tl.float32)
+    unit = 1.0 / _MASS_UNIT
+    for b in range(0, BINS, BB):
+        place = b + tl.arange(0, BB)
+        at = place[:, None] * ld + col[None, :]
+        high = tl.exp2(-place.to(tl.float32) / _PER_OCTAVE)[:, None]
+        low = tl.where(place == BINS - 1, 0.0, tl.exp2(-(place + 1).to(tl.float32) / _PER_OCTAVE))[:, None]
+        packed_s = tl.load(s_ptr + at)
+        packed_t = tl.load(t_ptr + at)
+        count_s = (packed_s >> _COUNT_SHIFT).to(tl.float32)
+        count_t = (packed_t >> _COUNT_SHIFT).to(tl.float32)
+        mass_s = (packed_s & _MASS_BITS).to(tl.float32) * unit * high
+        mass_t = (packed_t & _MASS_BITS).to(tl.float32) * unit * high
+        before_s = tl.cumsum(count_s, 0) - count_s + above_s[None, :]
+        before_t = tl.cumsum(count_t, 0) - count_t + above_t[None, :]
+        area_s, share_s = _area(before_s, count_s, mass_s, low, high, k)
+        area_t, _unused = _area(before_t, count_t, mass_t, low, high, k)
+        gap = area_s - area_t
+        slope = tl.where(gap > 0, share_s, tl.where(gap < 0, -share_s, 0.0))
+        rows += tl.abs(gap)
+        total += slope * mass_s
+        tl.store(slope_ptr + at, slope.to(slope_ptr.dtype.element_ty))
+        above_s += tl.sum(count_s, 0)
+        above_t += tl.sum(count_t, 0)
+    tl.store(rows_ptr + col, tl.sum(rows, 0))
+    tl.store(mass_ptr + col, tl.sum(total, 0))
+
+
+def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, temperature: float) -> Tensor:
+    out = torch.zeros(BINS, width, dtype=torch.int64, device=logits.device)
+    if ids.numel():
+        splits = splits_for(ids.numel(), 256)
+        per_split = -(-ids.numel() // (splits * 8)) * 8
+        _histogram_kernel[(width // COLUMNS, splits)](
+            logits, lse, ids, out, ids.numel(), logits.shape[1], width, per_split, 1 / temperature,
+            BV=8, BN=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def sorted_rest(
+    student: Tensor,
+    teacher: Tensor,
+    lse_student: Tensor,
+    lse_teacher: Tensor,
+    ids_student: Tensor,
+    ids_teacher: Tensor,
+    chunks: int,
+    k: int,
+    temperature: float = 1.0,
+) -> Rest:
+    """Distance of the k largest probabilities of the tokens ids_* (int32) in the first `chunks` columns of student
+    `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits, with its slope for the gradient."""
+    width = -(-chunks // COLUMNS) * COLUMNS
+    counts_s = _histogram(student, lse_student, ids_student, width, temperature)
+    counts_t = _histogram(teacher, lse_teacher, ids_teacher, width, temperature)
+    slope = torch.empty(BINS, width, dtype=torch.bfloat16, device=student.device)
+    rows = torch.empty(2, width, dtype=torch.float32, device=student.device)
+    _area_kernel[(width // 16,)](
+        counts_s, counts_t, slope, rows[0], rows[1], width, float(k), BINS=BINS, BB=64, BN=16, num_warps=4
+    )
+    return Rest(rows[0, :chunks], rows[1, :chunks], slope)

@@ -1,0 +1,136 @@
+"""Log-sum-exp, maximum and its place over the vocabulary, in one read of the logits.
+
+Reference: `column_stats_reference`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from limbeck.losses.kernels import COLUMNS
+
+MAX_SPLITS = 64
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # finite, so that an empty part leaves no NaN
+
+
+def splits_for(size: int, least: int = 32) -> int:
+    """Parts of the vocabulary that are reduced side by side: a power of two, each part with at least `least` rows."""
+    return min(MAX_SPLITS, 1 << max(size // least, 1).bit_length() - 1)
+
+
+class ColumnStats(NamedTuple):
+    """Of logits `[V, ld]`, `[ld]` each: log-sum-exp at temperature 1 and at tau (the same tensor where tau is 1), and
+    the lowest id that has the largest logit (int32)."""
+
+    lse: Tensor
+    lse_tau: Tensor
+    argmax: Tensor
+
+
+@triton.jit
+def _load(x_ptr, at, end, ld, col):
+    offset = at.to(tl.int64)[:, None] * ld + col[None, :]
+    return tl.load(x_ptr + offset, mask=(at < end)[:, None], other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _partial_kernel(
+    x_ptr, top_ptr, sum_ptr, scaled_ptr, arg_ptr, size, ld, per_split, inv_tau,
+    SCALED: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, size)
+    rows = tl.arange(0, BV)
+    top = tl.full([BV, BN], LOWEST, tl.float32)
+    arg = tl.zeros([BV, BN], tl.int32)
+    total = tl.zeros([BV, BN], tl.float32)
+    scaled = tl.zeros([BV, BN], tl.float32)
+    for v in range(start, end, 4 * BV):
+        at = v + rows
+        x0 = _load(x_ptr, at, end, ld, col)
+        x1 = _load(x_ptr, at + BV, end, ld, col)
+        x2 = _load(x_ptr, at + 2 * BV, end, ld, col)
+        x3 = _load(x_ptr, at + 3 * BV, end, ld, col)
+        old = top
+        arg = tl.where(x0 > top, at[:, None], arg)
+        top = tl.maximum(top, x0)
+        arg = tl.where(x1 > top, (at + BV)[:, None], arg)
+        top = tl.maximum(top, x1)
+        arg = tl.where(x2 > top, (at + 2 * BV)[:, None], arg)
+        top = tl.maximum(top, x2)
+        arg = tl.where(x3 > top, (at + 3 * BV)[:, None], arg)
+        top = tl.maximum(top, x3)
+        # one rescaling per four loads: the exponential unit is what this loop waits for
+        base = top * LOG2E
+        total = total * tl.exp2(old * LOG2E - base)
+        total += tl.exp2(x0 * LOG2E - base) + tl.exp2(x1 * LOG2E - base)
+        total += tl.exp2(x2 * LOG2E - base) + tl.exp2(x3 * LOG2E - base)
+        if SCALED:
+            tau2 = inv_tau * LOG2E
+            scaled = scaled * tl.exp2((old - top) * tau2)
+            scaled += tl.exp2((x0 - top) * tau2) + tl.exp2((x1 - top) * tau2)
+            scaled += tl.exp2((x2 - top) * tau2) + tl.exp2((x3 - top) * tau2)
+    best = tl.max(top, 0)
+    out = tl.program_id(1) * ld + col
+    tl.store(top_ptr + out, best)
+    tl.store(sum_ptr + out, tl.sum(total * tl.exp2((top - best[None, :]) * LOG2E), 0))
+    tl.store(arg_ptr + out, tl.min(tl.where(top == best[None, :], arg, 2147483647), 0))
+    if SCALED:
+        tl.store(scaled_ptr + out, tl.sum(scaled * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0))
+
+
+@triton.jit
+def _combine_kernel(
+    top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, ld, inv_tau,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    at = tl.arange(0, SPLITS)[:, None] * ld + col[None, :]
+    top = tl.load(top_ptr + at)
+    best = tl.max(top, 0)
+    total = tl.sum(tl.load(sum_ptr + at) * tl.exp2((top - best[None, :]) * LOG2E), 0)
+    tl.store(lse_ptr + col, best + tl.log(total))
+    tl.store(out_arg_ptr + col, tl.min(tl.where(top == best[None, :], tl.load(arg_ptr + at), 2147483647), 0))
+    if SCALED:
+        total = tl.sum(tl.load(scaled_ptr + at) * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0)
+        tl.store(tau_ptr + col, best * inv_tau + tl.log(total))
+
+
+def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
+    """Statistics of every column of logits `[V, ld]` (any floating type; computed in float32)."""
+    size, ld = logits.shape
+    scaled = temperature != 1.0
+    splits = splits_for(size)
+    parts = logits.new_empty(4 if scaled else 3, splits, ld, dtype=torch.float32)
+    arg = parts[-1].view(torch.int32)
+    lse = torch.empty(ld, dtype=torch.float32, device=logits.device)
+    lse_tau = torch.empty_like(lse) if scaled else lse
+    place = torch.empty(ld, dtype=torch.int32, device=logits.device)
+    step = 4 * 8
+    per_split = -(-size // (splits * step)) * step
+    _partial_kernel[(ld // COLUMNS, splits)](
+        logits, parts[0], parts[1], parts[2], arg, size, ld, per_split, 1 / temperature,
+        SCALED=scaled, BV=8, BN=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    _combine_kernel[(ld // 32,)](
+        parts[0], parts[1], parts[2], arg, lse, lse_tau, place, ld, 1 / temperature,
+        SCALED=scaled, SPLITS=splits, BN=32, num_warps=4,
+    )  # fmt: skip
+    return ColumnStats(lse, lse_tau, place)
+
+
+def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
+    """The same in plain torch."""
+    wide = logits.float()
+    lse = wide.logsumexp(0)
+    lse_tau = lse if temperature == 1.0 else (wide / temperature).logsumexp(0)
+    return ColumnStats(lse, lse_tau, wide.argmax(0).int())
