@@ -110,7 +110,7 @@ class AlignmentTensors:
         return cls(**{n: batch[prefix + n].cpu() for n in names})
 
 
-def _supervised_tokens(
+def supervised_tokens(
     lengths: Tensor, token_mask: Tensor, sample_mask: Tensor, row_start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sample, token, predicting row) of all tokens under cross-entropy, rows ascending."""
@@ -127,7 +127,7 @@ def build_token_layout(
 ) -> TokenLayout:
     """Cross-entropy rows of a micro-batch: supervised tokens that have a predictor, lie inside their sample and whose
     sample counts. ids, token_mask `[B, T]`; lengths, sample_mask, row_start `[B]`. Weight: the sample's mask."""
-    sample, token, rows = _supervised_tokens(lengths, token_mask, sample_mask, row_start)
+    sample, token, rows = supervised_tokens(lengths, token_mask, sample_mask, row_start)
     return TokenLayout(rows, ids.cpu()[sample, token], sample_mask.cpu()[sample].float())
 
 
@@ -205,7 +205,7 @@ def build_identity_layout(
     teacher_row_start: Tensor,
 ) -> ChunkLayout:
     """Layout for a teacher that reads the student's own ids: every supervised token is a chunk of one token."""
-    sample, token, rows = _supervised_tokens(lengths, token_mask, sample_mask, student_row_start)
+    sample, token, rows = supervised_tokens(lengths, token_mask, sample_mask, student_row_start)
     teacher_rows = teacher_row_start.cpu()[sample] + token - 1
     target = ids.cpu()[sample, token]
     chunk = torch.arange(rows.numel())

@@ -149,6 +149,15 @@ class Renderer:
             self.tokens += len(known.rendering)
         return known
 
+    def written(self, conversation: Conversation, message: int) -> tuple[str, tuple[int, ...]] | None:
+        """An assistant message's piece up to the end of its turn, as :attr:`Piece.key`; None where there is none."""
+        turn = conversation.turns.get(message)
+        if turn is None:
+            return None
+        piece = conversation.pieces[conversation.piece_of[message]]
+        end = turn.region[1] if turn.end is None else turn.end.end
+        return piece.text[:end], tuple(s.start for s in piece.specials if s.start < end)
+
     def ids(self, piece: Piece) -> IntArray:
         return self.encode(piece).rendering.ids
 

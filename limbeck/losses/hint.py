@@ -1,0 +1,271 @@
+"""The hint channel: the student moves towards what a teacher that reads a hint says about the same target tokens.
+
+Batches come from `ComposerBatch.channel("hint")`: one row per error site, target tokens as aligned chunks. The
+divergence is averaged within a site, then over sites by their weights; a site is never split by its length.
+
+The teacher is usually the student itself, frozen (its start or an average of its past, `ema_update`) and hinted. Two of
+them mixed in log space (`trust_region_mix`) keep it near to the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limbeck.losses import corrected_modes
+from limbeck.losses.blocks import Job, Term, row_block_loss
+from limbeck.losses.divergences import DivergenceSpec, JsdGuard, divergence_rows
+from limbeck.losses.inputs import MicrobatchLike, padded_row_start, teacher_layout
+from limbeck.losses.layout import ChunkLayout, TokenLayout
+from limbeck.losses.leaf import Metrics, Mode
+from limbeck.losses.plan import BlockPlan, plan_blocks
+from limbeck.losses.signals import Head, Signal, TopKSignal, check_scored_ids
+from limbeck.losses.vocab_map import ProjectionLike, VocabMap
+from limbeck.utils.errors import ConfigError, LossError
+
+_SHIFTED = (
+    "hinted teacher and student read the same target tokens, so their predictions cannot be disjoint; the rows of one "
+    "side are shifted: gather logits at *_pred_pos (one before the token), not at *_response_idx"
+)
+
+
+@dataclass(frozen=True)
+class HintSpec:
+    """How student and hinted teacher are compared.
+
+    divergence: by default reverse KL over the whole vocabulary; `DivergenceSpec("jsd")`, forward KL with `entry_clip`,
+    and `topk` with a tail bucket (`chosen_by` student or teacher) are the alternatives.
+    jsd_patience: steps in a row near the maximum of JSD that stop the run; 1, since a self-teacher starts near 0.
+    """
+
+    divergence: DivergenceSpec = field(default_factory=lambda: DivergenceSpec("reverse"))
+    temperature: float = 1.0
+    jsd_patience: int = 1
+    block_rows: int = 512
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or self.block_rows < 1 or self.jsd_patience < 1:
+            raise ConfigError("temperature, block_rows and jsd_patience of the hint loss must be positive")
+
+
+# -- pure pieces -------------------------------------------------------------------------------------------------------
+
+
+def hint_divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    valid: Tensor,
+    spec: HintSpec = HintSpec(),
+    *,
+    site_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum over sites of weight x mean divergence, sum of weights) from gathered logits.
+
+    student_logits, teacher_logits `[N, K, V]` at `student_pred_pos` and `teacher_pred_pos`; valid `[N, K]`. For tests
+    and small use; `HintDistillationLossFn` works from hidden states. Raises where JSD is near its maximum.
+    """
+    if student_logits.shape != teacher_logits.shape:
+        raise LossError(
+            f"student logits {tuple(student_logits.shape)} and teacher logits {tuple(teacher_logits.shape)} differ; "
+            "gather both at the same targets"
+        )
+    weight = valid.sum(1).clamp(max=1).to(student_logits) if site_weight is None else site_weight.to(student_logits)
+    site, _ = valid.nonzero(as_tuple=True)
+    log_s, log_t = (torch.log_softmax(x[valid] / spec.temperature, -1) for x in (student_logits, teacher_logits))
+    rows = divergence_rows(log_s, log_t, spec.divergence) * spec.temperature**2
+    share = weight / valid.sum(1).clamp(min=1)
+    total = (rows * share[site]).sum()
+    counted = (weight * (valid.sum(1) > 0)).sum()
+    guard = JsdGuard(spec.divergence, patience=1)
+    if guard.active and float(counted) > 0:
+        _observe(guard, float(total.detach() / counted) / spec.temperature**2)
+    return total, counted
+
+
+def _observe(guard: JsdGuard, mean: float) -> None:
+    try:
+        guard.observe(mean)
+    except LossError as error:
+        raise LossError(f"{error}; {_SHIFTED}") from error
+
+
+@torch.no_grad()
+def ema_update(params: Iterable[Tensor], ema: Iterable[Tensor], decay: float) -> None:
+    """ema <- decay x ema + (1 - decay) x params, in place, tensor by tensor; decay 1 keeps a frozen teacher."""
+    if not 0 <= decay <= 1:
+        raise ConfigError(f"the teacher's EMA decay is {decay}; it must lie in [0, 1]")
+    for new, old in zip(params, ema, strict=True):
+        if new.shape != old.shape:
+            raise LossError(f"an averaged weight {tuple(old.shape)} does not fit its parameter {tuple(new.shape)}")
+        old.lerp_(new.detach().to(old), 1 - decay)
+
+
+def trust_region_mix(teacher_logprobs: Tensor, other_logprobs: Tensor, share: float) -> Tensor:
+    """log of the normalised teacher^(1 - share) x other^share over the last dimension.
+
+    It is the distribution that minimises (1 - share) KL(q || teacher) + share KL(q || other): a teacher that may move
+    away from `other` (the frozen start, or the student) only so far. `HintDistillationLossFn(trust_region=share)` does
+    the same with two signals.
+    """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"the trust region's share is {share}; it must lie in [0, 1]")
+    return torch.log_softmax((1 - share) * teacher_logprobs + share * other_logprobs, -1)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HintInputs:
+    """Chunks of one micro-batch. chunk_weight `[C]`: the site's weight divided by its number of chunks; count: the sum
+    of the weights of sites that have any."""
+
+    layout: ChunkLayout
+    chunk_weight: Tensor
+    plan: BlockPlan
+    count: float
+
+    def to(self, device: torch.device | str) -> HintInputs:
+        return HintInputs(self.layout.to(device), self.chunk_weight.to(device), self.plan.to(device), self.count)
+
+
+class HintDistillationLossFn:
+    """Divergence to a hinted teacher from hidden states, in row blocks.
+
+    projection: of a teacher with another vocabulary (boundary KL and chunk likelihoods instead of a direct divergence).
+    trust_region: share of a second signal that is mixed into the teacher's in log space.
+
+        counts = loss_fn.counts(global_batch)                 # reduce over data-parallel ranks
+        inputs = loss_fn.prepare(microbatch, [teacher_row_start])
+        loss, metrics = loss_fn.compute(hidden, head, [teacher_signal], inputs, counts)
+    """
+
+    def __init__(
+        self, spec: HintSpec | None = None, *, projection: ProjectionLike | None = None, trust_region: float = 0.0
+    ) -> None:
+        self.spec = HintSpec() if spec is None else spec
+        if not 0 <= trust_region <= 1:
+            raise ConfigError(f"the trust region's share is {trust_region}; it must lie in [0, 1]")
+        self.trust_region = trust_region
+        self.vocab: VocabMap | None = None
+        if projection is not None:
+            size = getattr(projection, "teacher_size", None) or int(projection.indices.max()) + 1
+            self.vocab = VocabMap(projection, int(size), learnable=False)
+            if self.spec.divergence.topk is not None:
+                raise ConfigError("topk of the hint loss is for a teacher with the student's vocabulary; leave it out")
+        self.guard = JsdGuard(self.spec.divergence, patience=self.spec.jsd_patience)
+        if self.vocab is not None:
+            self.guard.active = False
+
+    def _layout(self, batch: Mapping[str, Any], student_start: Tensor, teacher_start: Tensor) -> ChunkLayout:
+        return teacher_layout(
+            batch,
+            0,
+            same_vocabulary=self.vocab is None,
+            student_row_start=student_start,
+            teacher_row_start=teacher_start,
+            allow_inexact=False,
+        )
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Local denominator `sites` of a global batch: the weights of the sites that have targets, float64."""
+        starts = padded_row_start(batch["input_ids"]), padded_row_start(batch["teacher_input_ids"])
+        layout = self._layout(batch, *starts)
+        return {"sites": _site_weights(batch, layout)[1]}
+
+    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None]) -> HintInputs:
+        """Layout of one micro-batch, on the CPU. teacher_row_starts: where each row starts in the teacher's forward
+        pass; of several signals only the first counts, since all read the same rows."""
+        if not teacher_row_starts or teacher_row_starts[0] is None:
+            raise LossError("the hint loss needs the teacher's own row starts; its sequences are longer by the hint")
+        batch = microbatch.data_dict
+        layout = self._layout(batch, microbatch.processed_inputs.row_start, teacher_row_starts[0])
+        weight, count = _site_weights(batch, layout)
+        return HintInputs(layout, weight, plan_blocks(_no_tokens(), [layout], self.spec.block_rows), float(count))
+
+    def compute(
+        self,
+        hidden: Tensor,
+        head: Head,
+        signals: Sequence[Signal],
+        inputs: HintInputs,
+        counts: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count).
+
+        signals: the hinted teacher; with a trust region also the model that it must stay near to, on the same rows.
+        """
+        self._check(hidden, head, signals, inputs.layout)
+        inputs = inputs.to(hidden.device)
+        same = self.vocab is None
+        if self.vocab is not None:
+            self.vocab.to(hidden.device).fit(head.vocab_size, signals[0].vocab_size or self.vocab.teacher_size)
+        mode = Mode(
+            temperature=self.spec.temperature,
+            spec=self.spec.divergence,
+            vocab=self.vocab,
+            rest_weight=None if self.vocab is None else self.vocab.rest_weight(),
+        )
+        shares = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
+        leaf = corrected_modes.same_vocabulary if same else corrected_modes.boundary_kl
+        count = counts["sites"].to(hidden.device, torch.float64).clamp(min=1e-9)
+        layouts = [inputs.layout] * len(signals)
+        term = Term(
+            "hint", leaf, mode, (1 / count).float(), 0, inputs.layout, signals, layouts, shares, inputs.chunk_weight
+        )
+        job = Job(head, inputs.plan, _no_tokens().to(hidden.device), 0.0, [term])
+        loss = row_block_loss(job, hidden)
+        zero = torch.zeros_like(count)
+        metrics: Metrics = {name: value for name, value in job.metrics.items() if name != "hint/kl"}
+        total = job.metrics.get("hint/kl", (zero, zero))[0]
+        metrics["hint/loss"] = (total, zero + inputs.count)
+        return loss, metrics
+
+    def end_step(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+        """Once per step, with metrics summed over micro-batches and ranks: stops the run where JSD says that the two
+        sides do not belong together."""
+        total, count = (float(x) for x in metrics.get("hint/loss", (0.0, 0.0)))
+        if self.guard.active and count > 0:
+            _observe(self.guard, total / count / self.spec.temperature**2)
+
+    def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], layout: ChunkLayout) -> None:
+        expected = 2 if self.trust_region else 1
+        if len(signals) != expected:
+            raise LossError(
+                f"the hint loss got {len(signals)} signals, expected {expected}: the hinted teacher"
+                + (" and the model it must stay near to" if expected == 2 else "")
+            )
+        if layout.max_student_row >= hidden.shape[0] or layout.max_student_id >= head.vocab_size:
+            raise LossError(
+                f"the layout needs row {layout.max_student_row} and id {layout.max_student_id}, but there are "
+                f"{hidden.shape[0]} hidden rows and {head.vocab_size} tokens; hidden states and batch do not fit"
+            )
+        spec = self.spec
+        for signal in signals:
+            check_scored_ids(signal, layout, "hinted teacher")
+            if not isinstance(signal, TopKSignal):
+                continue
+            by_student = spec.divergence.topk is not None and spec.divergence.chosen_by == "student"
+            if len(signals) > 1 or by_student or spec.temperature != 1.0:
+                raise LossError(
+                    "a top-k list serves neither a trust region nor a student-chosen top-k nor a temperature; use a "
+                    "live teacher"
+                )
+
+
+def _no_tokens() -> TokenLayout:
+    empty = torch.zeros(0, dtype=torch.int64)
+    return TokenLayout(empty, empty, torch.zeros(0))
+
+
+def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """Weight `[C]` of each chunk, so that a site's chunks add up to the site's weight; and the sum of all of them."""
+    assert layout.sample is not None
+    weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
+    size = torch.bincount(layout.sample, minlength=len(weight))
+    chunk = (weight / size.clamp(min=1))[layout.sample]
+    return chunk.float(), (weight * (size > 0)).sum()

@@ -1,0 +1,219 @@
+"""The policy channel: GRPO, Dr. GRPO, and the reward-weighted likelihood that remains where they cannot be had.
+
+Advantages belong to the *global* batch (a group may lie in several micro-batches and on several ranks), so
+`PolicyGradientLossFn.annotate` writes them into the batch before it is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from limbeck.losses.inputs import MicrobatchLike
+from limbeck.losses.layout import TokenLayout, supervised_tokens
+from limbeck.losses.leaf import Metrics
+from limbeck.losses.signals import Head
+from limbeck.losses.token_logprobs import token_log_probs
+from limbeck.utils.errors import ConfigError, LossError
+
+PolicyMode = Literal["auto", "grpo", "dr_grpo", "reward_weighted"]
+Normalisation = Literal["constant", "sequence", "token"]
+
+_DEFAULT_NORMALISATION: dict[str, Normalisation] = {
+    "grpo": "sequence",
+    "dr_grpo": "constant",
+    "reward_weighted": "token",
+}
+
+
+@dataclass(frozen=True)
+class PolicyGradientSpec:
+    """How rewards become a loss.
+
+    mode: `dr_grpo`: advantage = r - mean of the group, no std, divided by a constant; `grpo`: also divided by the
+    group's std, mean within each sequence; both need groups and behaviour log-probs. `reward_weighted`: log-likelihood
+    weighted by the advantage where there are groups, else by the reward; no ratio, no clipping. `auto`: `dr_grpo` where
+    the batch has what it needs, else `reward_weighted`.
+
+    clip_low, clip_high: the importance ratio is clipped to [1 - clip_low, 1 + clip_high].
+    divisor: of Dr. GRPO, tokens per sequence: the sum over tokens is divided by divisor x sequences, whatever their
+    lengths. normalisation: what a mean is taken over; by default as the mode says.
+    """
+
+    mode: PolicyMode = "auto"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    divisor: float = 1024.0
+    normalisation: Normalisation | None = None
+    std_eps: float = 1e-6
+    block_rows: int = 512
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(PolicyMode):
+            raise ConfigError(f"policy mode is {self.mode!r}; expected one of {list(get_args(PolicyMode))}")
+        if self.normalisation is not None and self.normalisation not in get_args(Normalisation):
+            raise ConfigError(f"normalisation is {self.normalisation!r}; expected {list(get_args(Normalisation))}")
+        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+            raise ConfigError(f"clip_low, clip_high are {self.clip_low}, {self.clip_high}; expected (0, 1] and > 0")
+        if self.divisor <= 0 or self.std_eps <= 0 or self.block_rows < 1:
+            raise ConfigError("divisor, std_eps and block_rows must be positive")
+
+    def resolved(self, batch: Mapping[str, Any]) -> PolicyGradientSpec:
+        """The mode that a batch allows; an error where a mode was asked for that it does not."""
+        counted = batch["sample_mask"] > 0
+        grouped = bool((batch["group_index"][counted] >= 0).all()) if bool(counted.any()) else True
+        supervised = (batch["token_mask"] > 0) & counted[:, None]
+        known = batch.get("behavior_valid")
+        scored = known is not None and bool(known[supervised].all())
+        if self.mode in ("grpo", "dr_grpo") and not (grouped and scored):
+            missing = "groups" if not grouped else "behaviour log-probs"
+            raise LossError(
+                f"policy mode {self.mode!r} needs {missing}, which some traces of the batch lack; give them, or use "
+                "mode 'reward_weighted' (or 'auto')"
+            )
+        mode = self.mode
+        if mode == "auto":
+            mode = "dr_grpo" if grouped and scored else "reward_weighted"
+        return replace(self, mode=mode, normalisation=self.normalisation or _DEFAULT_NORMALISATION[mode])
+
+
+def group_advantages(
+    rewards: Tensor, groups: Tensor, *, valid: Tensor | None = None, std: bool = False, eps: float = 1e-6
+) -> Tensor:
+    """`[B]` reward minus the mean of its group; with `std` divided by the group's (population) standard deviation.
+
+    groups `[B]`: group number; -1: no group, the reward itself is returned. valid `[B]`: rows that count; the others
+    get 0 and take no part in a mean.
+    """
+    counted = torch.ones_like(groups, dtype=torch.bool) if valid is None else valid.bool()
+    member = counted & (groups >= 0)
+    out = torch.where(counted, rewards, torch.zeros_like(rewards))
+    if not bool(member.any()):
+        return out
+    _, number = groups[member].unique(return_inverse=True)
+    size = torch.bincount(number).to(rewards)
+    values = rewards[member]
+    mean = torch.zeros_like(size).index_add(0, number, values) / size
+    centred = values - mean[number]
+    if std:
+        variance = torch.zeros_like(size).index_add(0, number, centred**2) / size
+        centred = centred / (variance.sqrt()[number] + eps)
+    return out.masked_scatter(member, centred)
+
+
+def policy_token_losses(
+    log_probs: Tensor, advantages: Tensor, behavior: Tensor | None, spec: PolicyGradientSpec
+) -> tuple[Tensor, Metrics]:
+    """Loss `[N]` of each token and metrics; log_probs, advantages, behavior `[N]`.
+
+    behavior: the sampling policy's log-probs; None: the log-likelihood is weighted, without a ratio.
+    """
+    count = log_probs.new_tensor(float(log_probs.numel()))
+    if behavior is None:
+        return -log_probs * advantages, {"log_prob": (log_probs.detach().sum(), count)}
+    difference = log_probs - behavior
+    ratio = difference.exp()
+    clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    with torch.no_grad():
+        active = (clipped * advantages < ratio * advantages).to(ratio)
+        metrics: Metrics = {
+            "clip_fraction": (active.sum(), count),
+            "ratio": (ratio.sum(), count),
+            # ratio - 1 - log ratio >= 0 estimates KL(behaviour || policy) without bias
+            "behavior_kl": ((ratio - 1 - difference).sum(), count),
+        }
+    return losses, metrics
+
+
+@dataclass
+class PolicyInputs:
+    """Supervised tokens of one micro-batch. advantage, behavior `[N]`; behavior is None in reward-weighted mode. count:
+    this micro-batch's share of the global count."""
+
+    tokens: TokenLayout
+    advantage: Tensor
+    behavior: Tensor | None
+    count: float
+
+
+class PolicyGradientLossFn:
+    """Policy-gradient loss over the assistant tokens of traces.
+
+    loss_fn = PolicyGradientLossFn(PolicyGradientSpec())
+    loss_fn.annotate(global_batch)                      # advantages, before the batch is split
+    counts = loss_fn.counts(global_batch)               # reduce over data-parallel ranks
+    loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch), counts)
+    """
+
+    def __init__(self, spec: PolicyGradientSpec | None = None) -> None:
+        self.spec = PolicyGradientSpec() if spec is None else spec
+        self.active = self.spec
+
+    def annotate(self, batch: Any) -> str:
+        """Write `advantages` `[B]` into a global batch and settle the mode, which is returned."""
+        self.active = spec = self.spec.resolved(batch)
+        rewards, groups = batch["rewards"], batch["group_index"]
+        valid = batch["sample_mask"] > 0
+        batch["advantages"] = group_advantages(rewards, groups, valid=valid, std=spec.mode == "grpo", eps=spec.std_eps)
+        return spec.mode
+
+    def _weights(self, batch: Mapping[str, Any], sample: Tensor, token: Tensor) -> Tensor:
+        weight = batch["sample_mask"].cpu()[sample].double()
+        if "response_weights" in batch:
+            weight = weight * batch["response_weights"].cpu()[sample, token].double()
+        if self.active.normalisation == "sequence":
+            size = torch.bincount(sample, minlength=len(batch["sample_mask"]))
+            weight = weight / size[sample]
+        return weight
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Local denominator `policy` of a global batch, a float64 scalar to be summed over ranks."""
+        start = torch.zeros(len(batch["sample_mask"]), dtype=torch.int64)
+        sample, token, _ = supervised_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start)
+        sequences = float(sample.unique().numel())
+        if self.active.normalisation == "token":
+            total = self._weights(batch, sample, token).sum()
+        else:
+            factor = self.active.divisor if self.active.normalisation == "constant" else 1.0
+            total = torch.tensor(sequences * factor, dtype=torch.float64)
+        return {"policy": total}
+
+    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None] = ()) -> PolicyInputs:
+        """Supervised tokens of a micro-batch, on the CPU."""
+        batch = microbatch.data_dict
+        if "advantages" not in batch:
+            raise LossError("the batch has no advantages; call annotate(batch) on the global batch before it is split")
+        sample, token, rows = supervised_tokens(
+            batch["input_lengths"], batch["token_mask"], batch["sample_mask"], microbatch.processed_inputs.row_start
+        )
+        weight = self._weights(batch, sample, token).float()
+        tokens = TokenLayout(rows, batch["input_ids"].cpu()[sample, token], weight)
+        behavior = None
+        if self.active.mode != "reward_weighted":
+            behavior = batch["behavior_logprobs"].cpu()[sample, token]
+        count = float(self.counts(batch)["policy"])
+        return PolicyInputs(tokens, batch["advantages"].cpu()[sample], behavior, count)
+
+    def compute(
+        self,
+        hidden: Tensor,
+        head: Head,
+        signals: Sequence[Any],
+        inputs: PolicyInputs,
+        counts: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
+        log_probs = token_log_probs(hidden, head, inputs.tokens, block_rows=self.active.block_rows)
+        behavior = None if inputs.behavior is None else inputs.behavior.to(log_probs)
+        losses, metrics = policy_token_losses(log_probs, inputs.advantage.to(log_probs), behavior, self.active)
+        total = (losses * inputs.tokens.weight.to(log_probs)).sum()
+        count = counts["policy"].to(total.device, torch.float64)
+        loss = total / count.clamp(min=1e-9).to(total.dtype)
+        metrics = {f"policy/{name}": value for name, value in metrics.items()}
+        metrics["policy/loss"] = (total.detach().double(), torch.zeros_like(count) + inputs.count)
+        return loss, metrics

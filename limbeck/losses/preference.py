@@ -1,0 +1,190 @@
+"""The preference channel: DPO, IPO and SimPO on pairs of responses.
+
+A batch has two rows per pair, the chosen one first. Losses are sums over pairs by weight; reference log-probs are sums
+over a response, computed once by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limbeck.losses.inputs import MicrobatchLike
+from limbeck.losses.layout import TokenLayout, build_token_layout, supervised_tokens
+from limbeck.losses.leaf import Metrics
+from limbeck.losses.signals import Head
+from limbeck.losses.token_logprobs import token_log_probs
+from limbeck.utils.errors import ConfigError, LossError
+
+PreferenceKind = Literal["dpo", "ipo", "simpo"]
+
+
+@dataclass(frozen=True)
+class PreferenceSpec:
+    """Which preference loss.
+
+    dpo: -log sigmoid(beta x margin), margin = how much more the policy prefers the chosen response than the reference
+    does, in nats over whole responses. ipo: (margin per token - 1 / (2 beta))^2. simpo: no reference; margin per token,
+    less `gamma`. label_smoothing (dpo): the share of pairs that are taken to be the wrong way round.
+    """
+
+    kind: PreferenceKind = "dpo"
+    beta: float = 0.1
+    gamma: float = 0.5
+    label_smoothing: float = 0.0
+    block_rows: int = 512
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PreferenceKind):
+            raise ConfigError(f"preference kind is {self.kind!r}; expected one of {list(get_args(PreferenceKind))}")
+        if self.beta <= 0:
+            raise ConfigError(f"preference beta is {self.beta}; it must be positive")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, .5)")
+        if self.label_smoothing and self.kind != "dpo":
+            raise ConfigError(f"label_smoothing belongs to dpo, not to {self.kind}; leave it out")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kind != "simpo"
+
+
+def preference_pair_losses(
+    chosen: Tensor,
+    rejected: Tensor,
+    spec: PreferenceSpec,
+    *,
+    reference_chosen: Tensor | None = None,
+    reference_rejected: Tensor | None = None,
+    chosen_tokens: Tensor | None = None,
+    rejected_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, margin) `[P]` of each pair from log-probs of whole responses `[P]`; `*_tokens` `[P]`: their lengths."""
+    if spec.needs_reference:
+        if reference_chosen is None or reference_rejected is None:
+            raise LossError(f"{spec.kind} needs reference log-probs of both responses; compute them before training")
+        chosen, rejected = chosen - reference_chosen, rejected - reference_rejected
+    if spec.kind != "dpo":
+        if chosen_tokens is None or rejected_tokens is None:
+            raise LossError(f"{spec.kind} works per token and needs both responses' lengths")
+        chosen, rejected = chosen / chosen_tokens, rejected / rejected_tokens
+    margin = chosen - rejected
+    if spec.kind == "ipo":
+        return (margin - 1 / (2 * spec.beta)) ** 2, margin
+    scaled = spec.beta * margin - (spec.gamma if spec.kind == "simpo" else 0.0)
+    losses = -F.logsigmoid(scaled)
+    if spec.label_smoothing:
+        losses = (1 - spec.label_smoothing) * losses - spec.label_smoothing * F.logsigmoid(-scaled)
+    return losses, margin
+
+
+@dataclass
+class PreferenceInputs:
+    """Response tokens of one micro-batch: `row` `[N]`: the batch row of each. chosen, rejected `[P]`: rows of each
+    pair; weight `[P]`; reference `[B]` or None; lengths `[B]` in response tokens."""
+
+    tokens: TokenLayout
+    row: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    weight: Tensor
+    lengths: Tensor
+    reference: Tensor | None
+
+
+class PreferenceLossFn:
+    """Preference loss over a batch of `ComposerBatch.channel("preference")`.
+
+    The batch needs `reference_logprobs` `[B]` (see `response_log_probs`) unless the loss has no reference. Both rows of
+    a pair must be in one micro-batch: use micro-batches of an even number of rows.
+    """
+
+    def __init__(self, spec: PreferenceSpec | None = None) -> None:
+        self.spec = PreferenceSpec() if spec is None else spec
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Local denominator `pairs` of a global batch: the sum of the pairs' weights, float64."""
+        chosen = (batch["pair_side"] > 0) & (batch["sample_mask"] > 0)
+        return {"pairs": batch["pair_weight"][chosen].double().sum()}
+
+    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None] = ()) -> PreferenceInputs:
+        """Response tokens and pairs of a micro-batch, on the CPU."""
+        batch, start = microbatch.data_dict, microbatch.processed_inputs.row_start
+        masks = batch["input_lengths"], batch["token_mask"], batch["sample_mask"]
+        tokens = build_token_layout(batch["input_ids"], *masks, start)
+        row, _, _ = supervised_tokens(*masks, start)
+        chosen, rejected = _pairs(batch)
+        reference = batch.get("reference_logprobs")
+        if reference is None and self.spec.needs_reference and len(chosen):
+            raise LossError(f"{self.spec.kind} needs reference_logprobs in the batch; compute them before training")
+        lengths = torch.bincount(row, minlength=len(batch["sample_mask"]))
+        if len(chosen) and int(lengths[torch.cat((chosen, rejected))].min()) == 0:
+            raise LossError("a preference pair has a response without tokens; drop such pairs when collating")
+        weight = batch["pair_weight"].cpu()[chosen]
+        return PreferenceInputs(tokens, row, chosen, rejected, weight, lengths, reference)
+
+    def compute(
+        self,
+        hidden: Tensor,
+        head: Head,
+        signals: Sequence[Any],
+        inputs: PreferenceInputs,
+        counts: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
+        sums = response_log_probs(hidden, head, inputs, block_rows=self.spec.block_rows)
+        device, dtype = sums.device, sums.dtype
+        chosen, rejected = inputs.chosen.to(device), inputs.rejected.to(device)
+        lengths = inputs.lengths.to(device, dtype)
+        reference = None if inputs.reference is None else inputs.reference.to(device, dtype)
+        losses, margin = preference_pair_losses(
+            sums[chosen],
+            sums[rejected],
+            self.spec,
+            reference_chosen=None if reference is None else reference[chosen],
+            reference_rejected=None if reference is None else reference[rejected],
+            chosen_tokens=lengths[chosen],
+            rejected_tokens=lengths[rejected],
+        )
+        weight = inputs.weight.to(device, dtype)
+        total = (losses * weight).sum()
+        loss = total / counts["pairs"].to(device, torch.float64).clamp(min=1e-9).to(dtype)
+        share = weight.sum().double()
+        with torch.no_grad():
+            metrics: Metrics = {
+                "preference/loss": (total.detach().double(), share),
+                "preference/margin": ((margin * weight).sum().double(), share),
+                "preference/accuracy": (((margin > 0) * weight).sum().double(), share),
+            }
+        return loss, metrics
+
+
+def response_log_probs(hidden: Tensor, head: Head, inputs: PreferenceInputs, *, block_rows: int = 512) -> Tensor:
+    """Log-probability `[B]` of each row's response, with gradient; what the reference's are computed with too."""
+    values = token_log_probs(hidden, head, inputs.tokens, block_rows=block_rows)
+    return values.new_zeros(len(inputs.lengths)).index_add(0, inputs.row.to(values.device), values)
+
+
+def _pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Rows of the chosen and of the rejected side of each pair that counts."""
+    side, counted = batch["pair_side"].cpu(), batch["sample_mask"].cpu() > 0
+    chosen = ((side > 0) & counted).nonzero().squeeze(1)
+    rejected = ((side < 0) & counted).nonzero().squeeze(1)
+    whole = len(chosen) == len(rejected)
+    if whole and len(chosen):
+        number = torch.as_tensor([int(i) for i in batch["idx"]])
+        # Rows 2 i and 2 i + 1 of the collated channel are the two sides of pair i.
+        order_c, order_r = number[chosen].argsort(), number[rejected].argsort()
+        chosen, rejected = chosen[order_c], rejected[order_r]
+        whole = bool((number[chosen] + 1 == number[rejected]).all())
+    if not whole:
+        raise LossError(
+            f"the micro-batch holds {len(chosen)} chosen and {len(rejected)} rejected responses that do not pair up; "
+            "use micro-batches of an even number of rows, without reordering"
+        )
+    return chosen, rejected
