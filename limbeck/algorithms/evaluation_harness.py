@@ -1,0 +1,60 @@
+"""Benchmarks of the lm-eval harness on any model that ``limbeck eval`` accepts; the harness is an extra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from limbeck.algorithms.evaluation_models import find_model
+from limbeck.models.loading import load_model, parse_dtype
+from limbeck.tokens import load_tokenizer
+from limbeck.utils.errors import ConfigError
+
+
+def run_harness(
+    models: Sequence[str],
+    tasks: Sequence[str],
+    *,
+    checkpoint: str = "best",
+    limit: int | None = None,
+    include: str | Path | None = None,
+    precision: str = "float32",
+    device: str = "cpu",
+    batch_size: int = 8,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """``{model: {task: {metric: value}}}`` of the harness' own tasks.
+
+    ``limit``: documents per task. ``include``: folder with task files of your own, such as local jsonl.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"--lm-eval needs the lm-eval harness, which cannot be imported ({error}); pip install 'limbeck[eval]'."
+        ) from error
+    manager = TaskManager(include_path=None if include is None else str(include))
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ConfigError(f"the harness knows no task {unknown[0]!r}; give one of its tasks or --lm-eval-include DIR.")
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for spec in models:
+        source = find_model(spec, checkpoint)
+        model = load_model({"model_name": source.weights}, dtype=parse_dtype(precision), device=device)
+        wrapped = HFLM(
+            pretrained=model, tokenizer=load_tokenizer(source.tokenizer), batch_size=batch_size, device=device
+        )
+        found: Any = lm_eval.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager)
+        out[spec] = {task: _figures(values) for task, values in found["results"].items()}
+    return out
+
+
+def _figures(values: dict[str, Any]) -> dict[str, float]:
+    """The harness names figures ``acc,none``; only numbers are kept."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

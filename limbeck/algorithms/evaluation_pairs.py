@@ -1,0 +1,166 @@
+"""Preference pairs by likelihood: how probable the model finds the better and the worse of two messages.
+
+Three layouts of a record: ``{"prompt" | "state_messages" | "messages", "chosen", "rejected", "tools"?}`` with messages
+in the chat-template form; a canonical preference pair that carries its prompt; a canonical trace with its pairs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from limbeck.algorithms.evaluation_choices import ChoiceFile
+from limbeck.algorithms.evaluation_windows import Window, score_windows
+from limbeck.data.readers import BadRecord
+from limbeck.tokens.chat import render_chat
+
+if TYPE_CHECKING:
+    from limbeck.algorithms.evaluation import EvalModel
+
+Row = Mapping[str, Any]
+ChatMessage = dict[str, Any]
+SIDES = ("chosen", "rejected")
+_PROMPT_KEYS = ("prompt", "state_messages", "messages")
+
+
+@dataclass(frozen=True)
+class PairCase:
+    """One state and two messages for it, in the chat-template form."""
+
+    prompt: list[ChatMessage]
+    chosen: ChatMessage
+    rejected: ChatMessage
+    tools: list[Any] | None = None
+
+
+def is_pair(row: Row) -> bool:
+    """Whether a record holds preference pairs."""
+    return all(side in row for side in SIDES) or bool(row.get("preference_pairs"))
+
+
+def pairs_of(row: Row) -> list[PairCase]:
+    """The pairs of a record in any known layout; raises BadRecord."""
+    if "schema_version" in row:
+        return _of_trace(row)
+    if not all(side in row for side in SIDES):
+        raise BadRecord("no_pair", f"the record has no chosen and rejected message, only {', '.join(sorted(row))}")
+    prompt = next((row[key] for key in _PROMPT_KEYS if row.get(key)), None)
+    if prompt is None and "message_index" in row:
+        raise BadRecord(
+            "no_prompt",
+            f"the pair refers to message {row['message_index']} of trace {row.get('trace_id')!r}, which is not here; "
+            "store the pair in the trace's preference_pairs",
+        )
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        raise BadRecord("no_prompt", f"none of {', '.join(_PROMPT_KEYS)} holds a list of messages")
+    chosen, rejected = (_message(row[side], side) for side in SIDES)
+    messages = [dict(m) for m in prompt]
+    if any("function" not in call for m in (*messages, chosen, rejected) for call in m.get("tool_calls") or []):
+        return [_of_canonical(row, row.get("tools"))]
+    return [PairCase(messages, chosen, rejected, row.get("tools"))]
+
+
+def _message(value: Any, side: str) -> ChatMessage:
+    """A message, a list that ends with one, or its plain text."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    if isinstance(value, str):
+        value = {"role": "assistant", "content": value}
+    if not isinstance(value, Mapping) or value.get("role", "assistant") != "assistant":
+        raise BadRecord("bad_message", f"{side!r} is no assistant message")
+    return {"role": "assistant", **value}
+
+
+def _of_canonical(row: Row, tools: Any) -> PairCase:
+    from pydantic import ValidationError
+
+    from limbeck.traces.schema import PreferencePair, describe_validation, messages_to_chat
+
+    try:
+        pair = PreferencePair.model_validate({k: v for k, v in row.items() if k != "tools"})
+    except ValidationError as error:
+        raise BadRecord("bad_pair", describe_validation(error)) from None
+    state = pair.state()
+    chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
+    return PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], tools)
+
+
+def _of_trace(row: Row) -> list[PairCase]:
+    from pydantic import ValidationError
+
+    from limbeck.traces.schema import Trace, describe_validation, messages_to_chat
+
+    try:
+        trace = Trace.model_validate(dict(row))
+    except ValidationError as error:
+        raise BadRecord("bad_trace", describe_validation(error)) from None
+    cases = []
+    for pair in trace.preference_pairs:
+        state = pair.state(trace)
+        chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
+        cases.append(PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], trace.tools or None))
+    return cases
+
+
+def score_pairs(
+    model: EvalModel, records: ChoiceFile, batch_tokens: int, advance: Callable[[float], None]
+) -> dict[str, Any]:
+    """``accuracy`` (share of pairs whose chosen message is the more probable), mean log-probabilities of both sides in
+    nats per message (end of turn included), their ``margin``, and ``bpb``, ``bytes``, ``tokens`` of the chosen ones."""
+    from limbeck.algorithms.evaluation import FileResult
+
+    dropped: Counter[str] = Counter()
+
+    def windows() -> Iterator[Window]:
+        for number, cases in records.parsed(pairs_of):
+            for place, case in enumerate(cases):
+                for side in SIDES:
+                    key = (number, place, side)
+                    yield _window(model, case, side, key, 1 / (2 * len(cases)), dropped)
+
+    scores: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    better = FileResult(dropped=dropped)
+    for window, nats in score_windows(model.policy, windows(), batch_tokens):
+        number, place, side = window.key
+        scores[number, place][side] = nats
+        if side == "chosen":
+            better.nats += nats
+            better.bytes += window.size
+            better.tokens += window.tokens
+        advance(window.share)
+    better.documents = n = len(scores)
+    sums = {side: sum(score[side] for score in scores.values()) for side in SIDES}
+    wins = sum(score["chosen"] > score["rejected"] for score in scores.values())
+    return {
+        "accuracy": wins / n if n else None,
+        "chosen_logprob": sums["chosen"] / n if n else None,
+        "rejected_logprob": sums["rejected"] / n if n else None,
+        "margin": (sums["chosen"] - sums["rejected"]) / n if n else None,
+        **better.summary(),
+    }
+
+
+def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float, dropped: Counter[str]) -> Window:
+    message = getattr(case, side)
+    rendering = render_chat(
+        model.tokenizer, [*case.prompt, message], tools=case.tools, name=model.name, train_on="last"
+    )
+    dropped.update({f"{side}_{reason}": n for reason, n in rendering.dropped.items() if n})
+    ids, scored = rendering.ids, rendering.target.copy()
+    scored[:1] = False
+    size = int(np.diff(rendering.ends, prepend=0)[scored].sum())
+    if len(ids) > model.context:
+        # the message is at the end: what is lost is the oldest context
+        front = np.zeros(0, np.int64) if model.bos_id is None else np.array([model.bos_id], np.int64)
+        keep = model.context - len(front)
+        ids = np.concatenate([front, ids[-keep:]])
+        scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
+        scored[:1] = False
+        dropped["truncated_prompts"] += 1
+    return Window(ids, scored, size, share, key)

@@ -1,0 +1,136 @@
+"""Show an evaluation in the terminal: models side by side, the best of each row in bold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_FIGURES: dict[str, tuple[str, bool]] = {
+    "acc": ("accuracy", True),
+    "acc_norm": ("accuracy, per byte", True),
+    "accuracy": ("chosen above rejected", True),
+    "chosen_logprob": ("log p of chosen", True),
+    "rejected_logprob": ("log p of rejected", False),
+    "margin": ("margin", True),
+}
+"""Further figures: title, and whether more is better."""
+
+
+def short_names(specs: Iterable[str]) -> dict[str, str]:
+    """Last part of each path; with as many parents as it takes to tell them apart."""
+    names = list(specs)
+    for depth in range(1, 8):
+        short = ["/".join(Path(name).parts[-depth:]) or name for name in names]
+        if len(set(short)) == len(names):
+            return dict(zip(names, short, strict=True))
+    return {name: name for name in names}
+
+
+def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
+    """Bits per byte by file and model, then accuracies and preferences where there are any, then notes."""
+    models: Mapping[str, Mapping[str, Mapping[str, Any]]] = result["models"]
+    names = {spec: _model_name(short, result, spec) for spec, short in short_names(models).items()}
+    files = short_names(result.get("files", {}))
+    if files:
+        console.print(_bpb_table(models, names, files))
+    figures = _figure_table(models, names, files)
+    if figures is not None:
+        console.print(figures)
+    if "lm_eval" in result:
+        console.print(_harness_table(result["lm_eval"], names))
+    for note in notes(models, names, files):
+        console.print(note, style="dim", highlight=False)
+
+
+def _model_name(short: str, result: Mapping[str, Any], spec: str) -> str:
+    step = result.get("loaded", {}).get(spec, {}).get("step")
+    return short if step is None else f"{short}\nstep {step}"
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("file", overflow="fold")
+    for column in columns:
+        table.add_column(Text(column), justify="right")
+    return table
+
+
+def _row(values: list[float | None], digits: int, higher: bool) -> list[Text]:
+    """Values as text; the best one bold where there is something to compare."""
+    known = [round(v, digits) for v in values if v is not None]
+    best = (max(known) if higher else min(known)) if len(values) > 1 and known else None
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append(Text("-", style="dim"))
+        else:
+            cells.append(Text(f"{value:.{digits}f}", style="bold green" if round(value, digits) == best else ""))
+    return cells
+
+
+def _bpb_table(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> Table:
+    table = _table("bits per byte (less is better)", [*names.values(), "documents", "bytes"])
+    for file, short in files.items():
+        rows = [models[spec][file] for spec in names]
+        cells = _row([row["bpb"] for row in rows], 4, higher=False)
+        table.add_row(Text(short), *cells, f"{rows[0]['documents']:,}", f"{max(row['bytes'] for row in rows):,}")
+    if len(files) > 1:
+        table.add_section()
+        table.add_row("all bytes", *_row([_overall(models[spec]) for spec in names], 4, higher=False), "", "")
+    return table
+
+
+def _overall(by_file: Mapping[str, Mapping[str, Any]]) -> float | None:
+    rows = [row for row in by_file.values() if row["bpb"] is not None]
+    total = sum(row["bytes"] for row in rows)
+    return sum(row["bpb"] * row["bytes"] for row in rows) / total if total else None
+
+
+def _figure_table(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> Table | None:
+    table = _table("choices", ["figure", *names.values()])
+    for file, short in files.items():
+        rows = [models[spec][file] for spec in names]
+        for key, (title, higher) in _FIGURES.items():
+            if key in rows[0]:
+                table.add_row(Text(short), title, *_row([row[key] for row in rows], 3, higher))
+                short = ""
+    return table if table.row_count else None
+
+
+def _harness_table(found: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    table = _table("lm-eval", ["figure", *names.values()])
+    table.columns[0].header = "task"
+    first = next(iter(found.values()))
+    for task, figures in first.items():
+        label = task
+        for figure in figures:
+            if "stderr" not in figure:
+                values = [found[spec].get(task, {}).get(figure) for spec in names]
+                table.add_row(Text(label), Text(figure), *_row(values, 4, higher=True))
+                label = ""
+    return table
+
+
+def notes(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> list[str]:
+    """What a reader must know to compare the figures: unequal bytes, lossy tokens, what was left out."""
+    out = []
+    for file, short in files.items():
+        sizes = {names[spec].replace("\n", " "): models[spec][file]["bytes"] for spec in names}
+        low, high = min(sizes.values()), max(sizes.values())
+        if high > low * 1.005:
+            listed = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+            out.append(
+                f"{short}: models were scored on different numbers of bytes ({listed}); a document's first token has "
+                "no predictor where the tokenizer sets no begin token."
+            )
+        for spec in names:
+            dropped = models[spec][file].get("dropped")
+            if dropped:
+                listed = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+                out.append(f"{short}, {names[spec]}: {listed}.".replace("\n", " "))
+    return out
