@@ -1,0 +1,244 @@
+"""Head + loss, forward and backward from hidden states, at the sizes of Llama-3.2-1B from Qwen3-4B.
+
+    PYTHONPATH=. python benchmarks/gpu/loss.py [--projection W.safetensors] [--profile] [--products]
+
+Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.common import (
+    GIB,
+    V_S,
+    V_T,
+    aligned_batch,
+    load_projection,
+    make_projection,
+    measure,
+    microbatch,
+    random_heads,
+    save_row,
+)
+from benchmarks.gpu.published import Published
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+
+GOALS = {"p_kl": (72.0, 5.0), "boundary_kl": (75.0, 5.0), "gold": (110.0, 8.0), "h_kl": (110.0, 8.0)}
+
+
+class Problem:
+    """Random hidden states and heads over an aligned batch of `rows` predicting rows on each side."""
+
+    def __init__(self, rows: int, projection: Any, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        samples = max(rows // 2048, 1)
+        self.batch = aligned_batch(samples, rows // samples)
+        self.projection, self.rows = projection, rows
+        self.hidden, self.weight, self.t_hidden, self.t_weight = random_heads(self.batch, "cuda", dtype)
+
+    def step(self, mode: str, **options: Any) -> Callable[[], Tensor]:
+        """A function that computes loss and gradients once."""
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": mode, "teacher_vocab_size": V_T, **options}, projections=[self.projection]
+        ).cuda()
+        counts = loss_fn.counts(self.batch)
+        start = torch.arange(self.batch["input_ids"].shape[0]) * self.batch["input_ids"].shape[1]
+        inputs = loss_fn.prepare(microbatch(self.batch), [start])
+        ids = self.batch["teacher_input_ids"].reshape(-1).cuda()
+        signal = HiddenSignal(self.t_hidden, Head(V_T, weight=self.t_weight), ids)
+
+        def run() -> Tensor:
+            self.hidden.grad = self.weight.grad = None
+            loss, _ = loss_fn.compute(self.hidden, Head(V_S, weight=self.weight), [signal], inputs, counts)
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+    def published(self, mode: str) -> Callable[[], Tensor]:
+        """The same with the published arithmetic on whole logits."""
+        plain = Published(self.batch, self.projection, "cuda")
+        args = (self.hidden, self.weight, self.t_hidden, self.t_weight)
+        if mode == "p_kl":
+            return self._backward(lambda: plain.p_kl(*args))
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": mode, "teacher_vocab_size": V_T}, projections=[self.projection]
+        )
+        pairs = loss_fn.cuda().teachers[0].pairs()  # type: ignore[operator,union-attr]
+        return self._backward(lambda: plain.gold(*args, pairs["common"], pairs["uncommon"]))
+
+    def _backward(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            self.hidden.grad = self.weight.grad = None
+            value = loss()
+            value.backward()
+            return value.detach()
+
+        return run
+
+    @torch.no_grad()
+    def products(self) -> None:
+        """The four matrix products, and nothing else: both logits, and the student's two gradients."""
+        hidden, teacher = self.hidden[: self.rows], self.t_hidden[: self.rows]
+        del_logits = hidden @ self.weight.t()
+        del_logits @ self.weight
+        del_logits.t() @ hidden
+        del del_logits
+        teacher @ self.t_weight.t()
+
+
+def product_times(problem: Problem, columns: int = 4096) -> None:
+    """Each product of a block in several forms, for the choice of layout."""
+    h, w, n = problem.hidden.detach()[:columns], problem.weight.detach(), columns
+    buffer = torch.empty(V_S, n, device="cuda", dtype=w.dtype)
+    rowwise = torch.randn(n, V_S, device="cuda", dtype=torch.float32).to(w.dtype)
+    torch.mm(w, h.t(), out=buffer)
+    total = torch.zeros(V_S, h.shape[1], device="cuda", dtype=torch.float32)
+    t_h, t_w = problem.t_hidden[:columns], problem.t_weight
+    cases: dict[str, Callable[[], Any]] = {
+        "logits [V, n]": lambda: torch.mm(w, h.t(), out=buffer),
+        "logits [n, V]": lambda: h @ w.t(),
+        "teacher logits [V, n]": lambda: t_w @ t_h.t(),
+        "teacher logits [n, V]": lambda: t_h @ t_w.t(),
+        "to hidden, from [V, n]": lambda: buffer.t() @ w,
+        "to hidden, from [n, V]": lambda: rowwise @ w,
+        "to weight, from [V, n], bf16": lambda: buffer @ h,
+        "to weight, from [n, V], bf16": lambda: rowwise.t() @ h,
+        "to weight, from [V, n], fp32": lambda: torch.mm(buffer, h, out_dtype=torch.float32, out=total),
+        "to weight, from [V, n], fp32 added": lambda: torch.addmm(total, buffer, h, out_dtype=torch.float32, out=total),
+    }
+    flops = 2 * n * w.numel()
+    for name, run in cases.items():
+        try:
+            ms, spread, extra = measure(run, repeat=5, warmup=2)
+            size = 2 * n * t_w.numel() if name.startswith("teacher") else flops
+            print(
+                f"  {name:36s} {ms:8.3f} ms (+-{spread:.2f})  {size / ms / 1e9:6.0f} TFLOP/s  {extra:5.2f} GiB",
+                flush=True,
+            )
+        except RuntimeError as error:
+            print(f"  {name:36s} failed: {error}", flush=True)
+    total.zero_()
+    for _ in range(2):
+        torch.addmm(total, buffer, h, out_dtype=torch.float32, out=total)
+    wanted = 2 * (buffer[:512].double() @ h.double())
+    print("  added twice, relative error:", float((total[:512] - wanted).norm() / wanted.norm()), flush=True)
+
+
+def profile(run: Callable[[], Any], title: str, rows: int = 22) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    run()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    print(f"-- {title}: {sum(e.self_device_time_total for e in events) / 1e3:.2f} ms on the device", flush=True)
+    for e in events[:rows]:
+        print(f"   {e.self_device_time_total / 1e3:8.3f} ms {e.count:5d} x  {e.key[:90]}", flush=True)
+
+
+def row_of(
+    problem: Problem, mode: str, floor: float, *, published: bool, plain: bool, profiled: bool, **options: Any
+) -> dict[str, Any]:
+    """Measure one mode; the published arithmetic and our plain path only where asked for."""
+    run = problem.step(mode, fast_path="auto", **options)
+    ms, spread, extra = measure(run)
+    row: dict[str, Any] = {
+        "ms": round(ms, 2), "spread_ms": round(spread, 2), "extra_gib": round(extra, 2), "floor": round(floor, 2),
+        "loss": float(run()),
+    }  # fmt: skip
+    print(
+        f"{mode:12s} {problem.rows:6d} rows {ms:8.2f} ms (+-{spread:.2f}), {extra:5.2f} GiB, floor {floor:.2f}",
+        flush=True,
+    )
+    if profiled:
+        profile(run, mode)
+    others: dict[str, Callable[[], Tensor]] = {}
+    if plain:
+        others["plain_path"] = problem.step(mode, fast_path="off", **options)
+    if published:
+        others["reference"] = problem.published(mode)
+    for name, other in others.items():
+        try:
+            ms, _, extra = measure(other, repeat=3, warmup=1)
+            row[name] = {"ms": round(ms, 1), "extra_gib": round(extra, 2), "loss": float(other())}
+            print(
+                f"  {name:12s} {ms:8.1f} ms, {extra:5.2f} GiB, loss {row[name]['loss']:.6f} / {row['loss']:.6f}",
+                flush=True,
+            )
+        except torch.OutOfMemoryError:
+            print(f"  {name:12s} does not fit", flush=True)
+        problem.hidden.grad = problem.weight.grad = None
+        torch.cuda.empty_cache()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--products", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="no comparisons")
+    parser.add_argument("--only", nargs="*", default=None)
+    args = parser.parse_args()
+    projection = load_projection(args.projection)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, projection {projection.teacher_fingerprint}")
+    problem = Problem(16_384, projection)
+    print(f"inputs take {torch.cuda.memory_allocated() / GIB:.2f} GiB")
+    floor, spread, _ = measure(problem.products, repeat=7)
+    print(f"four matrix products, 16384 rows: {floor:.2f} ms (+-{spread:.2f})", flush=True)
+    if args.products:
+        for columns in (2048, 4096):
+            print(f"products of a block of {columns}:")
+            product_times(problem, columns)
+    torch.cuda.empty_cache()
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("p_kl", "p_kl", {}), ("boundary_kl", "boundary_kl", {}), ("gold", "gold", {}), ("h_kl", "h_kl", {}),
+    ]  # fmt: skip
+    for name, mode, options in cases:
+        if args.only is not None and name not in args.only:
+            continue
+        try:
+            compare = not args.quick
+            row = row_of(
+                problem, mode, floor, published=compare and mode in ("p_kl", "gold"), plain=compare,
+                profiled=args.profile, **options,
+            )  # fmt: skip
+            row["goal"] = {"ms": GOALS[name][0], "extra_gib": GOALS[name][1]}
+            row["projection"] = projection.teacher_fingerprint
+            save_row(name, row)
+        except Exception:  # one failing row must not lose the others
+            traceback.print_exc()
+    if args.only is None or "random" in args.only:
+        problem.projection = make_projection()
+        try:
+            row = row_of(problem, "boundary_kl", floor, published=False, plain=False, profiled=False)
+            save_row("boundary_kl_random_projection", row)
+        except Exception:
+            traceback.print_exc()
+        problem.projection = projection
+    if args.only is None or "gold_2048" in args.only:
+        del problem
+        torch.cuda.empty_cache()
+        small = Problem(2048, projection)
+        floor, _, _ = measure(small.products)
+        try:
+            row = row_of(small, "gold", floor, published=not args.quick, plain=False, profiled=args.profile)
+            row["goal"] = {"ms": 12.0}
+            save_row("gold_2048", row)
+        except Exception:
+            traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main()
