@@ -114,6 +114,8 @@ class HintSide:
         assert own is not None, "targets without tokens are sorted out before"
         if not target.hint:
             return View(self.renderer, plain, piece, own, self.limit)
+        if min(plain.pieces[piece].messages) != target.message:
+            return "hint_not_separable"
         written = self.renderer.written
         if piece_h is None or written(hinted, place) != written(plain, target.message):
             return "target_rendered_differently"
@@ -121,7 +123,7 @@ class HintSide:
         if origin[first] is not None:
             anchor = _anchor(plain.messages, target.message, self.placement)
             first = origin.index(anchor)
-        if first not in hinted.piece_of or min(plain.pieces[piece].messages) != target.message:
+        if first not in hinted.piece_of:
             return "hint_not_separable"
         middle = tuple(hinted.pieces[hinted.piece_of[first] : piece_h])
         covered = {origin[m] for part in middle for m in part.messages} - {None}
