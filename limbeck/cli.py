@@ -104,6 +104,79 @@ def train(
 
 
 @app.command()
+def cache(
+    run_file: Annotated[Path, typer.Argument(help="YAML run file whose teachers name a cache folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings that replace the file's: key.sub=value.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Store the teachers' signals once; train many students on them without the teachers' weights.
+
+    Example: limbeck cache recipes/cached_teacher.yaml teacher.cache=cache/qwen3-4b
+    """
+    from limbeck.algorithms.caching import cache_teachers
+    from limbeck.algorithms.master_config import MasterConfig
+    from limbeck.config import load_config, resolve
+
+    config = resolve(MasterConfig, load_config(run_file, overrides or []))
+    summary = cache_teachers(config, say=lambda line: typer.echo(line, err=True))
+    if json_output:
+        typer.echo(json.dumps({"caches": summary}))
+    else:
+        for row in summary:
+            typer.echo(f"teacher {row['teacher']}: {row['documents']} documents in {row['folder']}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the run; must not hold an earlier demo.")] = Path(
+        "runs/demo"
+    ),
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each of the two trainings.", min=1)] = 150,
+    documents: Annotated[int, typer.Option(help="Training documents.", min=8)] = 240,
+    json_output: JsonOption = False,
+) -> None:
+    """Distil a real teacher into a small student on this machine: no network, no GPU, about five minutes.
+
+    Example: limbeck demo --out runs/demo
+    """
+    from limbeck.demo import run_demo
+
+    result = run_demo(_fresh(out), steps=steps, documents=documents, say=lambda line: typer.echo(line, err=True))
+    _print_demo(result)
+    if json_output:
+        typer.echo(json.dumps(result))
+
+
+def _fresh(folder: Path) -> Path:
+    """The default folder gets a number where earlier demos lie; a folder that the user named is taken as it is."""
+    if folder != Path("runs/demo"):
+        return folder
+    number = 1
+    while (candidate := folder if number == 1 else Path(f"{folder}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _print_demo(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="bits per byte on held-out text (lower is better)", title_justify="left")
+    table.add_column("student")
+    table.add_column("bits per byte", justify="right")
+    for name, key in (
+        ("before training", "bpb_start"),
+        ("cross-entropy alone", "bpb_ce"),
+        ("distilled", "bpb_distilled"),
+        ("the teacher itself", "bpb_teacher"),
+    ):
+        table.add_row(name, f"{result[key]:.3f}")
+    _console().print(table)
+    typer.echo(f"{result['seconds']:.0f} s; everything is in {result['run_dir']}")
+
+
+@app.command()
 def doctor(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models whose tokenizer, head and template to check.")
@@ -172,6 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     if debug:
         arguments.remove("--debug")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     _register()
     try:
         app(args=arguments, prog_name="limbeck", standalone_mode=True)

@@ -198,8 +198,9 @@ def _loaders(
             sampler=sampler,
             num_workers=config.data.num_workers,
             collate_fn=collator,
-            pin_memory=False,
             drop_last=False,
+            # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
+            generator=torch.Generator().manual_seed(config.distillation.seed),
         )
 
     train_loader = loader(train, prompts // world, shuffle=config.data.shuffle, even="drop")
@@ -313,7 +314,7 @@ class _Loop:
         self.student, self.teachers, self.loader, self.val_loader = student, teachers, loader, val_loader
         self.loss_fn, self.logger, self.checkpointer = loss_fn, logger, checkpointer
         self.state, self.config = state, config
-        self.timer = Timer()
+        self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
         self.dropped: Counter[str] = Counter()
         self.teacher_bits: dict[str, tuple[float, float]] | None = None
         per_epoch = len(loader)

@@ -24,7 +24,7 @@ def view_text(student_tokenizer: Any, teacher_tokenizer: Any, text: str) -> dict
 def view_messages(
     student_tokenizer: Any,
     teacher_tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Align two renderings of a conversation, each by its tokenizer's own chat template."""
