@@ -74,11 +74,19 @@ def divergence_entries(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Te
         entries = _weighted(log_s, log_t)
     else:
         beta = spec.beta
-        log_m = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
+        log_m = _log_mixture(log_s, log_t, beta)
         entries = beta * _weighted(log_t, log_m) + (1 - beta) * _weighted(log_s, log_m)
         if spec.rescale:
             entries = entries / (beta * (1 - beta))
     return entries if spec.entry_clip is None else entries.clamp(max=spec.entry_clip)
+
+
+def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """log((1 - beta) S + beta T); exactly log S where both sides are equal, so that their divergence is exactly 0."""
+    difference = log_t - log_s
+    near = difference.abs() < 1
+    close = log_s + torch.log1p(beta * torch.expm1(difference.where(near, torch.zeros_like(difference))))
+    return close.where(near, torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta)))
 
 
 def _weighted(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,0 +1,308 @@
+"""The hint loss: per-site means, directions, self-teachers, and what happens when rows are shifted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from limbeck.align import AlignmentBatch, Chunks
+from limbeck.losses import DivergenceSpec, Head, HiddenSignal, LogitsSignal, TopKSignal
+from limbeck.losses.hint import (
+    HintDistillationLossFn,
+    HintSpec,
+    ema_update,
+    hint_divergence,
+    trust_region_mix,
+)
+from limbeck.utils.errors import ConfigError, LossError
+from tests.losses.cases import make_projection
+from tests.losses.trace_cases import HIDDEN, VOCAB, gradients, hidden_and_head, microbatch, naive_logits, take
+
+SPECS = {
+    "reverse": DivergenceSpec("reverse"),
+    "forward": DivergenceSpec("forward"),
+    "forward clipped": DivergenceSpec("forward", entry_clip=0.05),
+    "jsd": DivergenceSpec("jsd"),
+    "student top-k": DivergenceSpec("reverse", topk=4, chosen_by="student"),
+    "teacher top-k": DivergenceSpec("reverse", topk=4, chosen_by="teacher"),
+}
+LENGTHS = [(6, 9, 3), (8, 10, 1), (7, 7, 4)]
+"""Student length, teacher length and target tokens of each site."""
+
+
+def hint_batch(weights: tuple[float, ...] = (1.0, 0.5, 2.0), seed: int = 0) -> dict[str, Any]:
+    """Sites whose sequences end with the same target ids on both sides, right padded."""
+    g = torch.Generator().manual_seed(seed)
+    student, teacher = (torch.randint(0, VOCAB, (3, width), generator=g) for width in (9, 11))
+    chunks = []
+    for row, (ls, lt, k) in enumerate(LENGTHS):
+        target = torch.randint(0, VOCAB, (k,), generator=g)
+        student[row, ls - k : ls], teacher[row, lt - k : lt] = target, target
+        places = [torch.arange(n - k, n).numpy() for n in (ls, lt)]
+        flat = torch.zeros(k, dtype=torch.int64).numpy()
+        true = torch.ones(k, dtype=torch.bool).numpy()
+        chunks.append(Chunks(places[0], places[0] + 1, places[1], places[1] + 1, flat, flat, true, ~true))
+    return {
+        "input_ids": student,
+        "input_lengths": torch.tensor([x[0] for x in LENGTHS]),
+        "token_mask": torch.zeros_like(student),
+        "sample_mask": torch.ones(3),
+        "teacher_input_ids": teacher,
+        "teacher_input_lengths": torch.tensor([x[1] for x in LENGTHS]),
+        **AlignmentBatch.from_chunks(chunks, 9, 11).as_dict(),
+        "site_weight": torch.tensor(weights),
+        "idx": [0, 1, 2],
+    }
+
+
+def teacher_logits(batch: dict[str, Any], seed: int = 5) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch["teacher_input_ids"].numel(), VOCAB, generator=g, dtype=torch.float64) * 2
+
+
+def run(
+    batch: dict[str, Any], hidden: Tensor, head: Head, signals: list[Any], spec: HintSpec, **options: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    loss_fn = HintDistillationLossFn(spec, **options)
+    start = torch.arange(len(batch["idx"])) * batch["teacher_input_ids"].shape[1]
+    inputs = loss_fn.prepare(microbatch(batch), [start] * len(signals))
+    return loss_fn.compute(hidden, head, signals, inputs, loss_fn.counts(batch))
+
+
+def gathered(logits: Tensor, width: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """`[N, K, V]` at the rows that predict the targets, and which of them are targets."""
+    out = logits.new_zeros(3, 4, VOCAB)
+    valid = torch.zeros(3, 4, dtype=torch.bool)
+    rows = logits.reshape(-1, width, VOCAB)
+    for n, (length, (_, _, k)) in enumerate(zip(lengths, LENGTHS, strict=True)):
+        out[n, :k] = rows[n, length - k - 1 : length - 1]
+        valid[n, :k] = True
+    return out, valid
+
+
+def reference(student: Tensor, teacher: Tensor, weights: Tensor, spec: HintSpec) -> Tensor:
+    """Mean within each site, then the weighted mean over sites, one token at a time."""
+    total, div = student.new_zeros(()), spec.divergence
+    for n, (_, _, k) in enumerate(LENGTHS):
+        site = student.new_zeros(())
+        for j in range(k):
+            p, q = (torch.softmax(x[n, j] / spec.temperature, -1) for x in (student, teacher))
+            if div.topk is not None:
+                kept = (p if div.chosen_by == "student" else q).topk(div.topk).indices
+                p, q = (torch.cat((x[kept], (1 - x[kept].sum())[None])) for x in (p, q))
+            m = (p + q) / 2
+            entries = {
+                "reverse": p * (p / q).log(),
+                "forward": q * (q / p).log(),
+                "jsd": 0.5 * p * (p / m).log() + 0.5 * q * (q / m).log(),
+            }[div.kind]
+            site = site + (entries if div.entry_clip is None else entries.clamp(max=div.entry_clip)).sum()
+        total = total + weights[n] * site / k
+    return total / weights.sum() * spec.temperature**2
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_value_and_gradient(name: str, temperature: float) -> None:
+    spec = HintSpec(SPECS[name], temperature=temperature, block_rows=2)
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    logits = teacher_logits(batch)
+    loss, metrics = run(batch, hidden, head, [LogitsSignal(logits, batch["teacher_input_ids"].reshape(-1))], spec)
+    student, valid = gathered(naive_logits(hidden, head), 9, [x[0] for x in LENGTHS])
+    teacher, _ = gathered(logits, 11, [x[1] for x in LENGTHS])
+    expected = reference(student, teacher, batch["site_weight"].double(), spec)
+    assert torch.allclose(loss, expected, rtol=1e-6)
+    for mine, theirs in zip(gradients(loss, hidden, head), gradients(expected, hidden, head), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-9)
+    total, count = hint_divergence(student, teacher, valid, spec, site_weight=batch["site_weight"])
+    assert torch.allclose(total / count, expected, rtol=1e-6)
+    assert float(metrics["hint/loss"][0] / metrics["hint/loss"][1]) == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+def test_an_empty_hint_gives_exactly_zero(name: str) -> None:
+    """The same model on the same tokens: not nearly zero, zero."""
+    batch = hint_batch()
+    batch["teacher_input_ids"] = batch["input_ids"]
+    batch["teacher_input_lengths"] = batch["input_lengths"]
+    batch["alignment_teacher_chunk_id"] = batch["alignment_student_chunk_id"]
+    hidden, head = hidden_and_head(27, dtype=torch.float32)
+    signal = HiddenSignal(hidden.detach(), head, batch["input_ids"].reshape(-1))
+    loss_fn = HintDistillationLossFn(HintSpec(SPECS[name], block_rows=4))
+    start = torch.arange(3) * 9
+    inputs = loss_fn.prepare(microbatch(batch), [start])
+    loss, metrics = loss_fn.compute(hidden, head, [signal], inputs, loss_fn.counts(batch))
+    assert float(loss) == 0.0
+    assert float(metrics["hint/proj_accuracy"][0]) == 8.0
+    assert gradients(loss, hidden, head)[0].abs().max() < 1e-6
+
+
+def test_micro_batches_and_order_change_nothing() -> None:
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    logits = teacher_logits(batch).reshape(3, 11, VOCAB)
+    spec = HintSpec()
+    loss_fn = HintDistillationLossFn(spec)
+    counts = loss_fn.counts(batch)
+    assert float(counts["sites"]) == 3.5
+    whole, _ = run(batch, hidden, head, [_signal(logits, batch)], spec)
+    parts = []
+    for rows in ([2, 0], [1]):
+        part = take(batch, rows)
+        own = torch.cat([hidden.reshape(3, 9, HIDDEN)[r] for r in rows])
+        inputs = loss_fn.prepare(microbatch(part), [torch.arange(len(rows)) * 11])
+        parts.append(loss_fn.compute(own, head, [_signal(logits[rows], part)], inputs, counts)[0])
+    assert torch.allclose(torch.stack(parts).sum(), whole, rtol=1e-6)
+
+
+def _signal(logits: Tensor, batch: dict[str, Any]) -> LogitsSignal:
+    return LogitsSignal(logits.reshape(-1, VOCAB), batch["teacher_input_ids"].reshape(-1))
+
+
+def test_long_targets_count_no_more_than_short_ones() -> None:
+    """Sites that differ in nothing but their number of equal rows have equal shares."""
+    row = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    student, teacher = (row[i].expand(2, 4, VOCAB) for i in range(2))
+    valid = torch.tensor([[True] * 4, [True, False, False, False]])
+    both, count = hint_divergence(student, teacher, valid)
+    one, single = hint_divergence(student[:1], teacher[:1], valid[:1])
+    assert torch.allclose(both / count, one / single)
+    assert float(count) == 2.0
+
+
+def test_shifted_rows_stop_the_run_with_the_explanation() -> None:
+    """Sharp predictions, teacher gathered at the tokens instead of one before: JSD is at ln 2."""
+    ids = torch.arange(6)
+    sharp = torch.nn.functional.one_hot(torch.roll(ids, -1), VOCAB).double() * 60
+    valid = torch.ones(1, 4, dtype=torch.bool)
+    right, shifted = sharp[None, 1:5], sharp[None, 2:6]
+    spec = HintSpec(DivergenceSpec("jsd"))
+    assert float(hint_divergence(right, right, valid, spec)[0]) == 0.0
+    with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
+        hint_divergence(right, shifted, valid, spec)
+    loss_fn = HintDistillationLossFn(spec)
+    loss_fn.end_step({"hint/loss": (0.3, 1.0)})
+    with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
+        loss_fn.end_step({"hint/loss": (2 * math.log(2) * 0.999, 2.0)})
+
+
+def test_a_signal_of_other_tokens_is_refused() -> None:
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    ids = batch["teacher_input_ids"].clone()
+    ids[0, 8] = (ids[0, 8] + 1) % VOCAB
+    with pytest.raises(LossError, match="different token sequences"):
+        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintSpec())
+    batch["teacher_input_ids"] = ids
+    with pytest.raises(LossError, match="ids differ"):
+        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintSpec())
+
+
+def test_top_k_signals() -> None:
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    log_p = torch.log_softmax(teacher_logits(batch), -1)
+    following = torch.roll(batch["teacher_input_ids"].reshape(-1), -1)
+    top = log_p.topk(4, dim=-1)
+    came = log_p.gather(1, following[:, None]).squeeze(1)
+    stored = TopKSignal(top.indices, top.values, came, following)
+    live = LogitsSignal(teacher_logits(batch), batch["teacher_input_ids"].reshape(-1))
+    spec = HintSpec(SPECS["teacher top-k"])
+    assert torch.allclose(
+        run(batch, hidden, head, [stored], spec)[0], run(batch, hidden, head, [live], spec)[0], rtol=1e-9
+    )
+    with pytest.raises(LossError, match="live teacher"):
+        run(batch, hidden, head, [stored], HintSpec(SPECS["student top-k"]))
+
+
+def test_trust_region_mixes_in_log_space() -> None:
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    one, two = teacher_logits(batch), teacher_logits(batch, seed=6)
+    ids = batch["teacher_input_ids"].reshape(-1)
+    mixed = trust_region_mix(torch.log_softmax(one, -1), torch.log_softmax(two, -1), 0.25)
+    assert torch.allclose(mixed.exp().sum(-1), torch.ones(33, dtype=torch.float64))
+    by_mix, _ = run(batch, hidden, head, [LogitsSignal(mixed, ids)], HintSpec())
+    pair = [LogitsSignal(one, ids), LogitsSignal(two, ids)]
+    by_two, _ = run(batch, hidden, head, pair, HintSpec(), trust_region=0.25)
+    assert torch.allclose(by_two, by_mix, rtol=1e-9)
+    assert torch.equal(trust_region_mix(mixed, one, 0.0), torch.log_softmax(mixed, -1))
+    with pytest.raises(LossError, match="expected 2"):
+        run(batch, hidden, head, pair[:1], HintSpec(), trust_region=0.25)
+    with pytest.raises(ConfigError):
+        trust_region_mix(one, two, 1.5)
+
+
+def test_trust_region_mix_minimises_the_weighted_divergence() -> None:
+    g = torch.Generator().manual_seed(0)
+    one, two = (torch.log_softmax(torch.randn(VOCAB, generator=g, dtype=torch.float64), -1) for _ in range(2))
+
+    def cost(q: Tensor) -> float:
+        return float(0.7 * (q.exp() * (q - one)).sum() + 0.3 * (q.exp() * (q - two)).sum())
+
+    best = trust_region_mix(one, two, 0.3)
+    for _ in range(20):
+        nearby = torch.log_softmax(best + 0.1 * torch.randn(VOCAB, generator=g, dtype=torch.float64), -1)
+        assert cost(nearby) > cost(best)
+
+
+def test_ema_update() -> None:
+    torch.manual_seed(0)
+    model, average = nn.Linear(3, 2), nn.Linear(3, 2)
+    before = [p.detach().clone() for p in average.parameters()]
+    ema_update(model.parameters(), average.parameters(), 0.9)
+    for new, old, p in zip(average.parameters(), before, model.parameters(), strict=True):
+        assert torch.allclose(new, 0.9 * old + 0.1 * p)
+        assert new.grad_fn is None
+    frozen = [p.detach().clone() for p in average.parameters()]
+    ema_update(model.parameters(), average.parameters(), 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(frozen, average.parameters(), strict=True))
+    ema_update(model.parameters(), average.parameters(), 0.0)
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), average.parameters(), strict=True))
+    with pytest.raises(ConfigError):
+        ema_update([], [], 1.1)
+    with pytest.raises(LossError, match="does not fit"):
+        ema_update([torch.zeros(2)], [torch.zeros(3)], 0.5)
+
+
+def test_a_teacher_of_another_vocabulary_goes_through_its_projection() -> None:
+    """Chunks of several tokens on a side; every site counts by its weight, not by its number of chunks."""
+    projection = make_projection(VOCAB, 23, seed=1)
+    batch, (hidden, head) = hint_batch(), hidden_and_head(27)
+    g = torch.Generator().manual_seed(3)
+    batch["teacher_input_ids"] = torch.randint(0, 23, (3, 11), generator=g)
+    chunk = batch["alignment_student_chunk_id"]
+    chunk[2] = torch.where(chunk[2] >= 2, chunk[2] - 1, chunk[2])
+    chunk[2][chunk[2] == 2] = 2
+    chunk[2, 4:6] = torch.tensor([1, 1])
+    chunk[2, 6] = 2
+    teacher = batch["alignment_teacher_chunk_id"]
+    teacher[2, 3:7] = torch.tensor([0, 0, 1, 2])
+    chunk[2, 3] = 0
+    batch["alignment_pair_valid"][2, 3] = False
+    logits = torch.randn(33, 23, generator=g, dtype=torch.float64)
+    signal = LogitsSignal(logits, batch["teacher_input_ids"].reshape(-1))
+    whole, _ = run(batch, hidden, head, [signal], HintSpec(DivergenceSpec("forward")), projection=projection)
+    assert float(whole) > 0
+    singles = []
+    for row in range(3):
+        weights = torch.zeros(3)
+        weights[row] = 1.0
+        alone = {**batch, "site_weight": weights}
+        singles.append(
+            run(alone, hidden, head, [signal], HintSpec(DivergenceSpec("forward")), projection=projection)[0]
+        )
+    expected = (torch.stack(singles) * batch["site_weight"]).sum() / batch["site_weight"].sum()
+    assert torch.allclose(whole, expected, rtol=1e-6)
+    assert gradients(whole, hidden, head)[0].abs().sum() > 0
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        HintSpec(temperature=0.0)
+    with pytest.raises(ConfigError):
+        HintDistillationLossFn(trust_region=2.0)
+    with pytest.raises(ConfigError, match="topk"):
+        HintDistillationLossFn(HintSpec(SPECS["teacher top-k"]), projection=make_projection(5, 6))
+    with pytest.raises(LossError, match="row starts"):
+        HintDistillationLossFn().prepare(microbatch(hint_batch()), [None])
