@@ -8,7 +8,6 @@ the environment at the moment of the request and stands in no log, cache or erro
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import random
@@ -17,26 +16,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from limbeck.traces.readers.base import as_dict, as_dicts, as_number
 from limbeck.traces.replay import TeacherFailure, parse_answer
 from limbeck.traces.schema import Message
 from limbeck.traces.store import JsonCache, fingerprint
 from limbeck.utils.errors import TraceError
-
-_RETRIED = {408, 409, 429, 500, 502, 503, 504, 529}
-_HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}
-
-
-def load_httpx() -> Any:
-    """The HTTP client library, which is an optional part of the installation."""
-    for name in ("httpx", "httpx2"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise TraceError("endpoint teachers need the package httpx: install it with `pip install 'limbeck[server]'`")
+from limbeck.utils.http import HOPELESS, RETRIED, backoff, load_httpx, public_url, retry_after
 
 
 @dataclass
@@ -98,11 +85,7 @@ class EndpointConfig:
     @property
     def public_url(self) -> str:
         """The address without user, password and query."""
-        parts = urlsplit(self.url)
-        host = parts.hostname or ""
-        return urlunsplit(
-            (parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path.rstrip("/"), "", "")
-        )
+        return public_url(self.url)
 
 
 @dataclass
@@ -121,7 +104,7 @@ class EndpointTeacher:
 
     def __post_init__(self) -> None:
         self.name = self.config.name or self.config.model
-        self._httpx = load_httpx()
+        self._httpx = load_httpx(TraceError)
         self._client: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._next_start = 0.0
@@ -193,8 +176,7 @@ class EndpointTeacher:
             raise _Retry(failure) from failure
 
     def _pause(self, attempt: int) -> float:
-        # Random shares keep many clients from coming back at the same moment.
-        return min(self.config.max_backoff, self.config.backoff * 2**attempt) * self._random.uniform(0.5, 1.0)
+        return backoff(attempt, self.config.backoff, self.config.max_backoff, self._random)
 
     async def _post(self, body: dict[str, Any]) -> Any:
         if self._client is None:
@@ -231,13 +213,13 @@ class EndpointTeacher:
             body = response.json()
         except (ValueError, RecursionError):
             body = None
-        if status in _HOPELESS:
+        if status in HOPELESS:
             raise TraceError(
-                f"the endpoint {self.config.public_url} {_HOPELESS[status]} (HTTP {status}) for the model "
+                f"the endpoint {self.config.public_url} {HOPELESS[status]} (HTTP {status}) for the model "
                 f"{self.config.model!r}: check the address, the model and the variable {self.config.api_key_env}"
             )
-        if status in _RETRIED:
-            pause = _retry_after(response)
+        if status in RETRIED:
+            pause = retry_after(response)
             raise _Retry(
                 TeacherFailure(f"http_{status}", _error_text(body)),
                 None if pause is None else min(pause, self.config.max_backoff),
@@ -260,13 +242,6 @@ class _Retry(Exception):
 
 def _error_text(body: Any) -> str:
     return str(as_dict(as_dict(body).get("error")).get("message", ""))[:200]
-
-
-def _retry_after(response: Any) -> float | None:
-    try:
-        return max(0.0, float(response.headers.get("retry-after", "")))
-    except ValueError:
-        return None
 
 
 def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
