@@ -105,7 +105,7 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str]) -> str:
         (f"{s['teacher_tokens_per_byte']:.3f}", "teacher tokens per byte"),
     ]
     shown = "".join(f'<div class="card"><b>{v}</b><span>{html.escape(label)}</span></div>' for v, label in cards)
-    flow = "".join(_chunk_html(c) for c in view["chunks"])
+    flow = "".join(chunk_html(c) for c in view["chunks"])
     student, teacher = map(html.escape, names)
     left_out = "; ".join(f"{v} {k}" for k, v in sorted(s["left_out"].items())) or "nothing"
     return (
@@ -123,7 +123,8 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str]) -> str:
     )
 
 
-def _chunk_html(chunk: dict[str, Any]) -> str:
+def chunk_html(chunk: dict[str, Any]) -> str:
+    """One chunk of a view as a box, student above teacher; pages bring the style of ``.chunk``."""
     kind = {"1:1": "", "1:n": " k-1n", "n:1": " k-n1", "n:m": " k-nm"}[chunk["kind"]]
     classes = f"chunk{kind}{'' if chunk['exact'] else ' inexact'}{' role' if chunk['role'] else ''}"
     title = f"{chunk['kind']}  student {chunk['student_ids']}  teacher {chunk['teacher_ids']}"

@@ -1,0 +1,184 @@
+"""``limbeck eval`` and ``limbeck report``: figures of models on files, and pages from run folders."""
+
+from __future__ import annotations
+
+import glob
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from limbeck.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from limbeck.algorithms.evaluation import Advance, Begin
+
+
+class EvalMode(str, Enum):
+    """What the records of a file are."""
+
+    auto = "auto"
+    text = "text"
+    chat = "chat"
+    choice = "choice"
+    pairs = "pairs"
+
+
+class Precision(str, Enum):
+    """Type of weights and computation."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def eval_command(
+    models: Annotated[
+        list[str], typer.Argument(help="Model folders, GGUF files, hub ids or run folders.", metavar="MODEL...")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", help="File, glob, folder or hf:owner/name; repeatable.", metavar="FILE..."),
+    ] = None,
+    mode: Annotated[
+        EvalMode, typer.Option(help="What the records are; auto looks at each file's first.")
+    ] = EvalMode.auto,
+    text_key: Annotated[str, typer.Option(help="Key of a record's text.")] = "text",
+    messages_key: Annotated[str, typer.Option(help="Key of a record's conversation.")] = "messages",
+    context: Annotated[
+        int | None, typer.Option(help="Longest window in tokens (default: the model's limit, at most 2048).")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens a window moves on in long documents (default: half the context).")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 8192,
+    max_documents: Annotated[int | None, typer.Option(help="Read this many documents of each file.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Read about this many bytes of each file.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Of a run folder: best, latest or a step.")] = "best",
+    precision: Annotated[
+        Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on an accelerator.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    lm_eval: Annotated[
+        list[str] | None, typer.Option("--lm-eval", help="Also run this task of the lm-eval harness; repeatable.")
+    ] = None,
+    lm_eval_include: Annotated[Path | None, typer.Option(help="Folder with harness tasks of your own.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Compare models on files, whatever their tokenizers: bits per byte, multiple choice, preference pairs.
+
+    Example: limbeck eval runs/mine ./SmolLM2-135M -d val.jsonl -d arc_easy_val.jsonl --max-documents 200
+    """
+    from limbeck.algorithms.evaluation import EvalOptions, evaluate
+
+    models, data = split_arguments(models, data or [])
+    if not data and not lm_eval:
+        raise ConfigError("there is nothing to evaluate on; give --data FILE or --lm-eval TASK.")
+    options = EvalOptions(
+        mode=mode.value,
+        text_key=text_key,
+        messages_key=messages_key,
+        context=context,
+        stride=stride,
+        batch_tokens=batch_tokens,
+        max_documents=max_documents,
+        max_bytes=max_bytes,
+        checkpoint=checkpoint,
+        precision=precision.value if precision else None,
+        device=device,
+    )
+    result: dict[str, Any] = {"models": {spec: {} for spec in models}}
+    with _progress() as begin:
+        if data:
+            result = evaluate(models, data, options, begin)
+        if lm_eval:
+            result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)
+    if json_output:
+        typer.echo(json.dumps(result, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        from limbeck.report.evaluation import print_evaluation
+
+        print_evaluation(result, Console())
+
+
+def split_arguments(models: list[str], data: list[str]) -> tuple[list[str], list[str]]:
+    """``--data a.txt b.txt`` (as a shell writes ``--data *.txt``) gives b.txt as a model: what can be none is data."""
+
+    def is_data(name: str) -> bool:
+        path = Path(name).expanduser()
+        return name.startswith("hf:") or glob.has_magic(name) or (path.is_file() and path.suffix != ".gguf")
+
+    found = [name for name in models if is_data(name)] if data else []
+    left = [name for name in models if name not in found]
+    if not left:
+        raise ConfigError(f"no model is given, only data files ({', '.join(found[:3])}); write the models first.")
+    return left, [*data, *found]
+
+
+def _harness(models: list[str], tasks: list[str], include: Path | None, options: Any) -> dict[str, Any]:
+    from limbeck.algorithms.evaluation import pick_device
+    from limbeck.algorithms.evaluation_harness import run_harness
+
+    device = pick_device(options.device)
+    precision = options.precision or ("float32" if device.type == "cpu" else "bfloat16")
+    return run_harness(
+        models,
+        tasks,
+        checkpoint=options.checkpoint,
+        limit=options.max_documents,
+        include=include,
+        precision=precision,
+        device=str(device),
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Begin]:
+    """A bar per model and file on standard error, where that is a terminal; other libraries' bars are silenced."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+
+        def begin(model: str, file: str, documents: int) -> Advance:
+            from rich.markup import escape
+
+            task = progress.add_task(escape(f"{Path(model).name}  {Path(file).name}"), total=documents)
+            return lambda done: progress.advance(task, done)
+
+        yield begin
+
+
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several make one page that compares them.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Page to write (default: report.html in the run folder, or here for several)."
+        ),
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = False,
+) -> None:
+    """Write a self-contained page about a run, or one that compares several.
+
+    Example: limbeck report runs/mine    limbeck report runs/ce runs/distilled -o compare.html
+    """
+    from limbeck.report.run_page import write_comparison, write_report
+
+    page = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("report.html"))
+    typer.echo(f"page: {page}")
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())

@@ -1,0 +1,44 @@
+"""What the counted reasons mean, in one sentence each."""
+
+from __future__ import annotations
+
+import re
+
+_REASONS = {
+    "truncated": "records cut at the last boundary that both contexts can hold",
+    "truncated_tokens": "tokens behind such a cut",
+    "prefix_of_document": "documents of which only the part that fits a context was read",
+    "no_target": "records without a token to learn from",
+    "skipped_record": "records that could not be rendered",
+    "inexact_tokens": "tokens whose bytes the tokenizer's normaliser changed",
+    "inexact_chunks": "chunks whose bytes differ between the two sides, kept out of the loss",
+    "segment_missing": "messages or parts that only one side's template renders",
+    "segment_differs": "messages that the two templates render differently",
+    "unencoded_bytes": "bytes for which the tokenizer has no token",
+    "straddle": "tokens across the edge of a supervised span",
+    "unrendered_content": "assistant messages that the template leaves out",
+    "unrendered_reasoning": "reasoning that the template leaves out",
+    "unrendered_context": "other messages that the template leaves out",
+    "unrendered_tools": "tools given to a template that reads none",
+    "no_end_of_turn": "answers without an end-of-turn token",
+    "outside_generation": "answers outside the template's generation markers",
+    "edge_whitespace": "strings whose outer white space could not be told from the template's",
+    "empty": "empty records",
+    "too_long": "records over the size limit",
+    "missing_key": "records without the key that holds the text",
+    "wrong_type": "records whose value has the wrong type",
+    "malformed_json": "lines that are no JSON",
+    "invalid_utf8": "records that are not UTF-8",
+    "invalid_unicode": "records with half a surrogate pair",
+    "bad_message": "conversations with a message that has no role",
+    "not_an_object": "lines that are no JSON object",
+}
+
+
+def explain(reason: str) -> str:
+    """A sentence about a reason; a teacher's number in front is kept apart. Empty for one that is not known."""
+    match = re.fullmatch(r"(?:.*: )?teacher_(\d+)_(\w+)", reason)
+    if match:
+        base = _REASONS.get(match[2], "")
+        return f"teacher {match[1]}: {base}" if base else ""
+    return _REASONS.get(reason.rpartition(": ")[2], "")

@@ -1,0 +1,195 @@
+"""What a run folder says, read without trusting it: a run may have just begun, been killed, or be training now."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from limbeck.config import parse_yaml
+from limbeck.utils.errors import ConfigError, LimbeckError
+
+_MARKS = ("metrics.jsonl", "config.yaml", "versions.json")
+Points = list[tuple[int, float]]
+
+
+@dataclass
+class RunData:
+    """A run folder in memory.
+
+    Attributes:
+        rows: one per step, ascending; later lines about a step add to earlier ones.
+        problems: one sentence for each file that is damaged; a missing file is no problem.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    versions: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    dropped: dict[str, Any] = field(default_factory=dict)
+    alignment: dict[str, Any] | None = None
+    checkpoints: list[int] = field(default_factory=list)
+    failed_steps: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    def points(self, key: str) -> Points:
+        """(step, value) of a metric wherever it is a finite number."""
+        found = ((row["step"], row.get(key)) for row in self.rows)
+        return [(step, float(v)) for step, v in found if _is_number(v) and math.isfinite(float(v))]
+
+    def metric_names(self) -> list[str]:
+        """All metrics with at least one value, in order of appearance."""
+        seen = dict.fromkeys(key for row in self.rows for key in row if key not in ("step", "timestamp"))
+        return [key for key in seen if self.points(key)]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged, 0 for none."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """A value of the resolved configuration by its dotted path."""
+        node: Any = self.config
+        for part in path.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return default if node is None else node
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps the run was asked for."""
+        value = next((v for s in ("distillation", "training") if (v := self.setting(f"{s}.max_num_steps"))), None)
+        return int(value) if _is_number(value) else None
+
+    @property
+    def student(self) -> str:
+        """Name of the student model."""
+        return self._model(self.setting("policy", {}))
+
+    @property
+    def teachers(self) -> list[str]:
+        """Names of the teachers, in order."""
+        one = self.setting("teacher")
+        many = self.setting("teachers", [])
+        listed = [one] if isinstance(one, Mapping) else many if isinstance(many, list) else []
+        return [self._model(teacher) for teacher in listed]
+
+    @staticmethod
+    def _model(section: Any) -> str:
+        if not isinstance(section, Mapping):
+            return "unknown"
+        if section.get("model_name"):
+            return str(section["model_name"])
+        if section.get("cache"):
+            return f"cache {section['cache']}"
+        kind = (section.get("model_overrides") or {}).get("model_type")
+        return f"new {kind}" if kind else "unknown"
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds at least one of the files that a run writes first."""
+    return any((folder / name).is_file() for name in _MARKS)
+
+
+def find_runs(folders: list[Path]) -> list[Path]:
+    """The run folders among ``folders``; one that only holds run folders stands for them."""
+    found: list[Path] = []
+    for folder in folders:
+        if is_run(folder):
+            found.append(folder)
+            continue
+        inner = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+        if not inner:
+            what = "holds no run" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(
+                f"{str(folder)!r} {what}; expected a run folder with {', '.join(_MARKS[:2])} (logger.log_dir of a run)."
+            )
+        found.extend(inner)
+    return found
+
+
+def read_run(folder: Path) -> RunData:
+    """Everything that the page shows; damaged files become ``problems``."""
+    run = RunData(folder)
+    _read_config(run)
+    run.versions = _read_json(run, "versions.json") or {}
+    run.dropped = _read_json(run, "dropped.json") or {}
+    run.alignment = _read_json(run, "alignment_sample.json")
+    _read_metrics(run)
+    run.checkpoints = _numbers(folder / "checkpoints", r"step_(\d+)")
+    run.failed_steps = _numbers(folder, r"failed_batch_step_(\d+)")
+    return run
+
+
+def _numbers(folder: Path, pattern: str) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
+
+
+def _read_text(run: RunData, name: str) -> str | None:
+    path = run.folder / name
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        run.problems.append(f"{name} cannot be read: {error}.")
+        return None
+
+
+def _read_json(run: RunData, name: str) -> dict[str, Any] | None:
+    text = _read_text(run, name)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        run.problems.append(f"{name} is damaged: {error}.")
+        return None
+    if not isinstance(value, dict):
+        run.problems.append(f"{name} is damaged: it holds no object.")
+        return None
+    return value
+
+
+def _read_config(run: RunData) -> None:
+    run.config_text = _read_text(run, "config.yaml") or ""
+    try:
+        config = parse_yaml(run.config_text, "config.yaml")
+    except LimbeckError as error:
+        run.problems.append(f"{error}.")
+        return
+    run.config = config if isinstance(config, dict) else {}
+
+
+def _read_metrics(run: RunData) -> None:
+    lines = (_read_text(run, "metrics.jsonl") or "").split("\n")
+    by_step: dict[int, dict[str, Any]] = {}
+    bad = 0
+    # What follows the last line end is still being written, or was cut by a kill.
+    for line in lines[:-1]:
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            bad += 1
+            continue
+        by_step.setdefault(step, {}).update({**row, "step": step})
+    if bad:
+        run.problems.append(f"metrics.jsonl has {bad} damaged line{'s' if bad > 1 else ''}; they are left out.")
+    run.rows = [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,112 @@
+"""The two verbs end to end: tables and JSON of ``eval``, pages of ``report``, one clear line on bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from limbeck.report.commands import eval_command, report_command, split_arguments
+from limbeck.report.evaluation import notes, print_evaluation, short_names
+from limbeck.utils.errors import ConfigError
+from tests.models import tiny
+from tests.report.runs import write_run
+
+app = typer.Typer()
+app.command("eval")(eval_command)
+app.command("report")(report_command)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("models")
+    tiny.student().save_checkpoint(root / "one")
+    tiny.teacher().save_checkpoint(root / "two")
+    return [str(root / "one"), str(root / "two")]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name, text in (("a.txt", tiny.TEXTS[0]), ("b.txt", tiny.TEXTS[3])):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+
+
+def test_models_side_by_side_as_json(models: list[str], files: list[str]) -> None:
+    result = CliRunner().invoke(app, ["eval", *models, "--data", *files, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["models"]
+    assert list(found) == models
+    for model in models:
+        assert list(found[model]) == files
+        for row in found[model].values():
+            assert set(row) >= {"bpb", "bytes", "documents", "tokens"}
+            assert 2 < row["bpb"] < 9
+
+
+def test_models_side_by_side_as_a_table(models: list[str], files: list[str]) -> None:
+    result = CliRunner().invoke(app, ["eval", *models, "--data", files[0], "--data", files[1]])
+    assert result.exit_code == 0, result.output
+    for expected in ("one", "two", "a.txt", "b.txt", "all bytes", "bits per byte"):
+        assert expected in result.stdout
+
+
+def test_data_files_behind_the_option_are_no_models(files: list[str], tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_text("")
+    assert split_arguments(["m", str(gguf), files[1], "x/*.txt", "hf:a/b"], [files[0]]) == (
+        ["m", str(gguf)],
+        [files[0], files[1], "x/*.txt", "hf:a/b"],
+    )
+    with pytest.raises(ConfigError, match="no model is given"):
+        split_arguments([files[1]], [files[0]])
+
+
+def test_nothing_to_evaluate_on_is_refused(models: list[str]) -> None:
+    result = CliRunner().invoke(app, ["eval", models[0]])
+    assert isinstance(result.exception, ConfigError)
+    assert "--data FILE" in str(result.exception)
+
+
+def test_a_missing_harness_is_one_sentence(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = CliRunner().invoke(app, ["eval", models[0], "--lm-eval", "arc_easy"])
+    assert isinstance(result.exception, ConfigError)
+    assert "pip install 'limbeck[eval]'" in str(result.exception)
+
+
+def test_the_lowest_of_each_row_is_marked_and_notes_say_what_differs() -> None:
+    rows = {"m/a": {"bpb": 1.2, "bytes": 100, "documents": 2, "tokens": 30, "acc": 0.5}}
+    rows["m/b"] = {"bpb": 1.1, "bytes": 90, "documents": 2, "tokens": 20, "acc": 0.7, "dropped": {"inexact_tokens": 3}}
+    result = {"models": {spec: {"f.txt": row} for spec, row in rows.items()}, "files": {"f.txt": "text"}}
+    console = Console(record=True, width=120, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_evaluation(result, console)
+    marked = console.export_text(styles=True)
+    assert "\x1b[1;32m1.1000" in marked
+    assert "\x1b[1;32m1.2000" not in marked
+    assert "\x1b[1;32m0.700" in marked
+    first, second = notes(result["models"], {"m/a": "a", "m/b": "b"}, {"f.txt": "f.txt"})
+    assert "a 100, b 90" in first
+    assert "3 inexact_tokens" in second
+
+
+def test_names_are_as_short_as_they_can_be() -> None:
+    assert short_names(["x/run", "y/run", "z/other"]) == {"x/run": "x/run", "y/run": "y/run", "z/other": "z/other"}
+    assert short_names(["a/b/m1", "a/c/m2"]) == {"a/b/m1": "m1", "a/c/m2": "m2"}
+
+
+def test_pages_are_written_where_asked(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name, steps=50)) for name in ("x", "y")]
+    out = tmp_path / "pages" / "x.html"
+    assert CliRunner().invoke(app, ["report", runs[0], "--out", str(out)]).exit_code == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    both = CliRunner().invoke(app, ["report", *runs, "-o", str(tmp_path / "both.html")])
+    assert both.exit_code == 0
+    assert "2 runs compared" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "pages")])
+    assert isinstance(refused.exception, ConfigError)
