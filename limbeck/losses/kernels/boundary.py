@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.corrected_modes import TINY as TINY_VALUE
-from limbeck.losses.kernels import COLUMNS
-from limbeck.losses.kernels.stats import LOG2E, splits_for
+from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
 from limbeck.losses.kernels.tables import ProjectionTables
 
 TINY = tl.constexpr(TINY_VALUE)
@@ -37,53 +36,71 @@ class BoundaryOut(NamedTuple):
 
 
 @triton.jit
+def _student_mass(s_ptr, q_ptr, source, place, ld, col, width, scale, base):
+    """q of one teacher token: a gathered probability, or the row that was summed for it."""
+    s_at = s_ptr + source.to(tl.int64) * ld + col
+    s = tl.load(s_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
+    q = tl.load(q_ptr + place.to(tl.int64) * ld + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
+    return q + tl.exp2(s * scale - base)
+
+
+@triton.jit
 def _boundary_kernel(
     s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
-    size, ld_s, ld_t, out_ld, per_split, inv_tau,
-    SPLITS: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    size, ld_s, ld_t, width, per_split, inv_tau,
+    SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = col < width
     start = tl.program_id(1) * per_split
     end = tl.minimum(start + per_split, size)
     scale = inv_tau * LOG2E
-    base_s = tl.load(lse_s_ptr + col)[None, :] * LOG2E
-    base_t = tl.load(lse_t_ptr + col)[None, :] * LOG2E
-    kept = tl.zeros([BV, BN], tl.float32)
-    cross = tl.zeros([BV, BN], tl.float32)
-    student = tl.zeros([BV, BN], tl.float32)
-    best = tl.full([BV, BN], -1.0, tl.float32)
-    arg = tl.zeros([BV, BN], tl.int32)
-    for v in range(start, end, BV):
-        at = v + tl.arange(0, BV)
-        inside = at < end
-        source = tl.load(source_ptr + at, mask=inside, other=-1)
-        place = tl.load(place_ptr + at, mask=inside, other=-1)
-        reached = (source >= 0) | (place >= 0)
-        t_at = t_ptr + at.to(tl.int64)[:, None] * ld_t + col[None, :]
-        t = tl.load(t_at, mask=inside[:, None], other=0.0).to(tl.float32)
-        s_at = s_ptr + source.to(tl.int64)[:, None] * ld_s + col[None, :]
-        s = tl.load(s_at, mask=(source >= 0)[:, None], other=float("-inf")).to(tl.float32)
-        q_at = q_ptr + place.to(tl.int64)[:, None] * ld_s + col[None, :]
-        q = tl.load(q_at, mask=(place >= 0)[:, None], other=0.0)
-        q += tl.exp2(s * scale - base_s)
-        log_t = t * scale - base_t
-        gap = log_t - tl.log2(q + TINY)
-        p = tl.where(reached[:, None], tl.exp2(log_t), 0.0)
-        r = tl.where(reached[:, None], tl.exp2(gap), 0.0)
-        kept += p
-        cross += p * gap
-        student += q * r
-        arg = tl.where(q > best, at[:, None], arg)
-        best = tl.maximum(best, q)
-        tl.store(t_at, r.to(t_ptr.dtype.element_ty), mask=inside[:, None])
-    part = SPLITS * out_ld
-    out = tl.program_id(1) * out_ld + col
-    top = tl.max(best, 0)
-    tl.store(out_ptr + out, tl.sum(kept, 0))
-    tl.store(out_ptr + part + out, tl.sum(cross, 0))
-    tl.store(out_ptr + 2 * part + out, tl.sum(student, 0))
-    tl.store(out_ptr + 3 * part + out, top)
-    tl.store(arg_ptr + out, tl.min(tl.where(best == top[None, :], arg, 2147483647), 0))
+    base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
+    base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
+    kept = tl.zeros([BN], tl.float32)
+    cross = tl.zeros([BN], tl.float32)
+    student = tl.zeros([BN], tl.float32)
+    best = tl.full([BN], -1.0, tl.float32)
+    arg = tl.zeros([BN], tl.int32)
+    for v in range(start, end, 2):
+        # two tokens at a time: their loads are under way together; the store of one would hold up the next
+        second = v + 1 < end
+        also = col < tl.where(second, width, 0)
+        other = tl.minimum(v + 1, end - 1)
+        source0 = tl.load(source_ptr + v)
+        source1 = tl.where(second, tl.load(source_ptr + other), -1)
+        place0 = tl.load(place_ptr + v)
+        place1 = tl.where(second, tl.load(place_ptr + other), -1)
+        at0 = t_ptr + v * ld_t.to(tl.int64) + col
+        at1 = at0 + ld_t
+        log0 = tl.load(at0, mask=inside, other=0.0).to(tl.float32) * scale - base_t
+        log1 = tl.load(at1, mask=also, other=0.0).to(tl.float32) * scale - base_t
+        q0 = _student_mass(s_ptr, q_ptr, source0, place0, ld_s, col, width, scale, base_s)
+        q1 = _student_mass(s_ptr, q_ptr, source1, place1, ld_s, col, width, scale, base_s)
+        gap0 = log0 - tl.log2(q0 + TINY)
+        gap1 = log1 - tl.log2(q1 + TINY)
+        reached0 = (source0 >= 0) | (place0 >= 0)
+        reached1 = (source1 >= 0) | (place1 >= 0)
+        p0 = tl.where(reached0, tl.exp2(log0), 0.0)
+        p1 = tl.where(reached1, tl.exp2(log1), 0.0)
+        r0 = tl.where(reached0, tl.exp2(gap0), 0.0)
+        r1 = tl.where(reached1, tl.exp2(gap1), 0.0)
+        tl.store(at0, r0.to(t_ptr.dtype.element_ty), mask=inside)
+        tl.store(at1, r1.to(t_ptr.dtype.element_ty), mask=also)
+        kept += p0 + p1
+        cross += p0 * gap0 + p1 * gap1
+        student += q0 * r0 + q1 * r1
+        arg = tl.where(q0 > best, v, arg)
+        best = tl.maximum(best, q0)
+        arg = tl.where(q1 > best, v + 1, arg)
+        best = tl.maximum(best, q1)
+    part = SPLITS * width
+    out = tl.program_id(1) * width + col
+    tl.store(out_ptr + out, kept, mask=inside)
+    tl.store(out_ptr + part + out, cross, mask=inside)
+    tl.store(out_ptr + 2 * part + out, student, mask=inside)
+    tl.store(out_ptr + 3 * part + out, best, mask=inside)
+    tl.store(arg_ptr + out, arg, mask=inside)
 
 
 def boundary_divergence(
@@ -99,16 +116,15 @@ def boundary_divergence(
     """student `[V_s, ld_s]`, teacher `[V_t, ld_t]`: logits whose first `chunks` columns belong together; the teacher's
     are overwritten with r there. lse_* `[ld]` at the temperature; complex_mass `[c, ld_s]`: `project_columns` of
     `tables.complex`."""
-    tiles = -(-chunks // COLUMNS)
-    width, size = tiles * COLUMNS, teacher.shape[0]
+    size = teacher.shape[0]
+    width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(size)
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(splits, width, dtype=torch.int32, device=student.device)
-    per_split = -(-size // (splits * 8)) * 8
-    _boundary_kernel[(tiles, splits)](
+    _boundary_kernel[(-(-width // WIDE), splits)](
         student, teacher, complex_mass, lse_student, lse_teacher, tables.source, tables.place, sums, arg,
-        size, student.shape[1], teacher.shape[1], width, per_split, 1 / temperature,
-        SPLITS=splits, BV=8, BN=COLUMNS, num_warps=4,
+        size, student.shape[1], teacher.shape[1], width, -(-size // splits), 1 / temperature,
+        SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     kept, cross, term = sums[:3, :, :chunks].sum(1)
     best = sums[3, :, :chunks].max(0)

@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels import COLUMNS
 from limbeck.losses.kernels.sorted_l1 import BINS, PER_OCTAVE, Rest, bin_of
-from limbeck.losses.kernels.stats import LOG2E
-from limbeck.losses.kernels.tables import TILE, PairTables, ProjectionTables
+from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS
+from limbeck.losses.kernels.tables import PairTables, ProjectionTables
 
-STEPS = 8
-"""Tiles of student tokens that one program walks through."""
+STEPS = 64
+"""Student tokens that one program walks through."""
 
 NONE = tl.constexpr(0)
 PROJECT = tl.constexpr(1)
@@ -70,67 +69,99 @@ class Paired:
 
 
 @triton.jit
+def _entry(r_ptr, index_ptr, weight_ptr, at, r_ld, r_col, col, width, shift, SHIFT: tl.constexpr):
+    """One entry of W's row times R, less the shift."""
+    index = tl.load(index_ptr + at)
+    weight = tl.load(weight_ptr + at)
+    some = col < tl.where(index >= 0, width, 0)
+    r = tl.load(r_ptr + index.to(tl.int64) * r_ld + r_col, mask=some, other=0.0).to(tl.float32)
+    if SHIFT:
+        r = tl.where(index >= 0, r - shift, 0.0)
+    return weight * r
+
+
+@triton.jit
+def _slope(t_ptr, slope_ptr, pair, z, t_ld, slope_ld, col, width, scale, base, base_t, REST: tl.constexpr):
+    """G of a loss on common pairs for one student token."""
+    at = t_ptr + pair.to(tl.int64) * t_ld + col
+    t = tl.load(at, mask=col < tl.where(pair >= 0, width, 0), other=float("-inf")).to(tl.float32)
+    out = -tl.exp2(t * scale - base_t)
+    if REST:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if pair < 0:
+            log_p = z * scale - base
+            place = slope_ptr + bin_of(log_p) * slope_ld + col
+            out = tl.load(place, mask=col < width, other=0.0).to(tl.float32) * tl.exp2(log_p)
+    return out
+
+
+@triton.jit
+def _finish(at, v, z, kd, g, cp, cp_one, co, label, scale, base, base_one, inside, MODE: tl.constexpr,
+            SCALED: tl.constexpr):  # fmt: skip
+    """Put the parts of one student token's gradient together and store it over its logits."""
+    p = tl.exp2(z * scale - base)
+    grad = cp * p + tl.where(label == v, co, 0.0)
+    if SCALED:
+        grad += cp_one * tl.exp2(z * LOG2E - base_one)
+    if MODE == PROJECT:
+        grad -= kd * p * g
+    if MODE == PAIRS:
+        grad += kd * g
+    tl.store(at, grad.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _gradient_kernel(
     s_ptr, lse_ptr, lse_one_ptr, kd_ptr, cp_ptr, one_ptr, co_ptr, label_ptr,
     r_ptr, index_ptr, weight_ptr, entries_ptr, owner_ptr, shift_ptr,
     t_ptr, lse_t_ptr, pair_ptr, slope_ptr,
-    size, ld, r_ld, t_ld, slope_ld, first_tile, inv_tau,
+    size, ld, width, r_ld, t_ld, slope_ld, first_tile, inv_tau,
     MODE: tl.constexpr, SCALED: tl.constexpr, OWNER: tl.constexpr, SHIFT: tl.constexpr, REST: tl.constexpr,
-    STEPS: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    STEPS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = (first_tile + tl.program_id(0)) * BN + tl.arange(0, BN)
+    inside = col < ld
     scale = inv_tau * LOG2E
-    base = tl.load(lse_ptr + col)[None, :] * LOG2E
-    cp = tl.load(cp_ptr + col)[None, :]
-    co = tl.load(co_ptr + col)[None, :]
-    label = tl.load(label_ptr + col)[None, :]
+    base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
+    cp = tl.load(cp_ptr + col, mask=inside, other=0.0)
+    co = tl.load(co_ptr + col, mask=inside, other=0.0)
+    label = tl.load(label_ptr + col, mask=inside, other=-1)
+    base_one, cp_one, kd, shift, base_t, r_col = base, cp, cp, cp, base, col
     if SCALED:
-        base_one = tl.load(lse_one_ptr + col)[None, :] * LOG2E
-        cp_one = tl.load(one_ptr + col)[None, :]
+        base_one = tl.load(lse_one_ptr + col, mask=inside, other=0.0) * LOG2E
+        cp_one = tl.load(one_ptr + col, mask=inside, other=0.0)
     if MODE != NONE:
-        kd = tl.load(kd_ptr + col)[None, :]
-    if MODE == PROJECT:
-        r_col = col
-        if OWNER:
-            r_col = tl.load(owner_ptr + col)
-        if SHIFT:
-            shift = tl.load(shift_ptr + col)[None, :]
+        kd = tl.load(kd_ptr + col, mask=inside, other=0.0)
+    if OWNER:
+        r_col = tl.load(owner_ptr + col, mask=inside, other=0)
+        width = ld
+    if SHIFT:
+        shift = tl.load(shift_ptr + col, mask=inside, other=0.0)
     if MODE == PAIRS:
-        base_t = tl.load(lse_t_ptr + col)[None, :] * LOG2E
-    for step in range(STEPS):
-        tile = tl.program_id(1) * STEPS + step
-        at = tile * BV + tl.arange(0, BV)
-        inside = at < size
-        place = s_ptr + at.to(tl.int64)[:, None] * ld + col[None, :]
-        z = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
-        log_p = z * scale - base
-        p = tl.exp2(log_p)
-        grad = cp * p + tl.where(label == at[:, None], co, 0.0)
-        if SCALED:
-            grad += cp_one * tl.exp2(z * LOG2E - base_one)
+        base_t = tl.load(lse_t_ptr + col, mask=col < width, other=0.0) * LOG2E
+    first = tl.program_id(1) * STEPS
+    for v in range(first, tl.minimum(first + STEPS, size), 2):
+        # two tokens at a time: all their loads come before the first store, which would hold them up
+        other = tl.minimum(v + 1, size - 1)
+        at0 = s_ptr + v * ld.to(tl.int64) + col
+        at1 = s_ptr + other * ld.to(tl.int64) + col
+        z0 = tl.load(at0, mask=inside, other=0.0).to(tl.float32)
+        z1 = tl.load(at1, mask=inside, other=0.0).to(tl.float32)
+        g0, g1 = z0, z1
         if MODE == PROJECT:
-            total = tl.zeros([BV, BN], tl.float32)
-            for j in range(tl.load(entries_ptr + tile, mask=tile * BV < size, other=0)):
-                index = tl.load(index_ptr + j * size + at, mask=inside, other=-1)
-                weight = tl.load(weight_ptr + j * size + at, mask=inside, other=0.0)[:, None]
-                some = (index >= 0)[:, None]
-                r = tl.load(r_ptr + index.to(tl.int64)[:, None] * r_ld + r_col[None, :], mask=some, other=0.0)
-                r = r.to(tl.float32)
-                if SHIFT:
-                    r = tl.where(some, r - shift, 0.0)
-                total += weight * r
-            grad -= kd * p * total
+            g0 = _entry(r_ptr, index_ptr, weight_ptr, v, r_ld, r_col, col, width, shift, SHIFT)
+            g1 = _entry(r_ptr, index_ptr, weight_ptr, other, r_ld, r_col, col, width, shift, SHIFT)
+            for j in range(1, tl.load(entries_ptr + v)):
+                g0 += _entry(r_ptr, index_ptr, weight_ptr, j * size + v, r_ld, r_col, col, width, shift, SHIFT)
+            for j in range(1, tl.load(entries_ptr + other)):
+                g1 += _entry(r_ptr, index_ptr, weight_ptr, j * size + other, r_ld, r_col, col, width, shift, SHIFT)
         if MODE == PAIRS:
-            pair = tl.load(pair_ptr + at, mask=inside, other=-1)
-            some = (pair >= 0)[:, None]
-            t = tl.load(t_ptr + pair.to(tl.int64)[:, None] * t_ld + col[None, :], mask=some, other=float("-inf"))
-            grad -= kd * tl.exp2(t.to(tl.float32) * scale - base_t)
-            if REST:
-                other = (inside & (pair < 0))[:, None]
-                where = bin_of(log_p).to(tl.int64) * slope_ld + col[None, :]
-                slope = tl.load(slope_ptr + where, mask=other & (inside[:, None]), other=0.0).to(tl.float32)
-                grad += kd * slope * p
-        tl.store(place, grad.to(s_ptr.dtype.element_ty), mask=inside[:, None])
+            pair0 = tl.load(pair_ptr + v)
+            pair1 = tl.load(pair_ptr + other)
+            g0 = _slope(t_ptr, slope_ptr, pair0, z0, t_ld, slope_ld, col, width, scale, base, base_t, REST)
+            g1 = _slope(t_ptr, slope_ptr, pair1, z1, t_ld, slope_ld, col, width, scale, base, base_t, REST)
+        _finish(at0, v, z0, kd, g0, cp, cp_one, co, label, scale, base, base_one, inside, MODE, SCALED)
+        if v + 1 < size:
+            _finish(at1, v + 1, z1, kd, g1, cp, cp_one, co, label, scale, base, base_one, inside, MODE, SCALED)
 
 
 def _launch(
@@ -146,25 +177,26 @@ def _launch(
         ("r_ptr", "index_ptr", "weight_ptr", "entries_ptr", "owner_ptr", "shift_ptr", "t_ptr", "lse_t_ptr", "pair_ptr",
          "slope_ptr"), unused,
     )  # fmt: skip
-    args |= {"r_ld": 1, "t_ld": 1, "slope_ld": 1}
+    args |= {"r_ld": ld, "t_ld": ld, "slope_ld": ld, "width": ld}
     mode, shift, rest = NONE, False, False
     if isinstance(source, Projected):
         mode, shift = PROJECT, source.shift is not None
         args |= {"r_ptr": source.residual, "index_ptr": source.index, "weight_ptr": source.tables.weight}
         args |= {"entries_ptr": source.tables.entries, "owner_ptr": source.owner, "r_ld": source.residual.shape[1]}
+        args["width"] = min(ld, source.residual.shape[1])
         args["shift_ptr"] = source.shift if shift else unused
     elif source is not None:
         mode, rest = PAIRS, source.rest is not None
         args |= {"t_ptr": source.teacher, "lse_t_ptr": source.lse, "t_ld": source.teacher.shape[1]}
-        args["pair_ptr"] = source.tables.pair
+        args |= {"pair_ptr": source.tables.pair, "width": min(ld, source.teacher.shape[1])}
         if source.rest is not None:
-            args |= {"slope_ptr": source.rest.slope, "slope_ld": source.rest.slope.shape[1]}
-    grid = (last - first, -(-size // (TILE * STEPS)))
-    _gradient_kernel[grid](
+            width = source.rest.slope.shape[1]
+            args |= {"slope_ptr": source.rest.slope, "slope_ld": width, "width": min(ld, width)}
+    _gradient_kernel[(last - first, -(-size // STEPS))](
         logits, lse, lse_one, factors.kd, factors.cp, unused if factors.cp_one is None else factors.cp_one, factors.co,
         factors.label, size=size, ld=ld, first_tile=first, inv_tau=1 / temperature, **args,
         MODE=mode, SCALED=factors.cp_one is not None, OWNER=owner, SHIFT=shift, REST=rest,
-        STEPS=STEPS, BV=TILE, BN=COLUMNS, num_warps=4,
+        STEPS=STEPS, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
 
 
@@ -182,16 +214,15 @@ def write_gradient(
     """Overwrite logits `[V_s, ld]` with their gradient.
 
     lse, lse_one `[ld]`: at the temperature and at 1. Columns below `aligned` have G at the column of the same number,
-    columns below `owned` at their owner's, the others have none. Where both kinds meet in a tile, owners are used.
+    those from there to `owned` at their owner's, the others have none (and a factor `kd` of 0).
     """
-    tiles = logits.shape[1] // COLUMNS
-    straight = min(aligned // COLUMNS, tiles)
-    if isinstance(source, Paired):
-        straight = -(-aligned // COLUMNS)
-    mixed = max(-(-owned // COLUMNS), -(-aligned // COLUMNS)) if source is not None else 0
+    tiles = -(-logits.shape[1] // WIDE)
+    # where columns of both kinds meet in a tile, all of it goes through owners
+    straight = aligned // WIDE if owned > aligned else -(-aligned // WIDE)
+    mixed = max(straight, -(-owned // WIDE))
     common = (lse, lse_one, factors, temperature)
-    _launch(logits, (0, straight if source is not None else 0), *common, source)
-    _launch(logits, (straight if source is not None else 0, mixed), *common, source, owner=True)
+    _launch(logits, (0, straight), *common, source)
+    _launch(logits, (straight, mixed), *common, source, owner=True)
     _launch(logits, (mixed, tiles), *common, None)
 
 

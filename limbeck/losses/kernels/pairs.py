@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels import COLUMNS
-from limbeck.losses.kernels.stats import LOG2E, splits_for
+from limbeck.losses.kernels.stats import LOG2E, LOWEST, WIDE, WIDE_WARPS, splits_for
 from limbeck.losses.kernels.tables import PairTables
 
 
@@ -31,46 +30,43 @@ class PairsOut(NamedTuple):
 @triton.jit
 def _pairs_kernel(
     s_ptr, t_ptr, lse_s_ptr, lse_t_ptr, student_ptr, teacher_ptr, out_ptr, arg_ptr,
-    number, ld_s, ld_t, out_ld, per_split, inv_tau,
-    SPLITS: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    number, ld_s, ld_t, width, per_split, inv_tau,
+    SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = col < width
     start = tl.program_id(1) * per_split
     end = tl.minimum(start + per_split, number)
     scale = inv_tau * LOG2E
-    base_s = tl.load(lse_s_ptr + col)[None, :] * LOG2E
-    base_t = tl.load(lse_t_ptr + col)[None, :] * LOG2E
-    rows = tl.zeros([BV, BN], tl.float32)
-    kept = tl.zeros([BV, BN], tl.float32)
-    best_s = tl.full([BV, BN], -1e30, tl.float32)
-    best_t = tl.full([BV, BN], -1e30, tl.float32)
-    arg_s = tl.zeros([BV, BN], tl.int32)
-    arg_t = tl.zeros([BV, BN], tl.int32)
-    for i in range(start, end, BV):
-        at = i + tl.arange(0, BV)
-        inside = (at < end)[:, None]
-        student = tl.load(student_ptr + at, mask=at < end, other=0).to(tl.int64)
-        teacher = tl.load(teacher_ptr + at, mask=at < end, other=0).to(tl.int64)
-        s = tl.load(s_ptr + student[:, None] * ld_s + col[None, :], mask=inside, other=-1e30).to(tl.float32)
-        t = tl.load(t_ptr + teacher[:, None] * ld_t + col[None, :], mask=inside, other=-1e30).to(tl.float32)
+    base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
+    base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
+    rows = tl.zeros([BN], tl.float32)
+    kept = tl.zeros([BN], tl.float32)
+    best_s = tl.full([BN], LOWEST, tl.float32)
+    best_t = tl.full([BN], LOWEST, tl.float32)
+    arg_s = tl.zeros([BN], tl.int32)
+    arg_t = tl.zeros([BN], tl.int32)
+    for i in range(start, end):
+        student = tl.load(student_ptr + i).to(tl.int64)
+        teacher = tl.load(teacher_ptr + i).to(tl.int64)
+        s = tl.load(s_ptr + student * ld_s + col, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + teacher * ld_t + col, mask=inside, other=0.0).to(tl.float32)
         log_t = t * scale - base_t
         p = tl.exp2(log_t)
-        rows += tl.where(inside, p * (log_t - (s * scale - base_s)), 0.0)
+        rows += p * (log_t - (s * scale - base_s))
         kept += p
-        arg_s = tl.where(s > best_s, at[:, None], arg_s)
-        arg_t = tl.where(t > best_t, at[:, None], arg_t)
+        arg_s = tl.where(s > best_s, i, arg_s)
+        arg_t = tl.where(t > best_t, i, arg_t)
         best_s = tl.maximum(best_s, s)
         best_t = tl.maximum(best_t, t)
-    part = SPLITS * out_ld
-    out = tl.program_id(1) * out_ld + col
-    top_s = tl.max(best_s, 0)
-    top_t = tl.max(best_t, 0)
-    tl.store(out_ptr + out, tl.sum(rows, 0))
-    tl.store(out_ptr + part + out, tl.sum(kept, 0))
-    tl.store(out_ptr + 2 * part + out, top_s)
-    tl.store(out_ptr + 3 * part + out, top_t)
-    tl.store(arg_ptr + out, tl.min(tl.where(best_s == top_s[None, :], arg_s, 2147483647), 0))
-    tl.store(arg_ptr + part + out, tl.min(tl.where(best_t == top_t[None, :], arg_t, 2147483647), 0))
+    part = SPLITS * width
+    out = tl.program_id(1) * width + col
+    tl.store(out_ptr + out, rows, mask=inside)
+    tl.store(out_ptr + part + out, kept, mask=inside)
+    tl.store(out_ptr + 2 * part + out, best_s, mask=inside)
+    tl.store(out_ptr + 3 * part + out, best_t, mask=inside)
+    tl.store(arg_ptr + out, arg_s, mask=inside)
+    tl.store(arg_ptr + part + out, arg_t, mask=inside)
 
 
 def pairs_divergence(
@@ -83,16 +79,15 @@ def pairs_divergence(
     temperature: float = 1.0,
 ) -> PairsOut:
     """Over the first `chunks` columns of student `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits."""
-    tiles, number = -(-chunks // COLUMNS), tables.student.numel()
-    width = tiles * COLUMNS
+    number = tables.student.numel()
+    width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
-    per_split = -(-number // (splits * 8)) * 8
-    _pairs_kernel[(tiles, splits)](
+    _pairs_kernel[(-(-width // WIDE), splits)](
         student, teacher, lse_student, lse_teacher, tables.student, tables.teacher, sums, arg,
-        number, student.shape[1], teacher.shape[1], width, per_split, 1 / temperature,
-        SPLITS=splits, BV=8, BN=COLUMNS, num_warps=4,
+        number, student.shape[1], teacher.shape[1], width, -(-number // splits), 1 / temperature,
+        SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     rows, kept = sums[:2, :, :chunks].sum(1)
     best = sums[2:, :, :chunks].max(1).indices

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.kernels import COLUMNS
-from limbeck.losses.kernels.stats import LOG2E, splits_for
+from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
 
 PER_OCTAVE = 64
 """Bins per factor of two in probability; one bin is 1.1% wide."""
@@ -52,24 +52,19 @@ def bin_of(log2_p):
 
 
 @triton.jit
-def _histogram_kernel(
-    x_ptr, lse_ptr, ids_ptr, out_ptr, number, ld, out_ld, per_split, inv_tau, BV: tl.constexpr, BN: tl.constexpr
-):
+def _histogram_kernel(x_ptr, lse_ptr, ids_ptr, out_ptr, number, ld, width, per_split, inv_tau, BN: tl.constexpr):
     col = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = col < width
     start = tl.program_id(1) * per_split
-    end = tl.minimum(start + per_split, number)
-    base = tl.load(lse_ptr + col)[None, :] * LOG2E
-    for i in range(start, end, BV):
-        at = i + tl.arange(0, BV)
-        inside = (at < end)[:, None]
-        token = tl.load(ids_ptr + at, mask=at < end, other=0)
-        x = tl.load(x_ptr + token.to(tl.int64)[:, None] * ld + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        log_p = x * (inv_tau * LOG2E) - base
+    scale = inv_tau * LOG2E
+    base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
+    for i in range(start, tl.minimum(start + per_split, number)):
+        token = tl.load(ids_ptr + i).to(tl.int64)
+        log_p = tl.load(x_ptr + token * ld + col, mask=inside, other=0.0).to(tl.float32) * scale - base
         place = bin_of(log_p)
         part = tl.exp2(log_p + place.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
         units = tl.minimum(part, 1.0) * _MASS_UNIT + 0.5
-        one = units.to(tl.int64) + _COUNT_ONE
-        tl.atomic_add(out_ptr + place * out_ld + col[None, :], one, mask=inside, sem="relaxed")
+        tl.atomic_add(out_ptr + place * width + col, units.to(tl.int64) + _COUNT_ONE, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -124,11 +119,10 @@ def _area_kernel(
 def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, temperature: float) -> Tensor:
     out = torch.zeros(BINS, width, dtype=torch.int64, device=logits.device)
     if ids.numel():
-        splits = splits_for(ids.numel(), 256)
-        per_split = -(-ids.numel() // (splits * 8)) * 8
-        _histogram_kernel[(width // COLUMNS, splits)](
-            logits, lse, ids, out, ids.numel(), logits.shape[1], width, per_split, 1 / temperature,
-            BV=8, BN=COLUMNS, num_warps=4,
+        splits = splits_for(ids.numel(), 64)
+        _histogram_kernel[(-(-width // WIDE), splits)](
+            logits, lse, ids, out, ids.numel(), logits.shape[1], width, -(-ids.numel() // splits), 1 / temperature,
+            BN=WIDE, num_warps=WIDE_WARPS,
         )  # fmt: skip
     return out
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from limbeck.losses.kernels import COLUMNS
 
-MAX_SPLITS = 64
+MAX_SPLITS = 256
+WIDE, WIDE_WARPS = 512, 2
+"""Columns and warps of programs that walk through the vocabulary token by token: 16 bytes per thread and load."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, so that an empty part leaves no NaN
@@ -121,9 +123,9 @@ def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
         logits, parts[0], parts[1], parts[2], arg, size, ld, per_split, 1 / temperature,
         SCALED=scaled, BV=8, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
-    _combine_kernel[(ld // 32,)](
+    _combine_kernel[(ld // 16,)](
         parts[0], parts[1], parts[2], arg, lse, lse_tau, place, ld, 1 / temperature,
-        SCALED=scaled, SPLITS=splits, BN=32, num_warps=4,
+        SCALED=scaled, SPLITS=splits, BN=16, num_warps=4,
     )  # fmt: skip
     return ColumnStats(lse, lse_tau, place)
 

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from limbeck.losses.vocab_map import VocabMap
 
-TILE = 16
-"""Student tokens that one step of the gradient kernel handles."""
-
 
 @dataclass(frozen=True)
 class ProjectionTables:
@@ -19,8 +16,8 @@ class ProjectionTables:
 
     By column: the entries of column v are `offsets[v] : offsets[v + 1]` of students and weights. `source` `[V_t]`: the
     student token of a column with a single entry of weight 1, else -1; `place` `[V_t]`: the number of any other
-    reachable column in `complex`, else -1. By row: `index`, `weight` `[k, V_s]` (-1: none), `entries`: most entries of
-    a row in each tile of `TILE` student tokens. All int32 and float32.
+    reachable column in `complex`, else -1. By row: `index`, `weight` `[k, V_s]` (-1: none) and `entries` `[V_s]`: how
+    many a row has. All int32 and float32.
     """
 
     offsets: Tensor
@@ -95,9 +92,7 @@ def _by_row(student: Tensor, teacher: Tensor, weight: Tensor, size: int) -> tupl
     index = torch.full((width, size), -1)
     row_weight = torch.zeros(width, size)
     index[slot, student], row_weight[slot, student] = teacher, weight.float()
-    tiles = -(-size // TILE)
-    entries = torch.nn.functional.pad(count, (0, tiles * TILE - size)).reshape(tiles, TILE).amax(1)
-    return index, row_weight, entries
+    return index, row_weight, count
 
 
 @dataclass(frozen=True)
