@@ -10,7 +10,7 @@ them mixed in log space (`trust_region_mix`) keep it near to the start.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,15 +122,22 @@ def trust_region_mix(teacher_logprobs: Tensor, other_logprobs: Tensor, share: fl
 @dataclass
 class HintInputs:
     """Chunks of one micro-batch. chunk_weight `[C]`: the site's weight divided by its number of chunks; count: the sum
-    of the weights of sites that have any."""
+    of the weights of sites that have any; unhinted: number of sites whose teacher reads the student's own ids."""
 
     layout: ChunkLayout
     chunk_weight: Tensor
     plan: BlockPlan
     count: float
+    sites: int
+    unhinted: int
 
     def to(self, device: torch.device | str) -> HintInputs:
-        return HintInputs(self.layout.to(device), self.chunk_weight.to(device), self.plan.to(device), self.count)
+        return replace(
+            self,
+            layout=self.layout.to(device),
+            chunk_weight=self.chunk_weight.to(device),
+            plan=self.plan.to(device),
+        )
 
 
 class HintDistillationLossFn:
@@ -185,7 +192,10 @@ class HintDistillationLossFn:
         batch = microbatch.data_dict
         layout = self._layout(batch, microbatch.processed_inputs.row_start, teacher_row_starts[0])
         weight, count = _site_weights(batch, layout)
-        return HintInputs(layout, weight, plan_blocks(_no_tokens(), [layout], self.spec.block_rows), float(count))
+        plan = plan_blocks(_no_tokens(), [layout], self.spec.block_rows)
+        counted = batch["sample_mask"].cpu() > 0
+        unhinted = int((_unhinted(batch) & counted).sum())
+        return HintInputs(layout, weight, plan, float(count), int(counted.sum()), unhinted)
 
     def compute(
         self,
@@ -223,6 +233,7 @@ class HintDistillationLossFn:
         metrics: Metrics = {name: value for name, value in job.metrics.items() if name != "hint/kl"}
         total = job.metrics.get("hint/kl", (zero, zero))[0]
         metrics["hint/loss"] = (total, zero + inputs.count)
+        metrics["hint/unhinted"] = (zero + inputs.unhinted, zero + inputs.sites)
         return loss, metrics
 
     def end_step(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
@@ -263,9 +274,22 @@ def _no_tokens() -> TokenLayout:
 
 
 def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:
-    """Weight `[C]` of each chunk, so that a site's chunks add up to the site's weight; and the sum of all of them."""
+    """Weight `[C]` of each chunk, so that a site's chunks add up to the site's weight; and the sum of all of them.
+
+    A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a site counts, and its
+    loss is exactly 0, however the two forward passes round.
+    """
     assert layout.sample is not None
     weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
     size = torch.bincount(layout.sample, minlength=len(weight))
-    chunk = (weight / size.clamp(min=1))[layout.sample]
+    chunk = (weight * ~_unhinted(batch) / size.clamp(min=1))[layout.sample]
     return chunk.float(), (weight * (size > 0)).sum()
+
+
+def _unhinted(batch: Mapping[str, Any]) -> Tensor:
+    """bool `[B]`: both sides read the same ids."""
+    student, teacher = batch["input_ids"].cpu(), batch["teacher_input_ids"].cpu()
+    lengths, theirs = batch["input_lengths"].cpu(), batch["teacher_input_lengths"].cpu()
+    width = min(student.shape[1], teacher.shape[1])
+    differ = (student[:, :width] != teacher[:, :width]) & (torch.arange(width) < lengths[:, None])
+    return (lengths == theirs) & ~differ.any(1)

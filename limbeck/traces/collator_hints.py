@@ -168,6 +168,8 @@ def site_row(target: HintTarget, student: View, teacher: View) -> SiteRow | str:
         too_long = student.target.end > student.limit or teacher.target.end > teacher.limit
         return "target_too_long" if too_long else "hint_does_not_fit"
     mine, theirs = windows
+    if target.hint and np.array_equal(mine.ids, theirs.ids):
+        return "hint_not_shown"
     chunks = _chunks(mine, theirs)
     if bool(chunks.role.all()) and len(student.target.ids) > 1:
         return "no_shared_text"

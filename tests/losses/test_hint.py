@@ -136,7 +136,7 @@ def test_an_empty_hint_gives_exactly_zero(name: str) -> None:
     start = torch.arange(3) * 9
     inputs = loss_fn.prepare(microbatch(batch), [start])
     loss, metrics = loss_fn.compute(hidden, head, [signal], inputs, loss_fn.counts(batch))
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert float(metrics["hint/proj_accuracy"][0]) == 8.0
     assert gradients(loss, hidden, head)[0].abs().max() < 1e-6
 

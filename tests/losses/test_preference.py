@@ -91,7 +91,7 @@ def test_a_filler_row_takes_no_part() -> None:
     hidden, head = hidden_and_head(WIDTH)
     loss_fn = PreferenceLossFn()
     loss, _ = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), {"pairs": torch.tensor(3.0)})
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert not gradients(loss, hidden, head)[0].any()
 
 

@@ -132,7 +132,9 @@ def _long(name: str) -> Trace:
     if name in cases.TOOL_TEMPLATES:
         return trace
     written = [
-        message.model_copy(update={"tool_calls": [c.model_copy(update={"in_content": True}) for c in message.tool_calls]})
+        message.model_copy(
+            update={"tool_calls": [c.model_copy(update={"in_content": True}) for c in message.tool_calls]}
+        )
         for message in trace.messages
     ]
     return trace.model_copy(update={"messages": written})
