@@ -9,12 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
-from limbeck.algorithms.xtoken_off_policy_distillation import (
-    live_teacher,
-    load_datasets,
-    load_tokenizers,
-    make_collator,
-)
+from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator
+from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.models.cache import CacheWriter, estimate_bytes

@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from pydantic import BaseModel
+from safetensors.torch import save_file
 
 from limbeck import __version__
 from limbeck.config import dump_yaml, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.utils.errors import ConfigError
+from limbeck.distributed.process import rank_and_world
+from limbeck.utils.errors import ConfigError, DataError
 from limbeck.utils.paths import write_atomic
 
 CONFIG_NAME = "config.yaml"
@@ -86,20 +90,51 @@ def versions(**more: Any) -> dict[str, Any]:
     return {**found, "started": started, **more}
 
 
-def write_dropped(run_dir: str | Path, dropped: Counter[str]) -> None:
-    """Everything that was left out so far, by reason."""
-    write_atomic(Path(run_dir) / "dropped.json", json.dumps(dict(sorted(dropped.items())), indent=1) + "\n")
+def over_ranks(counts: Counter[str]) -> Counter[str]:
+    """The sum of all ranks' counts. Collective; ranks need not know the same names."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world == 1:
+        return counts
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    raw = json.dumps(counts).encode()
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = len(raw)
+    dist.all_reduce(sizes)
+    table = torch.zeros(world, int(sizes.max()), dtype=torch.int32, device=device)
+    table[dist.get_rank(), : len(raw)] = torch.tensor(list(raw), dtype=torch.int32, device=device)
+    dist.all_reduce(table)
+    total: Counter[str] = Counter()
+    for row, size in zip(table.tolist(), sizes.tolist(), strict=True):
+        total.update(json.loads(bytes(row[:size])))
+    return total
+
+
+def write_dropped(run_dir: str | Path, dropped: Counter[str]) -> Counter[str]:
+    """Store and return everything that all ranks have left out so far, by reason. Collective."""
+    total = over_ranks(dropped)
+    if rank_and_world()[0] == 0:
+        write_atomic(Path(run_dir) / "dropped.json", json.dumps(dict(sorted(total.items())), indent=1) + "\n")
+    return total
+
+
+def check_same_data(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to continue a run on other records than it began with."""
+    for name, fingerprint in current.items():
+        if stored.get(name) != fingerprint:
+            raise DataError(
+                f"data.{name} is no longer what this run began with (its files or their order have changed); "
+                "put the old data back, or give another logger.log_dir"
+            )
 
 
 def save_failed_batch(run_dir: str | Path, step: int, batch: BatchedDataDict) -> Path:
-    """Keep the batch on which a step failed: tensors as safetensors, the record numbers beside them."""
-    import torch
-    from safetensors.torch import save_file
-
+    """Keep this rank's batch of a failed step: tensors as safetensors, the record numbers beside them."""
     folder = Path(run_dir) / f"failed_batch_step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.contiguous() for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    # Unnumbered keys share storage with teacher 0's.
-    save_file({k: v.clone() for k, v in tensors.items()}, folder / "batch.safetensors")
-    write_atomic(folder / "records.json", json.dumps({"idx": list(batch.get("idx", []))}) + "\n")
+    rank, world = rank_and_world()
+    suffix = "" if world == 1 else f"_rank_{rank}"
+    # clones: unnumbered keys share storage with teacher 0's
+    tensors = {k: v.contiguous().clone() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    save_file(tensors, folder / f"batch{suffix}.safetensors")
+    write_atomic(folder / f"records{suffix}.json", json.dumps({"idx": list(batch.get("idx", []))}) + "\n")
     return folder

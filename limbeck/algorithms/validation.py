@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.teachers import TeacherSource, key_prefix
 from limbeck.utils.logger import merge_sums
 from limbeck.utils.timer import Timer
@@ -18,20 +19,53 @@ Sums = dict[str, tuple[float, float]]
 
 
 def evaluate(
-    student: Any, teachers: Sequence[TeacherSource], batches: Iterable[BatchedDataDict], loss_fn: Any, timer: Timer
+    student: Any,
+    teachers: Sequence[TeacherSource],
+    batches: Iterable[BatchedDataDict],
+    loss_fn: CrossTokenizerDistillationLossFn,
+    timer: Timer,
 ) -> Sums:
     """Metrics of a whole validation set as (sum, count), reduced over ranks."""
     parts: list[Sums] = []
+    counts: list[Sums] = []
     for batch in batches:
         result = student.train(batch, loss_fn, teachers=teachers, eval_mode=True, timer=timer)
-        parts.append({**result["metrics"], **_reduced(byte_sums(batch, result), student)})
+        parts.append({**result["metrics"], **_reduced(byte_sums(batch), student)})
+        counts.append({name: (float(value), 1.0) for name, value in result["counts"].items()})
     metrics = merge_sums(parts)
+    metrics.update(whole_set(metrics, {name: total for name, (total, _) in merge_sums(counts).items()}, loss_fn))
     if "ce_loss" in metrics:
         metrics["bpb"] = (metrics["ce_loss"][0] / math.log(2), metrics.pop("target_bytes")[0])
     return metrics
 
 
-def byte_sums(batch: BatchedDataDict, result: dict[str, Any]) -> Sums:
+def whole_set(metrics: Sums, counts: Mapping[str, float], loss_fn: CrossTokenizerDistillationLossFn) -> Sums:
+    """Metrics that a loss states per batch, as they would be if the whole set were one batch.
+
+    The mean of batches would weigh a token of a short last batch more than the others.
+    """
+    settings = loss_fn.settings
+    out: Sums = {name: (metrics[name][0], 1.0) for name in ("tokens", "chunks") if name in metrics}
+    kl = _mean(metrics.get("kl_loss"))
+    if sum(f"teacher_{i}/kl_loss" in metrics for i in range(loss_fn.num_teachers)) > 1:
+        kl = 0.0
+        for i, weight in enumerate(loss_fn.weights):
+            # where samples have weights of their own, the sum holds them already
+            own = 1.0 if f"teacher_{i}/weight" in metrics else weight
+            kl += own * metrics[f"teacher_{i}/kl_loss"][0] / max(counts[f"chunks_{i}"], 1.0)
+        out["kl_loss"] = (kl, 1.0)
+    distil, ce = settings.kl_loss_weight, settings.ce_loss_scale
+    if settings.dynamic_loss_scaling:
+        distil, ce = loss_fn.scale.ratio(), 1.0
+    out["loss"] = (distil * kl + ce * _mean(metrics.get("ce_loss")), 1.0)
+    return out
+
+
+def _mean(pair: tuple[float, float] | None) -> float:
+    return 0.0 if pair is None or pair[1] == 0 else pair[0] / pair[1]
+
+
+def byte_sums(batch: BatchedDataDict) -> Sums:
     """Bytes behind the batch's cross-entropy, and the share of student tokens that lie in exact chunks."""
     counted = batch["sample_mask"] > 0
     sums: Sums = {"target_bytes": (float(batch["target_bytes"][counted].sum()), 0.0)}
@@ -49,11 +83,13 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
     parts: list[Sums] = []
     for batch in batches:
         sums: Sums = {}
-        counted = (batch["sample_mask"] > 0)[:, None]
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, i)
+            logprobs = teacher.logprobs(batch, i)
+            # NaN marks rows that a remote teacher could not score
+            counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
             mask = ((batch[f"{prefix}token_mask"] > 0) & counted)[:, 1:]
-            nats = -float(teacher.logprobs(batch, i)[:, 1:][mask].double().sum())
+            nats = -float(logprobs[:, 1:][mask].double().sum())
             size = float(batch[f"{prefix}target_bytes"][counted[:, 0]].sum())
             sums[f"teacher_{i}_bpb"] = (nats / math.log(2), size)
         parts.append(_reduced(sums, student))

@@ -8,31 +8,34 @@ backward -> one optimizer step. Validation, checkpoints and logging around it.
 
 from __future__ import annotations
 
+import errno
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.master_config import MasterConfig, OffPolicyDistillationConfig
+from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator, make_loaders
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
-from limbeck.data.sampler import ShardSampler
-from limbeck.data.sources import build_dataset
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.models.teachers import CachedTeacher, LiveTeacher, TeacherSource
 from limbeck.projection import load_or_build
-from limbeck.tokens import ByteVocab, load_tokenizer
+from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError, DataError, LossError
+from limbeck.utils.errors import CheckpointError, ConfigError, LossError
 from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.rng import capture_rng, restore_rng, seed_everything
 from limbeck.utils.state_io import load_state, save_state
@@ -73,6 +76,7 @@ class OffPolicyDistillationSaveState(TypedDict):
     consumed_samples: int
     total_valid_tokens: int
     val_loss: NotRequired[float]
+    dropped: NotRequired[dict[str, int]]
 
 
 def _default_off_policy_distillation_save_state() -> OffPolicyDistillationSaveState:
@@ -127,7 +131,7 @@ def setup(
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
     collator = make_collator(config, student_tokenizer, foreign)
-    loader, val_loader = _loaders(config, collator, train_dataset, val_dataset)
+    loader, val_loader = make_loaders(config, collator, train_dataset, val_dataset)
     loss_fn = _make_loss(config, student_tokenizer, foreign)
     student = Policy(
         config.policy,
@@ -145,68 +149,9 @@ def setup(
         teacher = sources[0].policy
     state = _default_off_policy_distillation_save_state()
     if latest is not None:
-        state = _resume(checkpointer, latest, loader, loss_fn)
+        state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=rank_and_world()[0])
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
-
-
-def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerCollator:
-    """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer."""
-    data, teachers = config.data, config.all_teachers
-    lengths = data.max_teacher_seq_length
-    per_teacher = lengths if isinstance(lengths, list) else [lengths or data.max_input_seq_length] * len(teachers)
-    return CrossTokenizerCollator(
-        student_tokenizer=student_tokenizer,
-        teacher_tokenizer=foreign,
-        ctx_length_student=min(data.max_input_seq_length, config.policy.max_total_sequence_length),
-        ctx_length_teacher=per_teacher,
-        make_seq_div_by_student=config.policy.make_sequence_length_divisible_by,
-        make_seq_div_by_teacher=[t.make_sequence_length_divisible_by for t in teachers],
-        mode=data.mode,
-        append_eos=data.append_eos,
-        on_error="skip" if data.on_bad_record == "skip" else "raise",
-        student_template=config.policy.tokenizer.chat_template,
-        teacher_template=[t.tokenizer.chat_template for t in teachers],
-        template_kwargs=config.policy.tokenizer.chat_template_kwargs,
-    )
-
-
-def _loaders(
-    config: MasterConfig, collator: CrossTokenizerCollator, train: Any, val: Any | None
-) -> tuple[StatefulDataLoader, StatefulDataLoader | None]:
-    rank, world = rank_and_world()
-    prompts = config.distillation.num_prompts_per_step
-    if prompts % world:
-        raise ConfigError(
-            f"distillation.num_prompts_per_step is {prompts}, which {world} processes cannot share evenly"
-        )
-
-    def loader(dataset: Any, batch: int, *, shuffle: bool, even: Any) -> StatefulDataLoader:
-        sampler = ShardSampler(
-            len(dataset),
-            rank=rank,
-            world=world,
-            seed=config.distillation.seed,
-            shuffle=shuffle,
-            even=even,
-            multiple=batch if even == "drop" else 1,
-            fingerprint=getattr(dataset, "fingerprint", ""),
-        )
-        return StatefulDataLoader(
-            dataset,
-            batch_size=batch,
-            sampler=sampler,
-            num_workers=config.data.num_workers,
-            collate_fn=collator,
-            drop_last=False,
-            # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
-            generator=torch.Generator().manual_seed(config.distillation.seed),
-        )
-
-    train_loader = loader(train, prompts // world, shuffle=config.data.shuffle, even="drop")
-    if val is None:
-        return train_loader, None
-    return train_loader, loader(val, config.distillation.val_batch_size, shuffle=False, even="pad")
 
 
 def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:
@@ -236,18 +181,30 @@ def live_teacher(config: MasterConfig, index: int, tokenizer: Any) -> Policy:
 
 
 def _resume(
-    checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, loss_fn: CrossTokenizerDistillationLossFn
+    checkpointer: CheckpointManager,
+    latest: Path,
+    loader: StatefulDataLoader,
+    val_loader: StatefulDataLoader | None,
+    loss_fn: CrossTokenizerDistillationLossFn,
 ) -> OffPolicyDistillationSaveState:
     info = checkpointer.load_training_info(latest) or {}
     state = _default_off_policy_distillation_save_state()
     state.update({k: info[k] for k in OffPolicyDistillationSaveState.__annotations__ if k in info})  # type: ignore[typeddict-item]
     stored = load_state(latest / "train_state" / f"rank_{rank_and_world()[0]}", local=True)
+    run_folder.check_same_data(stored["data"], _fingerprints(loader, val_loader))
     loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
     if stored["dataloader"] is not None:
         loader.load_state_dict(stored["dataloader"])
     loss_fn.load_state_dict(stored["loss_fn"])
     restore_rng(stored["rng"])
     return state
+
+
+def _fingerprints(loader: StatefulDataLoader, val_loader: StatefulDataLoader | None) -> dict[str, str | None]:
+    """What identifies the records of a run."""
+    held_out: Any = None if val_loader is None else val_loader.sampler
+    train: Any = loader.sampler
+    return {"train": train.fingerprint, "validation": None if held_out is None else held_out.fingerprint}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -289,11 +246,26 @@ def xtoken_off_policy_distillation_train(
         off_policy_distillation_state,
         master_config,
     )
-    checkpointer.install_signal_handler()
     try:
-        loop.run()
+        with _sigterm_saves(checkpointer):
+            loop.run()
     finally:
         logger.close()
+
+
+@contextmanager
+def _sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
+    """SIGTERM asks for a checkpoint while a run lasts; afterwards it means what it meant before."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python lets only the main thread change handlers
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer.install_signal_handler()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 class _Loop:
@@ -315,11 +287,16 @@ class _Loop:
         self.loss_fn, self.logger, self.checkpointer = loss_fn, logger, checkpointer
         self.state, self.config = state, config
         self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
-        self.dropped: Counter[str] = Counter()
+        # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
+        known = state.get("dropped", {}) if rank_and_world()[0] == 0 else {}
+        self.dropped: Counter[str] = Counter(known)
         self.teacher_bits: dict[str, tuple[float, float]] | None = None
         per_epoch = len(loader)
+        size = config.policy.train_global_batch_size
+        # None: all rows of a step, however many documents its records hold
+        self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
         self.total = min(config.distillation.max_num_steps, config.distillation.max_num_epochs * per_epoch)
-        self.last_info: dict[str, float] = {}
+        self.validated: tuple[int, dict[str, float]] = (-1, {})
 
     def run(self) -> None:
         d, state = self.config.distillation, self.state
@@ -327,6 +304,8 @@ class _Loop:
         if d.val_at_start and state["total_steps"] == 0 and self.val_loader is not None:
             self._validate(0)
             self.logger.commit()
+        if state["total_steps"] >= self.total:
+            self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
         self.logger.start_progress(self.total, state["total_steps"])
         stop = False
         while state["total_steps"] < self.total and not stop:
@@ -360,7 +339,7 @@ class _Loop:
                 batch,
                 self.loss_fn,
                 teachers=self.teachers,
-                gbs=self.config.policy.train_global_batch_size,
+                gbs=self.rows_per_update,
                 timer=self.timer,
             )
         except LossError as error:
@@ -405,14 +384,17 @@ class _Loop:
             self.teacher_bits = {k: v for k, v in metrics.items() if k.startswith("teacher_") and k.endswith("bpb")}
         means = to_means(metrics)
         self.state["val_loss"] = means.get("loss", float("nan"))
-        self.last_info = {f"val/{k}": v for k, v in means.items()}
+        self.validated = (step, {f"val/{k}": v for k, v in means.items()})
         self.logger.log_metrics(metrics, step, "val")
         teacher = f", teacher {means['teacher_bpb']:.4f}" if "teacher_bpb" in means else ""
         self.logger.print(f"step {step}: {means.get('bpb', float('nan')):.4f} bits per byte{teacher}")
         self.timer.reset()
 
     def _save(self, step: int, epoch_ended: bool) -> None:
-        info = {**self.state, **self.last_info}
+        # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
+        measured = self.validated[1] if self.validated[0] == step else {}
+        self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
+        info = {**self.state, **measured}
         with self.checkpointer.saving(step, info) as folder:
             self.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
             state = {
@@ -420,6 +402,7 @@ class _Loop:
                 "dataloader": None if epoch_ended else self.loader.state_dict(),
                 "loss_fn": self.loss_fn.state_dict(),
                 "rng": capture_rng(),
+                "data": _fingerprints(self.loader, self.val_loader),
             }
             save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)
 
@@ -428,9 +411,9 @@ class _Loop:
             self.dropped.update(counts)
 
     def _report_dropped(self) -> None:
-        run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
-        if self.dropped:
-            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
+        dropped = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+        if dropped:
+            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
             self.logger.print(f"epoch {self.state['current_epoch']}: left out so far: {shown}")
 
 
@@ -461,34 +444,23 @@ def validate(
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizers(config: MasterConfig) -> tuple[Any, list[Any]]:
-    """The student's tokenizer and one per teacher."""
-
-    def load(policy: Any) -> Any:
-        name = policy.tokenizer.name or policy.model_name
-        if name is None:
-            raise ConfigError("a model without model_name needs tokenizer.name")
-        return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
-
-    return load(config.policy), [load(t) for t in config.all_teachers]
-
-
-def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:
-    """Training and validation data; an empty set is an error."""
-    train = build_dataset(config.data).prepare()
-    val = build_dataset(config.data, "validation").prepare() if config.data.validation else None
-    for name, dataset in (("train", train), ("validation", val)):
-        if dataset is not None and not len(dataset):
-            raise DataError(f"data.{name} holds no usable record; left out: {dict(dataset.skipped) or 'nothing'}")
-    return train, val
-
-
 def run(config: MasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
-    student_tokenizer, teacher_tokenizers = load_tokenizers(config)
-    train, val = load_datasets(config)
-    parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
-    xtoken_off_policy_distillation_train(*parts)
+    alone = not dist.is_initialized()
+    try:
+        student_tokenizer, teacher_tokenizers = load_tokenizers(config)
+        train, val = load_datasets(config)
+        parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
+        xtoken_off_policy_distillation_train(*parts)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(
+            f"no space left while writing to the run folder {config.logger.log_dir!r}; free some space and start the "
+            "same run again: it goes on from its last checkpoint"
+        ) from error
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
     return Path(config.logger.log_dir)

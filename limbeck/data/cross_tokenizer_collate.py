@@ -122,7 +122,7 @@ class CrossTokenizerCollator:
             ``dropped``.
         train_on: in chat mode, ``all`` assistant turns or only the ``last``.
         student_template, teacher_template: chat templates that replace the tokenizers' own.
-        template_kwargs, teacher_template_kwargs: arguments for the templates.
+        template_kwargs, teacher_template_kwargs: arguments for the templates (the latter may be one per teacher).
         alignment_cache: SQLite file in which texts' renderings and alignments are kept (text mode).
 
     Batch keys: ``input_ids, input_lengths, token_mask, target_bytes, sample_mask, idx, dropped``; per teacher *i*
@@ -148,7 +148,7 @@ class CrossTokenizerCollator:
         student_template: str | None = None,
         teacher_template: str | Sequence[str | None] | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        teacher_template_kwargs: dict[str, Any] | None = None,
+        teacher_template_kwargs: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
         alignment_cache: str | Path | None = None,
     ) -> None:
         teachers = _as_list(teacher_tokenizer)
@@ -156,13 +156,14 @@ class CrossTokenizerCollator:
         lengths = _per_teacher(ctx_length_teacher, n, "ctx_length_teacher")
         divisors = _per_teacher(make_seq_div_by_teacher, n, "make_seq_div_by_teacher")
         templates = _per_teacher(teacher_template, n, "teacher_template")
+        arguments = _per_teacher(teacher_template_kwargs, n, "teacher_template_kwargs")
         self.student = Side(
             student_tokenizer, ctx_length_student, make_seq_div_by_student, student_template, template_kwargs or {}
         )
         self.teachers: list[Side | None] = [
             None
             if tokenizer is None
-            else Side(tokenizer, lengths[i], divisors[i], templates[i], teacher_template_kwargs or {}, f"teacher {i}")
+            else Side(tokenizer, lengths[i], divisors[i], templates[i], arguments[i] or {}, f"teacher {i}")
             for i, tokenizer in enumerate(teachers)
         ]
         given = _per_teacher(aligner, n, "aligner")

@@ -5,6 +5,7 @@ Metrics travel as ``(sum, count)`` pairs and become means here, at the last mome
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -84,6 +85,17 @@ def _truncate(path: Path, resume_step: int) -> None:
         write_atomic(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in rows))
 
 
+def _append(fd: int, line: bytes) -> None:
+    """Append in one call, so that a reader never sees half a row; what a full disk cuts off is taken back."""
+    size = os.fstat(fd).st_size
+    try:
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(fd, size)
+        raise
+
+
 class Logger:
     """Writes the metrics of one run. Only rank 0 writes; the other ranks may make the same calls.
 
@@ -148,8 +160,7 @@ class Logger:
             self._row.update(_gpu_metrics())
         row = {k: v if math.isfinite(v) else None for k, v in self._row.items()}
         line = json.dumps({"step": self._step, **row}, allow_nan=False) + "\n"
-        # one write call in append mode: a reader never sees half a row of a living process
-        os.write(self._fd, line.encode())
+        _append(self._fd, line.encode())
         for writer in self._writers:
             writer.log(self._row, self._step)
         self._row, self._step = {}, None
