@@ -50,16 +50,38 @@ def train_on_batches(
     local = data.size if gbs is None else gbs // ranks
     if local < 1 or (gbs is not None and gbs % ranks):
         raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
+    with timer.time("teacher"):
+        data, sums = announce(data, teachers)
     results = []
     for index in range(max(1, math.ceil(data.size / local))):
         if not eval_mode and _wants_first_pass(loss_fn):
-            first = _Step(policy, loss_fn, teachers, timer, True, group).run(data, index, local, mbs)
-            loss_fn.start_step(first["metrics"])
-        result = _Step(policy, loss_fn, teachers, timer, eval_mode, group).run(data, index, local, mbs)
+            first = Step(policy, timer, eval_mode=True)
+            first.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
+            loss_fn.start_step(first.finish()["metrics"])
+        step = Step(policy, timer, eval_mode=eval_mode)
+        if index == 0:
+            step.add_metrics(sums)
+        step.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
+        result = step.finish()
         if not eval_mode and hasattr(loss_fn, "end_step"):
             loss_fn.end_step(result["metrics"])
         results.append(result)
     return results[0] if len(results) == 1 else _merge(results)
+
+
+def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource]) -> tuple[BatchedDataDict, Sums]:
+    """Show a whole batch to the sources that fetch their signals, before anything is counted.
+
+    A source with ``announce(data, index)`` returns which rows it has a signal for (``[B]``, 1 or 0) and metrics. The
+    rows that it lacks leave the teacher's denominator, so the others' loss is what it would be without them.
+    """
+    sums: Sums = {}
+    for index, teacher in enumerate(teachers):
+        if hasattr(teacher, "announce"):
+            mask, metrics = teacher.announce(data, index)
+            data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
+            sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
+    return data, sums
 
 
 def _wants_first_pass(loss_fn: Any) -> bool:
@@ -95,71 +117,96 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     return last
 
 
-class _Step:
-    def __init__(
-        self,
-        policy: Policy,
-        loss_fn: Any,
-        teachers: Sequence[TeacherSource],
-        timer: Timer,
-        eval_mode: bool,
-        group: Any,
-    ) -> None:
-        self.policy, self.loss_fn, self.teachers, self.timer = policy, loss_fn, teachers, timer
-        self.eval_mode, self.group = eval_mode, group
-        self.sums: dict[str, list[Tensor]] = {}
-        self.tokens = 0
+class Step:
+    """One optimizer step in parts: ``add`` one or more batches, each with a loss of its own, then ``finish``.
 
-    def run(self, data: BatchedDataDict, index: int, local: int, mbs: int) -> dict[str, Any]:
-        prepared = process_global_batch(data, self.loss_fn, self.group, batch_idx=index, batch_size=local)
+    Gradients add up over everything that was added; the step is taken once. Under data parallelism every rank makes the
+    same calls, with the rows it has (possibly none).
+    """
+
+    def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
+        self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
+        self.group = _group(policy.dp_group)
+        self.sums: dict[str, list[Tensor]] = {}
+        self.tokens = self.number = 0
+        self.counts: dict[str, Tensor] = {}
+        self.valid = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
+        self.losses: list[tuple[Tensor, ProcessedMicrobatch]] = []
+        self.rows: list[Any] = []
+        if not eval_mode:
+            self._drop_gradients()
+
+    def add(
+        self,
+        data: BatchedDataDict,
+        loss_fn: Any,
+        teachers: Sequence[TeacherSource] = (),
+        *,
+        index: int = 0,
+        local: int | None = None,
+        mbs: int = 1,
+    ) -> None:
+        """Forward and backward of global batch ``index`` of ``data``, ``local`` rows of this rank (default: all)."""
+        size = max(data.size, 1) if local is None else local
+        prepared = process_global_batch(data, loss_fn, self.group, batch_idx=index, batch_size=size)
         batch, counts = prepared["batch"], prepared.get("counts", {})
         if not self.eval_mode:
-            _check_all_trained(self.policy, self.loss_fn)
-            self._drop_gradients()
+            _check_all_trained(self.policy, loss_fn)
         iterator, number = self.policy.microbatches(batch, mbs)
-        losses: list[tuple[Tensor, ProcessedMicrobatch]] = []
         with torch.set_grad_enabled(not self.eval_mode):
             for mb in iterator:
-                losses.append((self._microbatch(mb, counts), mb))
-        self._check_losses(losses)
+                self.losses.append((self._microbatch(mb, loss_fn, teachers, counts), mb))
+        self.number += number
+        self.counts.update(counts)
+        self.valid = {name: value + float(prepared[name]) for name, value in self.valid.items()}
+        self.rows += list(batch.get("idx") or [])
+
+    def finish(self) -> dict[str, Any]:
+        """Check, step, and reduce metrics over ranks; see ``Policy.train`` for the result."""
+        self._check_losses(self.losses)
         rate = self.policy.optimizer.param_groups[0]["lr"] if self.policy.optimizer else None
-        norm = None if self.eval_mode else self._optimize(batch)
-        metrics, loss, tokens = self._reduce([value for value, _ in losses])
+        norm = None if self.eval_mode else self._optimize()
+        metrics, loss, tokens = self._reduce([value for value, _ in self.losses])
         return {
             "loss": loss,
             "grad_norm": norm,
             "lr": rate,
             "metrics": metrics,
             "tokens": tokens,
-            "microbatches": number,
-            "counts": counts,
-            "global_valid_seqs": float(prepared["global_valid_seqs"]),
-            "global_valid_toks": float(prepared["global_valid_toks"]),
+            "microbatches": self.number,
+            "counts": self.counts,
+            **self.valid,
         }
 
-    def _microbatch(self, mb: ProcessedMicrobatch, counts: dict[str, Tensor]) -> Tensor:
+    def _microbatch(
+        self, mb: ProcessedMicrobatch, loss_fn: Any, teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
+    ) -> Tensor:
         policy, timer = self.policy, self.timer
         signals, starts = [], []
         with timer.time("teacher"):
-            for number, teacher in enumerate(self.teachers):
+            for number, teacher in enumerate(teachers):
                 signal, start = teacher.signal(mb, number, policy.device)
                 signals.append(signal)
                 starts.append(start)
-            inputs = self.loss_fn.prepare(mb, starts)
+            inputs = loss_fn.prepare(mb, starts)
         with timer.time("forward"):
             hidden = policy.forward_hidden(mb.processed_inputs)
         with timer.time("loss"):
-            loss, metrics = self.loss_fn.compute(hidden, policy.head(), signals, inputs, counts)
+            loss, metrics = loss_fn.compute(hidden, policy.head(), signals, inputs, counts)
         if not self.eval_mode:
             with timer.time("backward"):
                 loss.backward()
-        for name, pair in metrics.items():
-            values = [torch.as_tensor(v, dtype=torch.float64, device=loss.device) for v in pair]
-            old = self.sums.get(name)
-            self.sums[name] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+        self.add_metrics(metrics)
         if not mb.is_dummy:
             self.tokens += int(mb.data_dict["input_lengths"].sum())
         return torch.as_tensor(loss).detach()
+
+    def add_metrics(self, metrics: Sums) -> None:
+        """Add (sum, count) pairs to this step's."""
+        for name, pair in metrics.items():
+            values = [torch.as_tensor(v, dtype=torch.float64, device=self.policy.device) for v in pair]
+            old = self.sums.get(name)
+            self.sums[name] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
 
     def _check_losses(self, losses: list[tuple[Tensor, ProcessedMicrobatch]]) -> None:
         bad = [mb for value, mb in losses if not bool(torch.isfinite(value))]
@@ -183,7 +230,7 @@ class _Step:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return bool(value)
 
-    def _optimize(self, batch: BatchedDataDict) -> float:
+    def _optimize(self) -> float:
         policy = self.policy
         assert policy.optimizer is not None
         with self.timer.time("optimizer"):
@@ -194,9 +241,8 @@ class _Step:
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             if not bool(torch.isfinite(norm)):
                 self._drop_gradients()
-                rows = batch.get("idx")
                 raise LossError(
-                    f"the gradient norm is {float(norm)}{'' if rows is None else f' on the samples {list(rows)}'}; the "
+                    f"the gradient norm is {float(norm)}{f' on the samples {self.rows}' if self.rows else ''}; the "
                     "step was not taken; lower the learning rate or look at these samples"
                 )
             policy.optimizer.step()
