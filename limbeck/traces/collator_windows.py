@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -33,19 +32,26 @@ class View:
         if self.splice < 0:
             object.__setattr__(self, "splice", self.piece)
 
-    def starts(self) -> dict[int, int]:
-        """Message -> piece at which a window may begin with it; -1 stands for the whole sequence."""
-        starts = {-1: self.plain.head}
-        for number in range(self.plain.head + 1, self.splice + 1):
+    def starts(self, keep: int) -> dict[int, int]:
+        """Message -> piece at which a window behind the first ``keep`` pieces may begin with it, as far as it fits.
+
+        -1 stands for the whole sequence. Walks back from the target, so that nothing beyond the window is tokenised.
+        """
+        starts: dict[int, int] = {}
+        room = self.limit - self.tail() - self.renderer.length(self.plain.pieces[:keep])
+        for number in range(self.splice, self.plain.head - 1, -1):
+            if number < self.splice:
+                room -= len(self.renderer.ids(self.plain.pieces[number]))
+            if room < 0:
+                break
+            if number == self.plain.head:
+                starts[-1] = number
+                break
             piece = self.plain.pieces[number]
             first = self.middle[0] if self.middle and number == self.splice else piece
             if first.clean and piece.messages:
                 starts[min(piece.messages)] = number
         return starts
-
-    def running(self) -> list[int]:
-        """``[splice + 1]`` tokens in front of each piece."""
-        return [0, *accumulate(len(self.renderer.ids(piece)) for piece in self.plain.pieces[: self.splice])]
 
     def tail(self) -> int:
         """Tokens that every window holds: the hint's turn and the target."""
@@ -76,15 +82,11 @@ def cut_windows(first: View, second: View) -> tuple[Window, Window] | None:
 
     The head (begin token, tools, system messages) stays in front of a cut where it fits, else only the begin token.
     """
-    views = (first, second)
-    starts = [view.starts() for view in views]
-    running = [view.running() for view in views]
-    room = [view.limit - view.tail() for view in views]
-    common = sorted(set(starts[0]) & set(starts[1]))
-    for heads in ([v.plain.head for v in views], [v.plain.preamble for v in views], [0, 0]):
-        for message in common:
-            cuts = [(min(head, start[message]), start[message]) for head, start in zip(heads, starts, strict=True)]
-            used = [r[keep] + r[-1] - r[start] for r, (keep, start) in zip(running, cuts, strict=True)]
-            if all(u <= limit for u, limit in zip(used, room, strict=True)):
-                return views[0].window(*cuts[0]), views[1].window(*cuts[1])
+    for kept in ("head", "preamble", None):
+        keep = [0 if kept is None else getattr(view.plain, kept) for view in (first, second)]
+        starts = [view.starts(count) for view, count in zip((first, second), keep, strict=True)]
+        common = set(starts[0]) & set(starts[1])
+        if common:
+            message = min(common)
+            return first.window(keep[0], starts[0][message]), second.window(keep[1], starts[1][message])
     return None
