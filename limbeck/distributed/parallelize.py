@@ -1,0 +1,269 @@
+"""A causal model split over a mesh: tensor-parallel layers, FSDP2 shards, a head that the block loss can use.
+
+The body is split by torch's own engines (``parallelize_module``, ``fully_shard``). The head never runs as a module: the
+block loss reads its weight, so it is gathered over the data-parallel shards once per step (tensor parallelism keeps its
+slice of the vocabulary), the loss's gradients collect in that copy, and one reduce-scatter takes them home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from limbeck.distributed.mesh import ParallelMesh
+from limbeck.utils.errors import ConfigError
+
+
+def tensor_parallel_plan() -> dict[str, Any]:
+    """How the linear maps of a Llama-like layer are split; hidden states between layers are whole on every rank."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {f"layers.*.{name}": ColwiseParallel() for name in columns}
+    plan |= {f"layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    return plan
+
+
+class ShardedModel:
+    """One model on one mesh; made after loading (each rank holds the whole model then), before the optimizer.
+
+    Args:
+        model: transformers causal model, not wrapped.
+        body: its part that ends in hidden states, with ``layers``.
+        fsdp: shard parameters, gradients and optimizer state over data x context.
+        param_dtype: type in which sharded parameters are gathered for the computation; None: their own.
+    """
+
+    def __init__(
+        self, model: Any, body: Any, mesh: ParallelMesh, *, fsdp: bool, param_dtype: torch.dtype | None = None
+    ) -> None:
+        self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
+        self._head: Any = model.get_output_embeddings()
+        if type(self._head) is not nn.Linear or self._head.bias is not None:
+            raise ConfigError(f"{type(model).__name__} has no plain head, which a sharded model needs; use one process")
+        tied = self._head.weight is model.get_input_embeddings().weight
+        if mesh.shape.tensor > 1:
+            parallelize_module(body, mesh.tensor_mesh, tensor_parallel_plan())
+            if not tied:
+                self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
+        self._partial = self._per_head_norms() if mesh.shape.tensor > 1 else set()
+        if self.fsdp:
+            self._shard(param_dtype)
+            if not tied:
+                self._shard_head()
+        if tied:
+            self._head.weight = model.get_input_embeddings().weight
+        self._leaf: Tensor | None = None
+
+    # ---- splitting ----
+
+    def _per_head_norms(self) -> set[int]:
+        """Norms over single heads see only this rank's heads, so their gradients are parts of a sum."""
+        names = ("q_norm", "k_norm")
+        norms = [m for layer in self.body.layers for n in names if (m := getattr(layer.self_attn, n, None)) is not None]
+        return {id(p) for norm in norms for p in norm.parameters()}
+
+    def _shard(self, param_dtype: torch.dtype | None) -> None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=None if param_dtype is None else torch.float32
+        )
+        options: dict[str, Any] = {"mesh": self.mesh.reduce_mesh, "mp_policy": policy, "reshard_after_forward": True}
+        partial = [name for name, p in self.body.named_parameters() if id(p) in self._partial]
+        for module in (*self.body.layers, self.body):
+            fully_shard(module, shard_placement_fn=_other_dimension, **options)
+        self._partial = {id(p) for name, p in self.body.named_parameters() if name in partial}
+        for module in self.body.modules():
+            if isinstance(module, FSDPModule):
+                # losses are divided by global counts already: gradients add up, they are not averaged
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _set_head(self, weight: Tensor) -> None:
+        self._head.weight = nn.Parameter(weight, requires_grad=self._head.weight.requires_grad)
+
+    def _shard_head(self) -> None:
+        weight = self._head.weight
+        if not isinstance(weight, DTensor):
+            return self._set_head(distribute_tensor(weight.detach(), self.mesh.reduce_mesh, [Shard(0)]))
+        local = weight.to_local().detach()
+        rank, ranks = self.mesh.reduce_mesh.get_local_rank(), self.mesh.reduce_mesh.size()
+        piece = local.chunk(ranks, dim=1)[rank].contiguous()
+        placements = [Shard(1), Shard(0)]
+        return self._set_head(DTensor.from_local(piece, self.mesh.shard_mesh, placements, run_check=False))
+
+    # ---- the head ----
+
+    def head_weight(self) -> Tensor:
+        """The head's rows for the block loss: all of them, or this rank's slice of the vocabulary under tensor
+        parallelism. Gathered at the first call of a step; its gradients collect in it until `collect`."""
+        weight = self._head.weight
+        if not isinstance(weight, DTensor):
+            return weight
+        if self._leaf is None:
+            whole = weight.detach().redistribute(placements=self._gathered(weight, Replicate()))
+            self._leaf = whole.to_local().requires_grad_(weight.requires_grad)
+        return self._leaf
+
+    def release(self) -> None:
+        """Forget the gathered head: the next step must see the new weights."""
+        self._leaf = None
+
+    def _gathered(self, weight: DTensor, over_shards: Placement) -> list[Placement]:
+        names = weight.device_mesh.mesh_dim_names or ()
+        return [p if name == "tensor" else over_shards for name, p in zip(names, weight.placements, strict=True)]
+
+    def _collect_head(self) -> None:
+        if self._leaf is None or self._leaf.grad is None:
+            return
+        weight = self._head.weight
+        part = DTensor.from_local(
+            self._leaf.grad, weight.device_mesh, self._gathered(weight, Partial()), run_check=False
+        )
+        grad = part.redistribute(placements=weight.placements)
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+        self._leaf = None
+
+    # ---- gradients ----
+
+    @torch.no_grad()
+    def collect(self, params: Iterable[Tensor]) -> None:
+        """Make every gradient the sum over the whole run: the head's, and those that no engine has reduced."""
+        self._collect_head()
+        for p in params:
+            # a parameter that this rank's rows did not reach still takes part, with zeros
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            grad = _local(p.grad)
+            if self.mesh.reduce_group is not None and not (self.fsdp and isinstance(p, DTensor)):
+                dist.all_reduce(grad, group=self.mesh.reduce_group)
+            if id(p) in self._partial:
+                dist.all_reduce(grad, group=self.mesh.tensor_group)
+
+    @torch.no_grad()
+    def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
+        """Norm of all gradients over all shards; scales them down where it exceeds ``limit``."""
+        kinds: dict[tuple[bool, bool], list[Tensor]] = {}
+        for p in params:
+            if p.grad is not None:
+                kinds.setdefault(_split_over(p), []).append(_local(p.grad))
+        total: Tensor | float = 0.0
+        for over in sorted(kinds):
+            square = torch.stack([g.float().norm().double() for g in kinds[over]]).square().sum()
+            for split, group in zip(over, (self.mesh.reduce_group, self.mesh.tensor_group), strict=True):
+                if split:
+                    dist.all_reduce(square, group=group)
+            total = total + square
+        norm = torch.as_tensor(total).sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for grads in kinds.values():
+            for grad in grads:
+                grad.mul_(scale.to(grad.dtype))
+        return norm
+
+    # ---- state ----
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Tensor] | None:
+        """All weights, whole, in main memory of rank 0; None on the others. Every rank must call it."""
+        out: dict[str, Tensor] = {}
+        whole: dict[int, Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in whole:
+                full = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+                whole[id(value)] = full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
+            out[name] = whole[id(value)]
+        return out if dist.get_rank() == 0 else None
+
+
+def _other_dimension(p: nn.Parameter) -> Shard | None:
+    """FSDP cuts the dimension that tensor parallelism left whole: slices of slices cannot be read back simply."""
+    if isinstance(p, DTensor) and p.ndim > 1 and p.placements[0] == Shard(0):
+        return Shard(1)
+    return None
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _split_over(p: Tensor) -> tuple[bool, bool]:
+    """Whether a parameter is split over data x context, and over tensor ranks."""
+    if not isinstance(p, DTensor):
+        return False, False
+    names = p.device_mesh.mesh_dim_names or ()
+    split = {name for name, placement in zip(names, p.placements, strict=True) if placement.is_shard()}
+    return bool(split - {"tensor"}), "tensor" in split
+
+
+def group_by_layout(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one mesh together: optimizers update many at once, which only works within one layout."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for p in params:
+        key = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        groups.setdefault(key, []).append(p)
+    return list(groups.values())
+
+
+# ---- optimizer state that does not depend on the layout ----
+
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+
+
+def _places(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> list[int]:
+    """For each parameter in the optimizer's own order, its place in ``order``."""
+    place = {id(p): i for i, p in enumerate(order)}
+    return [place[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """The optimizer's state as if ``order`` were its one group of parameters, however they are grouped here."""
+    state, places = optimizer.state_dict(), _places(optimizer, order)
+    group = {**state["param_groups"][0], "params": list(range(len(order)))}
+    return {"state": {places[i]: state["state"][i] for i in sorted(state["state"])}, "param_groups": [group]}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter], state: dict[str, Any]
+) -> None:
+    """Put back what :func:`optimizer_state` gave, under this or another layout."""
+    own, places = optimizer.state_dict(), _places(optimizer, order)
+    if len(state["param_groups"]) == 1 and len(state["param_groups"][0]["params"]) == len(places):
+        stored = state["param_groups"][0]
+        groups = [{**stored, "params": group["params"]} for group in own["param_groups"]]
+        state = {
+            "state": {i: state["state"][p] for i, p in enumerate(places) if p in state["state"]},
+            "param_groups": groups,
+        }
+    optimizer.load_state_dict(state)
+
+
+def empty_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's tensors, in the layout of its parameters, without moving any: a step of rate 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def scheduler_state(state: Any, groups: int | None = None) -> Any:
+    """A schedule's state with one entry per parameter group reduced to one, or (with ``groups``) spread again."""
+    if isinstance(state, list):
+        return [scheduler_state(value, groups) for value in state]
+    if not isinstance(state, dict):
+        return state
+    spread: Callable[[list[Any]], list[Any]] = lambda v: v[:1] if groups is None else v[:1] * groups  # noqa: E731
+    return {
+        key: spread(value) if key in _PER_GROUP and isinstance(value, list) else scheduler_state(value, groups)
+        for key, value in state.items()
+    }
