@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from limbeck.models.lora import is_lora, merged_model
 
@@ -27,13 +27,21 @@ def _quiet() -> Iterator[None]:
 
 
 def save_weights(
-    model: nn.Module, path: str | Path, tokenizer: Any = None, tokenizer_path: str | Path | None = None
+    model: nn.Module,
+    path: str | Path,
+    tokenizer: Any = None,
+    tokenizer_path: str | Path | None = None,
+    *,
+    state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Save a causal model in the type of its parameters; adapters are merged, the model itself stays as it is."""
+    """Save a causal model in the type of its parameters; adapters are merged, the model itself stays as it is.
+
+    ``state``: whole weights by name, for a model whose own are shards.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     plain: Any = merged_model(model) if is_lora(model) else model
     with _quiet():
-        plain.save_pretrained(folder)
+        plain.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)

@@ -126,6 +126,28 @@ def _random(cfg: dict[str, Any], dtype: torch.dtype, vocab_size: int | None, see
         raise ConfigError(f"no model can be made from {cfg['model_name'] or overrides}: {_one_line(e)}") from e
 
 
+def model_numbers(config: Any, vocab_size: int | None = None) -> Any:
+    """Configuration of the model that ``load_model`` would give, without reading weights: an object or a mapping.
+
+    None where only the weights' file knows (GGUF).
+    """
+    cfg = plain_settings(config)
+    overrides = dict(cfg["model_overrides"])
+    if cfg["init"] == "random" and vocab_size is not None:
+        overrides.setdefault("vocab_size", vocab_size)
+    if not cfg["model_name"]:
+        return overrides
+    path = Path(str(package_file(cfg["model_name"]))).expanduser()
+    if path.is_file():
+        return None
+    overrides.pop("model_type", None)
+    source = str(path) if path.exists() else str(cfg["model_name"])
+    try:
+        return _auto()[0].from_pretrained(source, trust_remote_code=bool(cfg["trust_remote_code"]), **overrides)
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"model {cfg['model_name']!r} cannot be loaded: {_one_line(e)}") from e
+
+
 def unwrap(model: nn.Module) -> Any:
     """The transformers causal model inside a peft wrapper, or the model itself."""
     inner: Any = getattr(model, "get_base_model", None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from limbeck.distributed.parallelize import group_by_layout
 from limbeck.utils.errors import ConfigError
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
@@ -32,7 +33,10 @@ def _load(name: str) -> Any:
 
 
 def build_optimizer(params: Iterable[torch.nn.Parameter], config: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """``{name: torch.optim.AdamW, kwargs: {...}}`` over the parameters that want a gradient."""
+    """``{name: torch.optim.AdamW, kwargs: {...}}`` over the parameters that want a gradient.
+
+    Sharded parameters of different layouts become groups of their own, all with the same settings.
+    """
     factory = _load(str(config["name"]))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"{config['name']!r} is no optimizer; give a torch.optim.Optimizer class")
@@ -41,7 +45,8 @@ def build_optimizer(params: Iterable[torch.nn.Parameter], config: Mapping[str, A
         raise ConfigError("the model has no parameter to train; check lora.target_modules and frozen parts")
     kwargs = dict(config.get("kwargs") or {})
     try:
-        return factory(trained, **kwargs)
+        groups = group_by_layout(trained)
+        return factory(trained if len(groups) == 1 else [{"params": group} for group in groups], **kwargs)
     except (TypeError, ValueError) as e:
         raise ConfigError(f"optimizer {config['name']!r} refuses the arguments {kwargs}: {e}") from e
 

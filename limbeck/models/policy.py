@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
+from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
+from limbeck.distributed.parallelize import (
+    ShardedModel,
+    empty_optimizer_state,
+    load_optimizer_state,
+    optimizer_state,
+    scheduler_state,
+)
 from limbeck.losses.signals import Head
 from limbeck.models.export import save_weights
-from limbeck.models.loading import body_of, load_model, model_identity, parse_dtype, unwrap
+from limbeck.models.loading import body_of, load_model, model_identity, model_numbers, parse_dtype, unwrap
 from limbeck.models.lora import adapter_state, apply_lora, is_lora, load_adapter_state
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
@@ -65,7 +73,8 @@ class Policy:
         seed: of random weights and adapters.
         weights_path: folder written by ``save_checkpoint`` to start from instead of ``cfg.model_name``.
         optimizer_path: train state written by ``save_checkpoint`` to go on from.
-        dp_group: data-parallel process group or mesh; gradients are summed over it.
+        dp_group: data-parallel process group or mesh; gradients are summed over it. A layout in ``cfg.dtensor_cfg``
+            (tensor or context parallel, fsdp) makes its own groups over all processes instead.
         model: an instantiated causal model to use instead of loading one.
         extra_parameters: trained along with the model, such as a loss function's learnable projections.
     """
@@ -92,6 +101,9 @@ class Policy:
         self._refuse_unsupported(init_optimizer)
         dtype = self._param_dtype(init_optimizer)
         size = tokenizer_size(tokenizer)
+        self.mesh = self._make_mesh(model, size)
+        if self.mesh is not None:
+            self.dp_group = self.mesh.data_group
         if model is None:
             model = self._load(dtype, size, seed, weights_path)
         self.model: Any = model.to(device=self.device)
@@ -102,9 +114,10 @@ class Policy:
         if not init_optimizer:
             self.model.requires_grad_(False)
         self.body: Any = body_of(self.model)
+        self.sharded = self._shard(extra_parameters := list(extra_parameters))
         self._prepare_body(init_optimizer)
-        trained = [*self.model.parameters(), *extra_parameters]
-        self.optimizer = build_optimizer(trained, self.cfg["optimizer"]) if init_optimizer else None
+        self._trained = [p for p in (*self.model.parameters(), *extra_parameters) if p.requires_grad]
+        self.optimizer = build_optimizer(self._trained, self.cfg["optimizer"]) if init_optimizer else None
         self.scheduler = build_scheduler(self.optimizer, self.cfg["scheduler"]) if self.optimizer else None
         self.steps = 0
         if optimizer_path is not None:
@@ -115,20 +128,63 @@ class Policy:
     def _refuse_unsupported(self, trained: bool) -> None:
         """Settings that would be read and then not followed."""
         layout = self.cfg["dtensor_cfg"]
-        plain = {
-            "tensor_parallel_size": 1,
-            "context_parallel_size": 1,
-            "cpu_offload": False,
-            "sequence_parallel": False,
-        }
-        for key, value in plain.items():
-            if layout[key] != value:
+        for key in ("cpu_offload", "sequence_parallel"):
+            if layout[key]:
                 raise ConfigError(
-                    f"dtensor_cfg.{key} is {layout[key]}, which policy {self.name!r} cannot do in this process layout; "
-                    "only data parallelism is available, so leave it at its default"
+                    f"dtensor_cfg.{key} is true, which policy {self.name!r} cannot do; leave it at its default"
                 )
+        lora = self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True)
+        sizes = (layout["tensor_parallel_size"], layout["context_parallel_size"])
+        if lora and trained and (layout["fsdp"] or max(sizes) > 1):
+            raise ConfigError(
+                f"policy {self.name!r} has adapters (lora), which no sharded layout takes; use one of them"
+            )
         if trained and torch.float16 in (self.precision, self._param_dtype(trained)):
             raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
+
+    def _make_mesh(self, model: nn.Module | None, size: int | None) -> ParallelMesh | None:
+        """The mesh of ``dtensor_cfg``, checked against the model's numbers before any weight is read; None: plain."""
+        layout = self.cfg["dtensor_cfg"]
+        shape = plan_mesh(layout, current_world(), name=self.name)
+        if shape.same_rows > 1:
+            numbers = model_numbers(self.cfg, size) if model is None else model.config
+            check_model(numbers, shape, name=self.name)
+        if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
+            return None
+        return ParallelMesh.get(shape, self.device.type)
+
+    def _shard(self, extra: list[nn.Parameter]) -> ShardedModel | None:
+        if self.mesh is None:
+            return None
+        if extra and self.mesh.shape.tensor > 1:
+            raise ConfigError(
+                "a learnable projection does not go with tensor parallelism; set tensor_parallel_size to 1"
+            )
+        narrow = self.precision != torch.float32 and self.model.dtype != self.precision
+        return ShardedModel(
+            self.model,
+            self.body,
+            self.mesh,
+            fsdp=self.cfg["dtensor_cfg"]["fsdp"],
+            param_dtype=self.precision if narrow else None,
+        )
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """How the processes share this model's work."""
+        if self.mesh is not None:
+            return self.mesh.shape
+        return MeshShape(data=1 if self.dp_group is None else current_world())
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank speaks for its rows, among those that read the same."""
+        return self.mesh is None or self.mesh.context_rank == 0
+
+    @property
+    def reduce_group(self) -> Any:
+        """Processes over which losses and metrics are summed."""
+        return self.dp_group if self.mesh is None else self.mesh.reduce_group
 
     def _param_dtype(self, trained: bool) -> torch.dtype:
         if self.cfg["param_dtype"] is not None:
@@ -186,6 +242,8 @@ class Policy:
     def head(self) -> Head:
         """The head as the loss uses it, in ``precision``; a fresh view of the present weights, with gradient."""
         head = Head.from_model(unwrap(self.model), self.vocab_size)
+        if self.sharded is not None:
+            head.weight = self.sharded.head_weight()
         if head.weight is not None and head.weight.dtype != self.precision and self.precision != torch.float32:
             head.weight = head.weight.to(self.precision)
             head.bias = None if head.bias is None else head.bias.to(self.precision)
@@ -204,7 +262,8 @@ class Policy:
     ) -> tuple[Iterator[ProcessedMicrobatch], int]:
         """Micro-batches of ``data`` on this policy's device, and how many."""
         key = "train_mb_tokens" if training or not self._has_logprob_budget() else "logprob_mb_tokens"
-        group = self.dp_group if training else None
+        # shards are gathered together, so every rank must take as many forward passes
+        group = self.dp_group if training or (self.sharded is not None and self.sharded.fsdp) else None
         cp = int(self.cfg["dtensor_cfg"]["context_parallel_size"])
         return get_microbatch_iterator(
             data, self.cfg, mbs, group, self.tokenizer, cp, key_prefix=prefix, device=self.device, tokens_key=key
@@ -306,6 +365,9 @@ class Policy:
         tagged: BatchedDataDict = BatchedDataDict({**data.data, "_row": torch.arange(data.size)})
         iterator, _ = self.microbatches(tagged, int(self.cfg["logprob_batch_size"]), prefix=prefix, training=False)
         for mb in iterator:
+            if mb.is_dummy:
+                self.forward_hidden(mb.processed_inputs)
+                continue
             ids = mb.data_dict[f"{prefix}input_ids"].to(self.device)
             lengths = mb.data_dict[f"{prefix}input_lengths"].to(self.device)
             assert mb.processed_inputs.row_start is not None
@@ -355,8 +417,8 @@ class Policy:
     def train_state(self) -> dict[str, Any]:
         """All that a resumed run needs beside the weights: optimizer, schedule, adapters, steps."""
         return {
-            "optimizer": self.optimizer.state_dict() if self.optimizer else None,
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "optimizer": optimizer_state(self.optimizer, self._trained) if self.optimizer else None,
+            "scheduler": scheduler_state(self.scheduler.state_dict()) if self.scheduler else None,
             "adapter": adapter_state(self.model) if is_lora(self.model) else None,
             "steps": self.steps,
         }
@@ -367,15 +429,24 @@ class Policy:
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
     ) -> None:
-        """Write a transformers folder (adapters merged) with its tokenizer, and the train state where asked for."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        """Write a transformers folder (adapters merged) with its tokenizer, and the train state where asked for.
+
+        Every rank must call it. Weights are whole from any layout; the train state may be read under another one.
+        """
+        if self.sharded is not None:
+            save_weights(self.model, weights_path, self.tokenizer, tokenizer_path, state=self.sharded.full_state())
+        elif not dist.is_initialized() or dist.get_rank() == 0:
             save_weights(self.model, weights_path, self.tokenizer, tokenizer_path)
         if optimizer_path is not None:
             save_state(optimizer_path, self.train_state())
 
     def load_train_state(self, optimizer_path: str | Path) -> None:
         """Go on from a train state; the weights come from the ``weights_path`` given at construction."""
-        state = load_state(optimizer_path)
+        template = None
+        if self.sharded is not None and self.optimizer is not None:
+            empty_optimizer_state(self.optimizer)
+            template = {"optimizer": optimizer_state(self.optimizer, self._trained)}
+        state = load_state(optimizer_path, template=template)
         if (state["optimizer"] is None) != (self.optimizer is None) or (state["adapter"] is None) == is_lora(
             self.model
         ):
@@ -387,11 +458,12 @@ class Policy:
             load_adapter_state(self.model, state["adapter"])
         if self.optimizer is not None:
             try:
-                self.optimizer.load_state_dict(state["optimizer"])
+                load_optimizer_state(self.optimizer, self._trained, state["optimizer"])
             except ValueError as e:
                 raise CheckpointError(f"train state {str(optimizer_path)!r} does not fit this model: {e}") from e
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            groups = len(self.optimizer.param_groups) if self.optimizer else 1
+            self.scheduler.load_state_dict(scheduler_state(state["scheduler"], groups))
         self.steps = int(state["steps"])
 
 

@@ -32,6 +32,8 @@ class DTensorConfig(_Strict):
     activation_checkpointing: bool = False
     tensor_parallel_size: int = Field(default=1, ge=1)
     context_parallel_size: int = Field(default=1, ge=1)
+    fsdp: bool = False
+    """Shard parameters, gradients and optimizer state over the data- and context-parallel processes (FSDP2)."""
 
 
 class DynamicBatchingConfig(_Strict):

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
         "activation_checkpointing": False,
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
+        "fsdp": False,
     },
     "dynamic_batching": dict(_BATCHING),
     "sequence_packing": {**_BATCHING, "algorithm": "modified_first_fit_decreasing"},

@@ -7,6 +7,7 @@ micro-batches and over data-parallel ranks.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,22 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     return last
 
 
+def same_names(sums: dict[str, list[Tensor]], group: Any, device: torch.device) -> dict[str, list[Tensor]]:
+    """The metrics of all ranks, with zeros for those that this rank's rows did not have (no chunk, no site)."""
+    if group is None:
+        return sums
+    # a short digest settles the usual case, in which all ranks have the same
+    digest = zlib.crc32("/".join(sorted(sums)).encode())
+    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    if int(ends[0]) == -int(ends[1]):
+        return sums
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, sorted(sums), group=group)
+    zeros = [torch.zeros((), dtype=torch.float64, device=device)] * 2
+    return {name: sums.get(name, zeros) for name in sorted(set().union(*lists))}
+
+
 class Step:
     """One optimizer step in parts: ``add`` one or more batches, each with a loss of its own, then ``finish``.
 
@@ -126,7 +143,7 @@ class Step:
 
     def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
         self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
-        self.group = _group(policy.dp_group)
+        self.group, self.reduce_group = _group(policy.dp_group), _group(policy.reduce_group)
         self.sums: dict[str, list[Tensor]] = {}
         self.tokens = self.number = 0
         self.counts: dict[str, Tensor] = {}
@@ -197,7 +214,8 @@ class Step:
             with timer.time("backward"):
                 loss.backward()
         self.add_metrics(metrics)
-        if not mb.is_dummy:
+        # ranks that share rows count them once
+        if not mb.is_dummy and policy.counts_rows:
             self.tokens += int(mb.data_dict["input_lengths"].sum())
         return torch.as_tensor(loss).detach()
 
@@ -224,10 +242,10 @@ class Step:
             self.policy.optimizer.zero_grad(set_to_none=True)
 
     def _any(self, flag: bool) -> bool:
-        if self.group is None:
+        if self.reduce_group is None:
             return flag
         value = torch.tensor(float(flag), device=self.policy.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.reduce_group)
         return bool(value)
 
     def _optimize(self) -> float:
@@ -236,9 +254,9 @@ class Step:
         with self.timer.time("optimizer"):
             params = [p for g in policy.optimizer.param_groups for p in g["params"]]
             self._sum_gradients(params)
-            limit = policy.cfg["max_grad_norm"]
-            norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else float(limit))
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            limit = math.inf if policy.cfg["max_grad_norm"] is None else float(policy.cfg["max_grad_norm"])
+            clip = torch.nn.utils.clip_grad_norm_ if policy.sharded is None else policy.sharded.clip
+            norm = clip(params, limit)
             if not bool(torch.isfinite(norm)):
                 self._drop_gradients()
                 raise LossError(
@@ -246,6 +264,8 @@ class Step:
                     "step was not taken; lower the learning rate or look at these samples"
                 )
             policy.optimizer.step()
+            if policy.sharded is not None:
+                policy.sharded.release()
             if policy.scheduler is not None:
                 policy.scheduler.step()
             policy.steps += 1
@@ -253,26 +273,28 @@ class Step:
         return float(norm)
 
     def _sum_gradients(self, params: list[Tensor]) -> None:
-        """Plain data parallelism; sharded parameters (DTensor) have their gradients reduced by their own hooks."""
+        """Plain data parallelism; a sharded model knows which of its gradients are sums already."""
+        if self.policy.sharded is not None:
+            self.policy.sharded.collect(params)
+            return
         if self.group is None:
             return
         for p in params:
-            if hasattr(p, "full_tensor"):
-                continue
             # a parameter that this rank's rows did not reach still takes part, with zeros
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=self.group)
 
     def _reduce(self, losses: list[Tensor]) -> tuple[Sums, float, int]:
-        names = sorted(self.sums)
         device = self.policy.device
+        self.sums = same_names(self.sums, self.reduce_group, device)
+        names = sorted(self.sums)
         total = torch.stack([value.double() for value in losses]).sum() if losses else torch.zeros((), device=device)
         flat = [total.reshape(1).double(), torch.tensor([self.tokens], dtype=torch.float64, device=device)]
         flat += [torch.stack(self.sums[name]) for name in names]
         values = torch.cat(flat)
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+        if self.reduce_group is not None:
+            dist.all_reduce(values, group=self.reduce_group)
         numbers = values.tolist()
         metrics: Sums = {n: (numbers[2 + 2 * i], numbers[3 + 2 * i]) for i, n in enumerate(names)}
         return metrics, numbers[0], int(numbers[1])
