@@ -154,6 +154,10 @@ def _keys_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
     return [name for m in level for name in m.model_fields]
 
 
+# Values that may hold a key by mistake are not repeated on the screen.
+_SECRET = ("api_key_env", "url")
+
+
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     loc = list(error["loc"])
     dotted = ".".join(str(p) for p in loc)
@@ -166,6 +170,8 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if not dotted:
         return message
+    if loc[-1] in _SECRET:
+        return f"{dotted!r}: {message}"
     return f"{dotted!r} is {error.get('input')!r}: {message}"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.data.config import DataConfig
 from limbeck.losses.config import CrossTokenizerDistillationLossConfig
 from limbeck.models.policy_config import PolicyConfig
+from limbeck.models.server_config import ServerConfig
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.logger import LoggerConfig
 
@@ -40,6 +42,21 @@ class TeacherConfig(PolicyConfig):
     """Most likely tokens that ``limbeck cache`` stores per position."""
     cache_kind: Literal["topk", "hidden"] = "topk"
     """What ``limbeck cache`` stores: top-k lists, or hidden states with the head."""
+    server: ServerConfig | None = None
+    """A server that scores for this teacher, instead of weights in this process; only its tokenizer is loaded here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_a_remote_model(cls, data: Any) -> Any:
+        """A remote teacher needs no weights here, so its name or its tokenizer's is name enough."""
+        if isinstance(data, Mapping) and data.get("server") is not None and data.get("model_name") is None:
+            server, tokenizer = data["server"], data.get("tokenizer")
+            names = [
+                part.get(key) for part, key in ((server, "model"), (tokenizer, "name")) if isinstance(part, Mapping)
+            ]
+            if any(names):
+                return {**data, "model_name": next(name for name in names if name)}
+        return data
 
     def policy_settings(self) -> PolicyConfig:
         """The model itself, without where its signals come from."""
@@ -55,6 +72,18 @@ class ClusterConfig(BaseModel):
     num_nodes: int = Field(default=1, ge=1)
     gpus_per_node: int | None = Field(default=None, ge=0)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    launcher: Literal["local", "ray"] = "local"
+    """``local``: this process, or those that torchrun started. ``ray``: workers of a Ray cluster."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Ray: training processes; default: num_nodes x gpus_per_node, or 1 without GPUs."""
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    """Ray: processor cores that each worker reserves."""
+    ray_address: str | None = None
+    """Ray: address of a running cluster; default: the one this machine belongs to, or a new one on it."""
+    max_restarts: int = Field(default=3, ge=-1)
+    """Ray: how often a run goes on from its last checkpoint after a worker dies; -1: without end."""
+    cache_parts: int = Field(default=64, ge=1, le=999)
+    """Ray: parts into which ``limbeck cache`` cuts the records; workers take one after the other. Fixed per cache."""
 
 
 def _default_loss() -> CrossTokenizerDistillationLossConfig:

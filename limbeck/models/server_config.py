@@ -1,0 +1,64 @@
+"""The ``server`` section of a teacher: an endpoint that scores given tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class ServerConfig(BaseModel):
+    """An OpenAI-compatible server with prompt log-probabilities, as vLLM serves them, and how to treat it."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    url: str
+    """Base address, up to and including ``/v1``."""
+    model: str | None = None
+    """Name of the model at the server; default: the only one that it serves."""
+    api_key_env: str = "LIMBECK_API_KEY"
+    """Environment variable with the key; not set: no key is sent. The key itself never stands in a run file."""
+    k: int = Field(default=20, ge=1)
+    """Most likely tokens per position; vLLM gives up to its ``--max-logprobs`` (20 unless it was started with more)."""
+    concurrency: int = Field(default=8, ge=1)
+    """Requests in flight from each training process."""
+    prompts_per_request: int = Field(default=4, ge=1)
+    tokens_per_request: int = Field(default=8192, ge=1)
+    """Prompts are put together up to this many tokens; a longer one travels alone."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds for one request, from first to last byte."""
+    retries: int = Field(default=5, ge=0)
+    """Further attempts after a failed one that may pass: time-out, lost connection, HTTP 408, 409, 429, 5xx."""
+    backoff: float = Field(default=1.0, ge=0)
+    """Seconds before the second attempt; doubles with each."""
+    max_backoff: float = Field(default=60.0, ge=0)
+    tokens_per_minute: float = Field(default=0.0, ge=0)
+    """Limit of each training process; 0: none."""
+    requests_per_minute: float = Field(default=0.0, ge=0)
+    on_failure: Literal["stop", "skip"] = "stop"
+    """What happens when a row cannot be scored: stop the run, or train it without this teacher and count it."""
+    give_up_after: int = Field(default=64, ge=1)
+    """With ``skip``: stop after this many rows in a row that could not be scored."""
+
+    @field_validator("url")
+    @classmethod
+    def _plain_address(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ValueError("it is no server address; expected something like http://host:8000/v1")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("an address must not carry a key or a query; put the key into the variable api_key_env")
+        return url.rstrip("/")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _name_of_a_variable(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("it names no environment variable; give the variable's name, not the key")
+        return name
