@@ -12,6 +12,22 @@ from limbeck.tokens import load_tokenizer
 from limbeck.utils.errors import ConfigError
 
 
+def check_harness(tasks: Sequence[str], include: str | Path | None = None) -> Any:
+    """The harness' task manager, if the harness can be imported and knows all tasks; call it before long work."""
+    try:
+        import lm_eval.models.huggingface  # noqa: F401
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"--lm-eval needs the lm-eval harness, which cannot be imported ({error}); pip install 'limbeck[eval]'."
+        ) from error
+    manager = TaskManager(include_path=None if include is None else str(include))
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ConfigError(f"the harness knows no task {unknown[0]!r}; give one of its tasks or --lm-eval-include DIR.")
+    return manager
+
+
 def run_harness(
     models: Sequence[str],
     tasks: Sequence[str],
@@ -27,18 +43,10 @@ def run_harness(
 
     ``limit``: documents per task. ``include``: folder with task files of your own, such as local jsonl.
     """
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            f"--lm-eval needs the lm-eval harness, which cannot be imported ({error}); pip install 'limbeck[eval]'."
-        ) from error
-    manager = TaskManager(include_path=None if include is None else str(include))
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise ConfigError(f"the harness knows no task {unknown[0]!r}; give one of its tasks or --lm-eval-include DIR.")
+    manager = check_harness(tasks, include)
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
     out: dict[str, dict[str, dict[str, float]]] = {}
     for spec in models:
         source = find_model(spec, checkpoint)
@@ -52,9 +60,9 @@ def run_harness(
 
 
 def _figures(values: dict[str, Any]) -> dict[str, float]:
-    """The harness names figures ``acc,none``; only numbers are kept."""
+    """The harness names figures ``acc,none`` (after the comma: its filter); counts and names are left out."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and "," in name
     }

@@ -92,6 +92,10 @@ def eval_command(
         precision=precision.value if precision else None,
         device=device,
     )
+    if lm_eval:
+        from limbeck.algorithms.evaluation_harness import check_harness
+
+        check_harness(lm_eval, lm_eval_include)
     result: dict[str, Any] = {"models": {spec: {} for spec in models}}
     with _progress() as begin:
         if data:

@@ -19,6 +19,8 @@ _FIGURES: dict[str, tuple[str, bool]] = {
     "margin": ("margin", True),
 }
 """Further figures: title, and whether more is better."""
+_SCORED = {"chat": " (assistant)", "choice": " (right answers)", "pairs": " (chosen)"}
+"""What of a file the bits per byte are about, where that is not all of it."""
 
 
 def short_names(specs: Iterable[str]) -> dict[str, str]:
@@ -35,7 +37,8 @@ def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
     """Bits per byte by file and model, then accuracies and preferences where there are any, then notes."""
     models: Mapping[str, Mapping[str, Mapping[str, Any]]] = result["models"]
     names = {spec: _model_name(short, result, spec) for spec, short in short_names(models).items()}
-    files = short_names(result.get("files", {}))
+    modes = result.get("files", {})
+    files = {file: f"{short}{_SCORED.get(modes[file], '')}" for file, short in short_names(modes).items()}
     if files:
         console.print(_bpb_table(models, names, files))
     figures = _figure_table(models, names, files)
@@ -52,10 +55,11 @@ def _model_name(short: str, result: Mapping[str, Any], spec: str) -> str:
     return short if step is None else f"{short}\nstep {step}"
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
+def _table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("file", overflow="fold")
-    for column in columns:
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
         table.add_column(Text(column), justify="right")
     return table
 
@@ -74,7 +78,7 @@ def _row(values: list[float | None], digits: int, higher: bool) -> list[Text]:
 
 
 def _bpb_table(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> Table:
-    table = _table("bits per byte (less is better)", [*names.values(), "documents", "bytes"])
+    table = _table("bits per byte (less is better)", ["file"], [*names.values(), "documents", "bytes"])
     for file, short in files.items():
         rows = [models[spec][file] for spec in names]
         cells = _row([row["bpb"] for row in rows], 4, higher=False)
@@ -92,7 +96,7 @@ def _overall(by_file: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 
 def _figure_table(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> Table | None:
-    table = _table("choices", ["figure", *names.values()])
+    table = _table("choices", ["file", "figure"], names.values())
     for file, short in files.items():
         rows = [models[spec][file] for spec in names]
         for key, (title, higher) in _FIGURES.items():
@@ -103,8 +107,7 @@ def _figure_table(models: Mapping[str, Any], names: Mapping[str, str], files: Ma
 
 
 def _harness_table(found: Mapping[str, Any], names: Mapping[str, str]) -> Table:
-    table = _table("lm-eval", ["figure", *names.values()])
-    table.columns[0].header = "task"
+    table = _table("lm-eval", ["task", "figure"], names.values())
     first = next(iter(found.values()))
     for task, figures in first.items():
         label = task
