@@ -49,3 +49,7 @@ class CheckpointError(LimbeckError):
 
 class TraceError(LimbeckError):
     """An agent trace cannot be read or used."""
+
+
+class ServerError(LimbeckError):
+    """A remote teacher cannot be reached, refuses to answer, or its answers are not usable."""

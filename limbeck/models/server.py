@@ -1,0 +1,240 @@
+"""A teacher behind a server: its most likely tokens per position, asked for while the run goes on.
+
+A batch is announced before it is trained on, so that all its rows are asked for at once and the rows that the server
+could not score leave the denominators. See docs/server_teacher.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.losses.signals import Signal, TopKSignal
+from limbeck.models.cache import document_key
+from limbeck.models.scoring import next_tokens
+from limbeck.models.server_answer import ScoredDocument, choices_of, read_choice, request_body
+from limbeck.models.server_client import ServerClient, ServerFailure
+from limbeck.models.server_probe import probe_server
+from limbeck.models.teachers import key_prefix
+from limbeck.tokens import ByteVocab
+from limbeck.utils.errors import DataError, ServerError
+
+if TYPE_CHECKING:
+    from limbeck.models.server_config import ServerConfig
+
+_LOG = logging.getLogger(__name__)
+Ids = npt.NDArray[Any]
+
+
+class ServerTeacher:
+    """A ``TeacherSource`` that asks an OpenAI-compatible server for prompt log-probabilities.
+
+    Args:
+        config: the ``server`` section of a teacher.
+        tokenizer: of the teacher; the server's must be the same, which is checked at once.
+        student_fingerprint: of the student's tokenizer; a teacher that reads the student's own ids must have the same.
+        longest: tokens of the longest row that will be asked for; checked against the server's limit.
+        client: for tests.
+
+    Attributes:
+        failures: rows that could not be scored, by reason.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        tokenizer: Any,
+        *,
+        student_fingerprint: str | None = None,
+        longest: int | None = None,
+        client: ServerClient | None = None,
+    ) -> None:
+        self.config = config
+        self.client = client or ServerClient(config)
+        vocab = ByteVocab.from_tokenizer(tokenizer)
+        self.vocab_size = vocab.size
+        self.k = min(config.k, vocab.size)
+        self.failures: Counter[str] = Counter()
+        self._same_ids = student_fingerprint in (None, vocab.fingerprint)
+        self._found: dict[str, ScoredDocument | ServerFailure] = {}
+        self._in_a_row = 0
+        self.facts = probe_server(self.client, config, tokenizer)
+        if longest is not None and self.facts.max_length is not None and longest > self.facts.max_length:
+            raise ServerError(
+                f"the server {self.client.url} takes up to {self.facts.max_length} tokens at a time and the run's rows "
+                f"have up to {longest}; lower data.max_teacher_seq_length or serve with a longer context"
+            )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def score(self, documents: Sequence[Ids]) -> list[ScoredDocument | ServerFailure]:
+        """Scores of every document (token ids [n], n >= 2), or why there are none; all requests at once."""
+        groups = list(_groups(documents, self.config.prompts_per_request, self.config.tokens_per_request))
+        out: list[Any] = [None] * len(documents)
+        with ThreadPoolExecutor(max_workers=min(self.config.concurrency, max(len(groups), 1))) as pool:
+            for group, found in zip(
+                groups, pool.map(lambda g: self._group([documents[i] for i in g]), groups), strict=True
+            ):
+                for place, one in zip(group, found, strict=True):
+                    out[place] = one
+        return out
+
+    def _group(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
+        """One request; where it fails as a whole, its rows are asked for one by one, so that one cannot spoil all."""
+        try:
+            return self._request(documents)
+        except ServerFailure as failure:
+            if len(documents) == 1:
+                return [failure]
+            return [self._group([document])[0] for document in documents]
+
+    def _request(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
+        prompts = [[int(i) for i in d] for d in documents]
+        body = request_body(self.facts.model, prompts, self.k, self.facts.style)
+        status, answer = self.client.request("POST", "/completions", body, tokens=sum(map(len, prompts)))
+        if status == 404:
+            raise ServerError(
+                f"the server {self.client.url} no longer serves the model {self.facts.model!r} (HTTP 404)"
+            )
+        if status != 200:
+            raise ServerFailure(f"http_{status}", self.client.error_text(answer))
+        out: list[ScoredDocument | ServerFailure] = []
+        for choice, ids in zip(choices_of(answer, len(prompts)), prompts, strict=True):
+            try:
+                out.append(read_choice(choice, ids, self.k, self.vocab_size, self.facts.style))
+            except ServerFailure as failure:
+                out.append(failure)
+        return out
+
+    # -- a batch ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, data: Any, teacher_index: int) -> dict[int, Ids]:
+        """Token ids of the rows that count, by their number in the batch."""
+        prefix = key_prefix(data, teacher_index)
+        if not prefix and not self._same_ids:
+            raise DataError(
+                f"teacher {teacher_index} has another tokenizer than the student, but the batch holds no ids for it; "
+                f"collate it with this teacher (keys teacher_{teacher_index}_input_ids, ...)"
+            )
+        counted = data["sample_mask"].cpu() > 0
+        if f"teacher_{teacher_index}_sample_mask" in data:
+            counted = counted & (data[f"teacher_{teacher_index}_sample_mask"].cpu() > 0)
+        ids, lengths = data[f"{prefix}input_ids"].cpu().numpy(), data[f"{prefix}input_lengths"].tolist()
+        return {row: ids[row, :n] for row, n in enumerate(lengths) if n >= 2 and bool(counted[row])}
+
+    def _fetch(self, rows: dict[int, Ids], *, keep: bool) -> dict[int, ScoredDocument | ServerFailure]:
+        """Scores by row, from the announced batch where they are there, otherwise from the server."""
+        keys = {row: document_key(ids) for row, ids in rows.items()}
+        missing = {key: rows[row] for row, key in keys.items() if key not in self._found}
+        found = dict(zip(missing, self.score(list(missing.values())), strict=True)) if missing else {}
+        if keep:
+            self._found = {key: self._found[key] for key in set(keys.values()) if key in self._found} | found
+        return {row: found[key] if key in found else self._found[key] for row, key in keys.items()}
+
+    def announce(self, data: Any, teacher_index: int) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+        """Ask for a whole batch. Returns the mask [B] of rows that have a signal, and metrics as (sum, count).
+
+        A row that cannot be scored stops the run or is left out, as ``on_failure`` says.
+        """
+        before = self.client.counts["retries"]
+        # what is kept from the batch before is only of use where a row comes again
+        self._found = {key: one for key, one in self._found.items() if isinstance(one, ScoredDocument)}
+        rows = self._rows(data, teacher_index)
+        found = self._fetch(rows, keep=True)
+        mask = torch.ones(data["sample_mask"].shape, dtype=torch.float32, device=data["sample_mask"].device)
+        failed = 0
+        for row, one in found.items():
+            if isinstance(one, ServerFailure):
+                self._fail(one, teacher_index, len(rows[row]))
+                mask[row] = 0.0
+                failed += 1
+            else:
+                self._in_a_row = 0
+        count = float(len(found))
+        retries = float(self.client.counts["retries"] - before)
+        return mask, {"rows_failed": (float(failed), count), "retries_per_row": (retries, count)}
+
+    def _fail(self, failure: ServerFailure, teacher_index: int, tokens: int) -> None:
+        self.failures[failure.reason] += 1
+        self._in_a_row += 1
+        line = f"teacher {teacher_index}: the server {self.client.url} gave no scores for a row of {tokens} tokens"
+        if self.config.on_failure == "stop":
+            raise ServerError(
+                f"{line} ({failure}); mend it and start the run again, or set teacher.server.on_failure=skip"
+            )
+        if self._in_a_row >= self.config.give_up_after:
+            raise ServerError(
+                f"{line} ({failure}), as for the {self._in_a_row - 1} before it; mend it and start the run again"
+            )
+        if self.failures[failure.reason] == 1:
+            _LOG.warning("%s (%s); it is left out, further ones are only counted", line, failure)
+
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """See ``TeacherSource``. Rows lie one sample after the other, without padding; a failure here is an error."""
+        data = microbatch.data_dict
+        prefix = key_prefix(data, teacher_index)
+        ids, lengths = data[f"{prefix}input_ids"].cpu(), data[f"{prefix}input_lengths"].cpu().to(torch.long)
+        starts = lengths.cumsum(0) - lengths
+        total = int(lengths.sum())
+        topk_ids = torch.full((total, self.k), -1, dtype=torch.int32)
+        topk = torch.zeros((total, self.k), dtype=torch.float32)
+        came = torch.zeros(total, dtype=torch.float32)
+        for row, one in self._fetch(self._rows(data, teacher_index), keep=False).items():
+            if isinstance(one, ServerFailure):
+                raise ServerError(f"teacher {teacher_index}: the server {self.client.url} gave no scores ({one})")
+            place = slice(int(starts[row]), int(starts[row]) + one.next_logprob.shape[0])
+            topk_ids[place], topk[place] = torch.from_numpy(one.topk_ids), torch.from_numpy(one.topk_logprobs)
+            came[place] = torch.from_numpy(one.next_logprob)
+        real = torch.arange(ids.shape[1]) < lengths[:, None]
+        signal = TopKSignal(
+            topk_ids.to(device),
+            topk.to(device),
+            came.to(device),
+            next_tokens(ids, lengths)[real].to(device),
+            # the server's head may be narrower than the tokenizer, and a shared vocabulary's size is the student's
+            vocab_size=self.vocab_size if prefix else None,
+        )
+        return signal, starts
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """See ``TeacherSource``; NaN in rows that could not be scored, 0 in masked ones."""
+        prefix = key_prefix(data, teacher_index)
+        out = torch.zeros(data[f"{prefix}input_ids"].shape, dtype=torch.float32)
+        rows = self._rows(data, teacher_index)
+        for row, one in self._fetch(rows, keep=False).items():
+            if isinstance(one, ServerFailure):
+                self._fail(one, teacher_index, len(rows[row]))
+                out[row] = torch.nan
+            else:
+                self._in_a_row = 0
+                out[row, 1 : one.next_logprob.shape[0] + 1] = torch.from_numpy(one.next_logprob)
+        return out
+
+
+def _groups(documents: Sequence[Ids], most: int, tokens: int) -> Iterable[list[int]]:
+    """Numbers of the documents that travel together, neighbours first."""
+    group: list[int] = []
+    size = 0
+    for number, ids in enumerate(documents):
+        if group and (len(group) == most or size + len(ids) > tokens):
+            yield group
+            group, size = [], 0
+        group.append(number)
+        size += len(ids)
+    if group:
+        yield group
