@@ -25,6 +25,7 @@ from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.master_config import MasterConfig, OffPolicyDistillationConfig
+from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator, make_loaders
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -122,6 +123,7 @@ def setup(
         raise ConfigError(f"{len(teachers)} teachers in the run file but {len(tokenizers)} teacher tokenizers")
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
+    remote = connect_servers(config, tokenizers, vocab)
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
     latest = checkpointer.latest() if config.checkpointing.enabled else None
     if rank_and_world()[0] == 0:
@@ -143,7 +145,7 @@ def setup(
         dp_group=group,
         extra_parameters=loss_fn.parameters(),
     )
-    sources = [_teacher(config, i, tokenizer, vocab) for i, tokenizer in enumerate(tokenizers)]
+    sources = [remote.get(i) or _teacher(config, i, tokenizer, vocab) for i, tokenizer in enumerate(tokenizers)]
     teacher: Teachers = sources
     if len(sources) == 1 and isinstance(sources[0], LiveTeacher):
         teacher = sources[0].policy
