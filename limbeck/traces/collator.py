@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ class ComposerDataCollator:
         batch = ComposerBatch(policy_tensors(policy, self.pads[0]))
         rows = [row for row, _ in sites]
         ignore = self.config.ignore_index
-        batch |= hint_tensors([site for _, site in sites], rows, batch["input_lengths"], self.pads, ignore)
+        batch |= hint_tensors([site for _, site in sites], rows, policy, self.pads, ignore)
         batch |= preference_tensors([pair for _, pair in pairs], [row for row, _ in pairs], self.pads[0])
         batch["pad_token_id"] = self.pads[0].pad_id
         batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
@@ -124,25 +125,20 @@ class ComposerDataCollator:
         return self._policy(example, plain, dropped), sites, pairs
 
     def _policy(self, example: Example, plain: Conversation, dropped: Counter[str]) -> PolicyRow:
-        """The trace from its beginning, as many whole pieces as fit: what is kept has its full context, so behaviour
-        log-probabilities stay true."""
+        """The trace, or as many whole pieces as fit, from its beginning or from its end."""
         trace, limit = example.trace, self.config.max_seq_len
-        offsets = [0]
-        for piece in plain.pieces:
-            size = len(self.student.ids(piece))
-            if offsets[-1] + size > limit:
-                dropped["policy_rows_cut"] += 1
-                break
-            offsets.append(offsets[-1] + size)
-        kept = [self.student.ids(piece) for piece in plain.pieces[: len(offsets) - 1]]
-        ids = np.concatenate(kept) if kept else self.student.ids(plain.pieces[0])[:limit]
-        row = PolicyRow(trace.id, trace.group_id, example.reward, ids)
-        parts: list[tuple[Any, Any, Any]] = []
+        kept = self._kept(plain, limit)
+        if len(kept) < len(plain.pieces):
+            dropped["policy_rows_cut"] += 1
+        parts = [self.student.ids(plain.pieces[number]) for number in kept]
+        start = dict(zip(kept, accumulate(map(len, parts), initial=0), strict=False))
+        ids = np.concatenate(parts) if parts else self.student.ids(plain.pieces[0])[:limit]
+        row = PolicyRow(trace.id, trace.group_id, example.reward, ids, from_start=kept == list(range(len(kept))))
+        found: list[tuple[Any, Any, Any]] = []
         for message, turn in trace.new_messages():
-            place = plain.piece_of.get(message, len(kept))
             if turn.role != "assistant" or turn.weight == 0 or message not in plain.turns:
                 continue
-            if place >= len(kept):
+            if plain.piece_of[message] not in start:
                 dropped["policy_messages_cut"] += 1
                 continue
             target = self.student.target(plain, message)
@@ -151,10 +147,31 @@ class ComposerDataCollator:
                 continue
             dropped.update(target.dropped)
             weights = np.full(len(target.ids), turn.weight, dtype=np.float32)
-            parts.append((target.places + offsets[place], weights, _behavior(turn, target.ids, dropped)))
-        if parts:
-            row.places, row.weights, row.logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
+            logprobs = _behavior(turn, target.ids, dropped)
+            if not row.from_start:
+                logprobs[:] = np.nan
+            found.append((target.places + start[plain.piece_of[message]], weights, logprobs))
+        if found:
+            row.places, row.weights, row.logprobs = (np.concatenate(column) for column in zip(*found, strict=True))
         return row
+
+    def _kept(self, plain: Conversation, limit: int) -> list[int]:
+        """Numbers of the pieces that a policy row holds."""
+        order = list(range(len(plain.pieces)))
+        if self.config.policy_cut == "left":
+            order = order[: plain.head] + order[plain.head :][::-1]
+        kept: list[int] = []
+        for number in order:
+            limit -= len(self.student.ids(plain.pieces[number]))
+            if limit < 0:
+                break
+            kept.append(number)
+        kept.sort()
+        # What a cut from the left leaves must begin with a whole message.
+        head = plain.head
+        while len(kept) > head and kept[head] != head and not plain.pieces[kept[head]].clean:
+            del kept[head]
+        return kept
 
     def _sites(self, example: Example, plain: Conversation, dropped: Counter[str]) -> list[SiteRow]:
         before = Counter(self.finder.dropped)

@@ -28,7 +28,8 @@ class PolicyRow:
     """One trace in the policy channel.
 
     Attributes:
-        ids: ``[n]`` its rendering, cut from the right by whole messages.
+        ids: ``[n]`` its rendering, or the whole messages of it that fit.
+        from_start: nothing is left out in front of what is there.
         places: supervised tokens; ``weights``, ``logprobs`` (NaN where unknown) belong to them.
     """
 
@@ -36,6 +37,7 @@ class PolicyRow:
     group_id: str | None
     reward: float | None
     ids: IntArray
+    from_start: bool = True
     places: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     weights: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
@@ -169,7 +171,11 @@ def policy_tensors(rows: Sequence[PolicyRow], pad: Padder) -> dict[str, Any]:
 
 
 def hint_tensors(
-    rows: Sequence[SiteRow], traces: Sequence[int], policy_lengths: Tensor, pads: tuple[Padder, Padder], ignore: int
+    rows: Sequence[SiteRow],
+    traces: Sequence[int],
+    policy: Sequence[PolicyRow],
+    pads: tuple[Padder, Padder],
+    ignore: int,
 ) -> dict[str, Any]:
     """Keys of the hint channel, ``N`` rows. ``traces``: the policy row of each site's trace."""
     out: dict[str, Any] = pads[0].ids("sdpo_student_", [row.student_ids for row in rows])
@@ -187,10 +193,10 @@ def hint_tensors(
     widths = [out[f"{name}_input_ids"].shape[1] for name in ("sdpo_student", "ctx_teacher")]
     alignment = AlignmentBatch.from_chunks([row.chunks for row in rows], *widths)
     out |= alignment.as_dict("sdpo_alignment_")
-    ends = [len(row.student_ids) for row in rows]
     out["site_row"] = torch.tensor(list(traces), dtype=torch.int64)
     in_row = [
-        row.uncut and end <= int(policy_lengths[trace]) for row, trace, end in zip(rows, traces, ends, strict=True)
+        row.uncut and policy[trace].from_start and len(row.student_ids) <= len(policy[trace].ids)
+        for row, trace in zip(rows, traces, strict=True)
     ]
     out["site_in_row"] = torch.tensor(in_row, dtype=torch.bool)
     out["site_target"] = torch.tensor([row.target.message for row in rows], dtype=torch.int64)

@@ -77,6 +77,9 @@ class CollatorConfig:
             a sentence by error kind, then the environment's own error text.
         enable_replay_dpo: whether the preference channel has rows.
         rlvr_reward_key: field of an example (or of a trace's ``meta``) that holds its reward.
+        policy_cut: which end of a trace that is too long is left out of its policy row, by whole messages. ``right``
+            keeps the full context of all that stays; ``left`` keeps the last messages behind the head, without
+            behaviour log-probabilities, which were taken in another context.
         recovery_weight: weight of the message that put an error right, as a second target; 0 leaves it out.
         hint_placement: where a hint stands; by default what the chat template carries out, see ``probe_placement``.
         template_kwargs: further arguments of the chat template. Give ``date_string`` where a template prints today's
@@ -95,6 +98,7 @@ class CollatorConfig:
     hint_generator: HintHook | HintGenerator | LayeredHints | None = None
     enable_replay_dpo: bool = True
     rlvr_reward_key: str = "final_reward"
+    policy_cut: Literal["right", "left"] = "right"
     recovery_weight: float = 0.0
     hint_placement: Placement | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -115,6 +119,8 @@ class CollatorConfig:
             raise ConfigError(f"recovery_weight is {self.recovery_weight}; it must be 0 or more")
         if self.hint_placement is not None and self.hint_placement not in PLACEMENTS:
             raise ConfigError(f"hint_placement is {self.hint_placement!r}; expected one of {list(PLACEMENTS)}")
+        if self.policy_cut not in ("right", "left"):
+            raise ConfigError(f"policy_cut is {self.policy_cut!r}; expected 'right' or 'left'")
         if self.on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error is {self.on_error!r}; expected 'raise' or 'skip'")
 

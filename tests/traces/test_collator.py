@@ -169,6 +169,24 @@ def test_policy_rows_are_cut_from_the_right_by_whole_messages() -> None:
     assert cut["dropped"]["policy_messages_cut"] > 0
 
 
+def test_policy_rows_can_keep_the_last_messages_instead() -> None:
+    trace = long_trace(8, failed=(7,))
+    answer = trace.messages[-1].model_copy(update={"sampled_ids": [1], "logprobs": [-1.0]})
+    trace = trace.model_copy(update={"messages": [*trace.messages[:-1], answer]})
+    batch = collate(trace, max_seq_len=250, policy_cut="left")
+    text = QWEN.decode(batch["input_ids"][0, : int(batch["input_lengths"][0])])
+    assert text.startswith("<|im_start|>system\nBe careful.<|im_end|>\n<|im_start|>")
+    assert text.endswith("All read.<|im_end|>\n")
+    assert 150 < int(batch["input_lengths"][0]) <= 250
+    assert masked_text(batch["input_ids"][0], batch["response_mask"][0]).endswith("All read.<|im_end|>")
+    assert not batch["behavior_valid"].any()
+    assert not bool(batch["site_in_row"][0])
+    check_hint_rows(batch)
+    whole, uncut = (collate(trace, policy_cut=cut) for cut in ("left", "right"))
+    assert torch.equal(whole["input_ids"], uncut["input_ids"])
+    assert bool(whole["site_in_row"][0])
+
+
 def test_a_trace_without_reward_or_answer_takes_no_part_in_the_policy() -> None:
     batch = collate(
         Trace(id="a", messages=[asked("a"), said("b")]), Trace(id="b", messages=[asked("a")], final_reward=1)
@@ -428,6 +446,7 @@ def test_sites_of_other_traces_are_refused() -> None:
         {"ignore_index": 0},
         {"hint_placement": "under"},
         {"on_error": "ask"},
+        {"policy_cut": "middle"},
         {"recovery_weight": -1.0},
     ],
 )
@@ -489,7 +508,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted() -> None:
 # -- a teacher of another family ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("teacher_name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("teacher_name", ["smollm2", "internlm2"])
 def test_a_teacher_with_another_tokenizer_is_aligned_by_bytes(teacher_name: str) -> None:
     teacher = zoo.tokenizer(teacher_name)
     run = ToolCall(id="call00000", name="run", in_content=True)
