@@ -1,0 +1,228 @@
+"""Kill a training run again and again, let it resume, and compare it bit by bit with one that was left alone.
+
+    python benchmarks/kill_resume.py --kills 24
+
+Every attempt is a real ``python -m limbeck train`` that ends by SIGKILL: at a random moment of its steps, while a
+checkpoint is being written, or while it starts. What must be equal in the end: weights, optimizer state, metrics
+(apart from clocks), counts of what was left out. Writes ``kill_resume.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from limbeck.demo import train_tokenizer, write_texts
+from limbeck.utils.logger import read_metrics
+
+CLOCKS = ("train/tokens_per_s", "train/seconds", "train/time/")
+WAYS = ("steps", "checkpoint", "checkpoint", "start")
+
+
+def model(tokenizer: Path, **more: Any) -> dict[str, Any]:
+    """A tiny random model; dropout draws random numbers in every step of the one that is trained."""
+    arch = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "attention_dropout": 0.1,
+    }
+    return {"init": "random", "tokenizer": {"name": str(tokenizer)}, "model_overrides": arch, **more}
+
+
+def prepare(folder: Path, steps: int) -> Path:
+    """Data, two tokenizers and the run file."""
+    write_texts(folder, train=90, held_out=10)
+    for name, size in (("student", 400), ("teacher", 700)):
+        train_tokenizer(folder / "vocabulary.txt", folder / name, size)
+    values = {
+        "policy": model(
+            folder / "student",
+            train_micro_batch_size=2,
+            optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 0.003}},
+            scheduler={"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": steps}},
+        ),
+        "teacher": model(folder / "teacher", logprob_batch_size=4),
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "validation": str(folder / "held_out.jsonl"),
+            "max_input_seq_length": 64,
+        },
+        "loss_fn": {"mode": "boundary_kl", "dynamic_loss_scaling": True},
+        "distillation": {
+            "num_prompts_per_step": 4,
+            "max_num_steps": steps,
+            "max_num_epochs": 1000,
+            "val_period": 20,
+            "seed": 3,
+        },
+        "checkpointing": {"save_period": 2, "keep_top_k": 2, "metric_name": "val/bpb"},
+        "logger": {"tensorboard_enabled": False, "progress": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def start(run_file: Path, run_dir: Path) -> subprocess.Popen[bytes]:
+    """The run as a user starts it, on one thread so that sums have one order."""
+    command = [sys.executable, "-m", "limbeck", "train", str(run_file), f"logger.log_dir={run_dir}", "--quiet"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def finish(run_file: Path, run_dir: Path) -> float:
+    """Run to the end; seconds."""
+    begin = time.monotonic()
+    process = start(run_file, run_dir)
+    _, err = process.communicate()
+    if process.returncode != 0:
+        raise SystemExit(f"the run failed with {process.returncode}: {err.decode()[-2000:]}")
+    return time.monotonic() - begin
+
+
+def temporary(run_dir: Path) -> list[str]:
+    """Folders of a checkpoint that is being written or removed."""
+    folder = run_dir / "checkpoints"
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(p.name for p in found if not p.name.startswith("step_"))
+
+
+def latest(run_dir: Path) -> int:
+    """Step of the newest whole checkpoint."""
+    steps = [int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step_*")]
+    return max(steps, default=0)
+
+
+def wait_for_checkpoint(process: subprocess.Popen[bytes], run_dir: Path, number: int) -> None:
+    """Until the process begins to write its ``number``-th checkpoint."""
+    seen: set[str] = set(temporary(run_dir))
+    while process.poll() is None and number:
+        now = [name for name in temporary(run_dir) if name.startswith("tmp_") and name not in seen]
+        number -= bool(now)
+        seen.update(now if number else ())
+        time.sleep(0.0005)
+
+
+def kill_once(run_file: Path, run_dir: Path, way: str, rng: random.Random, startup: float) -> dict[str, Any]:
+    """Start the run, kill it in the given way, and say what it left."""
+    metrics = run_dir / "metrics.jsonl"
+    begin = time.monotonic()
+    process = start(run_file, run_dir)
+    if way == "start":
+        time.sleep(rng.uniform(0.1, startup))
+    else:
+        before = metrics.stat().st_ino if metrics.exists() else -1
+        # a resumed run rewrites the file before its first step
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_ino == before):
+            time.sleep(0.002)
+        if way == "steps":
+            time.sleep(rng.uniform(0.0, 4.0))
+        else:
+            wait_for_checkpoint(process, run_dir, rng.randint(1, 3))
+            time.sleep(rng.uniform(0.0, 0.05))
+    ended = process.poll() is not None
+    process.kill()
+    _, err = process.communicate()
+    if ended and process.returncode != 0:
+        raise SystemExit(f"the run failed by itself: {err.decode()[-2000:]}")
+    return {
+        "way": way,
+        "seconds": round(time.monotonic() - begin, 3),
+        "killed": not ended,
+        "left_unfinished": temporary(run_dir),
+        "last_checkpoint": latest(run_dir),
+    }
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Hashes of all stored tensors below a folder (the files' headers have no fixed order)."""
+    out = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        for name, value in load_file(path).items():
+            raw = hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            out[f"{path.relative_to(folder)}:{name}"] = f"{value.dtype} {tuple(value.shape)} {raw}"
+    return out
+
+
+def steady(run_dir: Path) -> list[dict[str, Any]]:
+    """Metrics without clocks."""
+    return [{k: v for k, v in r.items() if not k.startswith(CLOCKS)} for r in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def _part(hashes: dict[str, str], lead: str) -> dict[str, str]:
+    found = {name: value for name, value in hashes.items() if name.startswith(lead)}
+    assert found, f"nothing stored under {lead}"
+    return found
+
+
+def compare(steps: int, whole: Path, broken: Path) -> dict[str, bool]:
+    """What the two runs have in common."""
+    a, b = (digest(run / "checkpoints" / f"step_{steps}") for run in (whole, broken))
+    kept = [sorted(p.name for p in (r / "checkpoints").iterdir()) for r in (whole, broken)]
+    return {
+        "weights_identical": _part(a, "policy/weights") == _part(b, "policy/weights"),
+        "optimizer_and_generators_identical": a == b,
+        "metrics_identical": steady(whole) == steady(broken),
+        "dropped_identical": (whole / "dropped.json").read_bytes() == (broken / "dropped.json").read_bytes(),
+        "same_checkpoints_kept": kept[0] == kept[1],
+        "nothing_left_behind": not [p for p in broken.rglob("*") if p.name.startswith(("tmp_", "del_", "old_"))]
+        and not list(broken.rglob("*.tmp")),
+    }
+
+
+def main() -> None:
+    """Run, kill, compare, write the result; exit code 1 if anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        run_file = prepare(folder, args.steps)
+        whole, broken = folder / "whole", folder / "broken"
+        seconds = finish(run_file, whole)
+        startup = max(1.0, seconds - sum(r.get("train/seconds", 0.0) for r in read_metrics(whole / "metrics.jsonl")))
+        kills: list[dict[str, Any]] = []
+        while sum(k["killed"] for k in kills) < args.kills:
+            kills.append(kill_once(run_file, broken, WAYS[len(kills) % len(WAYS)], rng, startup))
+            print(json.dumps(kills[-1]), flush=True)
+            if latest(broken) >= args.steps:
+                raise SystemExit("the run was complete before all kills were done; give more --steps")
+        finish(run_file, broken)
+        result = {
+            "steps": args.steps,
+            "kills": len([k for k in kills if k["killed"]]),
+            "kills_during_a_checkpoint": sum(bool(k["left_unfinished"]) for k in kills),
+            **compare(args.steps, whole, broken),
+            "uninterrupted_seconds": round(seconds, 1),
+            "attempts": kills,
+        }
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in result.items() if k != "attempts"}))
+    if not all(v for v in result.values() if isinstance(v, bool)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
