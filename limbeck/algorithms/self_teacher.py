@@ -1,0 +1,154 @@
+"""The hinted teacher of the hint channel: the student's start, an average of its past, both mixed, or another model.
+
+A live teacher follows the student into whatever it drifts to; the frozen start is the default.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limbeck.algorithms.trace_config import SelfTeacherKind, TraceMasterConfig
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.losses.hint import ema_update
+from limbeck.losses.signals import HiddenSignal, Signal
+from limbeck.models.policy import Policy
+from limbeck.models.teachers import LiveTeacher, TeacherSource
+from limbeck.tokens import ByteVocab
+from limbeck.utils.errors import CheckpointError
+
+
+class HintedSource:
+    """A model's signals about the hinted sequences, whatever its place among several signals.
+
+    The model may be the student in the middle of a step: its training flag stays as it is, and no gradient flows.
+    """
+
+    def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
+        self.policy, self.vocab_size = policy, policy.vocab_size
+        self._live = LiveTeacher(policy, student_fingerprint=student_fingerprint)
+
+    @torch.no_grad()
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """See ``TeacherSource``; all signals of the hint channel read the same hinted rows."""
+        training = self.policy.model.training
+        try:
+            signal, start = self._live.signal(microbatch, 0, device)
+        finally:
+            self.policy.model.train(training)
+        if isinstance(signal, HiddenSignal) and signal.head.weight is not None:
+            head = copy.copy(signal.head)
+            head.weight = signal.head.weight.detach()
+            head.bias = None if signal.head.bias is None else signal.head.bias.detach()
+            signal = HiddenSignal(signal.hidden, head, signal.input_ids)
+        return signal, start
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """See ``TeacherSource``."""
+        return self._live.logprobs(data, 0)
+
+
+class HintTeacher:
+    """Where the hint channel's signals come from, and what of it a checkpoint must keep.
+
+    Attributes:
+        sources: one, or two for a trust region: the start and the present.
+        trust_region: share of the second source.
+    """
+
+    def __init__(
+        self,
+        sources: list[TeacherSource],
+        *,
+        trust_region: float = 0.0,
+        student: Policy | None = None,
+        average: Policy | None = None,
+        decay: float = 0.0,
+    ) -> None:
+        self.sources, self.trust_region = sources, trust_region
+        self._student, self._average, self._decay = student, average, decay
+
+    def after_step(self) -> None:
+        """Move the average one step towards the student; nothing for other teachers."""
+        if self._average is not None and self._student is not None:
+            mine, theirs = _trained(self._student), _trained(self._average, _trained(self._student))
+            ema_update(mine.values(), theirs.values(), self._decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights of the average, by name; empty for teachers that can be made again."""
+        if self._average is None or self._student is None:
+            return {}
+        return {"ema": _trained(self._average, _trained(self._student))}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from stored weights."""
+        if self._average is None or self._student is None:
+            return
+        stored, own = state.get("ema"), _trained(self._average, _trained(self._student))
+        if stored is None or set(stored) != set(own):
+            raise CheckpointError(
+                "the checkpoint holds no averaged weights of this model; resume with the configuration that wrote it"
+            )
+        for name, value in own.items():
+            value.copy_(stored[name])
+
+
+def _trained(policy: Policy, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Parameters by name: those that are trained, or those that ``like`` names."""
+    return {
+        name: p.detach()
+        for name, p in policy.model.named_parameters()
+        if (p.requires_grad if like is None else name in like)
+    }
+
+
+def make_self_teacher(student: Policy, config: TraceMasterConfig) -> HintTeacher:
+    """The student as its own hinted teacher. For a resumed run pass the resumed student: the start is loaded anew."""
+    hint = config.loss.hint
+    kind: SelfTeacherKind = hint.self_teacher
+    if kind == "live":
+        return HintTeacher([HintedSource(student)])
+    if kind == "ema":
+        settings = {**student.cfg, "lora": None}
+        average = Policy(
+            settings,
+            student.tokenizer,
+            name="average",
+            device=student.device,
+            model=copy.deepcopy(student.model),
+            init_optimizer=False,
+        )
+        return HintTeacher([HintedSource(average)], student=student, average=average, decay=hint.ema_decay)
+    start = HintedSource(_start(student, config))
+    if kind == "trust_region":
+        return HintTeacher([start, HintedSource(student)], trust_region=hint.trust_region)
+    return HintTeacher([start])
+
+
+def _start(student: Policy, config: TraceMasterConfig) -> Policy:
+    """The weights that the run began with, computing exactly as the student does."""
+    settings = config.policy.model_copy(update={"lora": None, "param_dtype": config.policy.param_dtype or "float32"})
+    return Policy(
+        settings,
+        student.tokenizer,
+        name="start",
+        device=student.device,
+        init_optimizer=False,
+        seed=config.distillation.seed,
+    )
+
+
+def make_other_teacher(config: TraceMasterConfig, tokenizer: Any, student_tokenizer: Any) -> HintTeacher:
+    """Another model as the hinted teacher, of whatever family."""
+    assert config.teacher is not None
+    seed = config.distillation.seed + 1
+    policy = Policy(config.teacher.policy_settings(), tokenizer, name="teacher", init_optimizer=False, seed=seed)
+    fingerprint = ByteVocab.from_tokenizer(student_tokenizer).fingerprint
+    return HintTeacher([HintedSource(policy, student_fingerprint=fingerprint)])

@@ -1,0 +1,294 @@
+"""The run file of trace training, section by section."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from limbeck.algorithms.master_config import ClusterConfig, TeacherConfig
+from limbeck.losses.compose import ChannelWeights, Decay, WeightSchedule
+from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec
+from limbeck.losses.hint import HintSpec
+from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, PolicyMode
+from limbeck.losses.preference import PreferenceKind, PreferenceSpec
+from limbeck.models.policy_config import PolicyConfig
+from limbeck.traces.placement import Placement
+from limbeck.utils.checkpoint import CheckpointingConfig
+from limbeck.utils.errors import ConfigError
+from limbeck.utils.logger import LoggerConfig
+
+SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+def _as_value_error(make: Any) -> None:
+    """Refusals of the parts as pydantic expects them."""
+    try:
+        make()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+class ChannelSwitches(_Section):
+    """Which channels are collated and trained at all; their weights are in ``loss``."""
+
+    policy: bool = True
+    hint: bool = True
+    preference: bool = True
+
+    @model_validator(mode="after")
+    def _some(self) -> ChannelSwitches:
+        if not (self.policy or self.hint or self.preference):
+            raise ValueError("all three channels are off; switch one of them on")
+        return self
+
+
+class TracesConfig(_Section):
+    """What is read, and how traces become rows of the three channels."""
+
+    train: str | list[str]
+    """Agent logs or canonical traces; files or globs."""
+    validation: str | list[str] | None = None
+    format: str | None = None
+    """Log format; default: by each file's content."""
+    detectors: Literal["standard", "extended"] = "standard"
+    redact: bool = True
+    """Take keys, tokens and passwords out of logs."""
+    strip_reasoning: bool = False
+    sites: str | None = None
+    """Site file of ``limbeck traces sites`` (with hooks or judges of your own); default: sites are found here."""
+    pairs: str | list[str] = []
+    """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
+    hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
+    """Where hints come from, first to last, when there is no site file."""
+    recovery_weight: float = Field(default=0.0, ge=0)
+    """Weight of the message that put an error right, as a second target."""
+    hint_placement: Placement | None = None
+    """Default: what the chat template carries out, found by a probe."""
+    channels: ChannelSwitches = ChannelSwitches()
+    groups: Literal["group_id", "none"] = "group_id"
+    """Which traces share an advantage: those with one group id, over the whole data set; or none."""
+    min_group_size: int = Field(default=1, ge=1)
+    """Smaller groups take no part in the policy channel (a group of one has advantage 0)."""
+    reward_key: str = "final_reward"
+    max_seq_length: int = Field(default=4096, ge=1)
+    """Longest sequence of the policy and hint channels; at most ``policy.max_total_sequence_length``."""
+    max_pair_seq_length: int = Field(default=2048, ge=1)
+    max_teacher_seq_length: int | None = Field(default=None, ge=1)
+    """Longest hinted sequence of a teacher of its own tokenizer; default: the student's."""
+    on_bad_trace: Literal["error", "skip"] = "error"
+    """A trace that the chat template refuses: stop, or leave it out and count it."""
+    shuffle: bool = True
+    num_workers: int = Field(default=0, ge=0)
+
+
+class WeightConfig(_Section):
+    """A channel's weight over the steps; a plain number stands for ``value``."""
+
+    value: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay: Decay = "none"
+    decay_start: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    final: float = Field(default=0.0, ge=0)
+
+    def schedule(self) -> WeightSchedule:
+        """The weight as the trainer reads it."""
+        return WeightSchedule(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WeightConfig:
+        _as_value_error(self.schedule)
+        return self
+
+
+class PolicyLossConfig(_Section):
+    """The policy channel: what rewards do."""
+
+    weight: float = Field(default=1.0, ge=0)
+    mode: PolicyMode = "auto"
+    """``auto``: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    divisor: float = 1024.0
+    """Dr. GRPO: tokens per sequence that sums are divided by."""
+    normalisation: Normalisation | None = None
+    std_eps: float = 1e-6
+
+    def spec(self, block_rows: int) -> PolicyGradientSpec:
+        """Settings of the loss."""
+        return PolicyGradientSpec(**self.model_dump(exclude={"weight"}), block_rows=block_rows)
+
+
+class HintLossConfig(_Section):
+    """The hint channel: how the student follows a teacher that reads the hint."""
+
+    divergence: Direction = "reverse"
+    """reverse: KL(student||teacher); forward; jsd."""
+    jsd_beta: float = 0.5
+    jsd_rescale: bool = False
+    jsd_patience: int = Field(default=1, ge=1)
+    """Steps in a row near the maximum of JSD that stop the run."""
+    topk: int | None = Field(default=None, ge=1)
+    """Tokens kept besides a tail bucket; default: the whole vocabulary."""
+    topk_by: ChosenBy = "student"
+    entry_clip: float | None = Field(default=None, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
+    self_teacher: SelfTeacherKind = "frozen"
+    """The hinted teacher, unless ``teacher`` names another model: the student's start, a moving average of its weights,
+    start and present mixed, or the present itself."""
+    ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    trust_region: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the present student in the mixture (in log space) with its start."""
+    projection_matrix_path: str | None = None
+    """Stored projection to the vocabulary of ``teacher``; default: built and cached."""
+
+    def spec(self, block_rows: int) -> HintSpec:
+        """Settings of the loss."""
+        divergence = DivergenceSpec(
+            self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
+        )
+        return HintSpec(divergence, self.temperature, self.jsd_patience, block_rows)
+
+
+class PreferenceLossConfig(_Section):
+    """The preference channel."""
+
+    kind: PreferenceKind = "dpo"
+    beta: float = 0.1
+    """Sharpness of the preference, not the channel's weight (that is ``loss.beta``)."""
+    gamma: float = 0.5
+    label_smoothing: float = 0.0
+
+    def spec(self, block_rows: int) -> PreferenceSpec:
+        """Settings of the loss."""
+        return PreferenceSpec(**self.model_dump(), block_rows=block_rows)
+
+
+class TraceLossConfig(_Section):
+    """total = policy.weight x policy + alpha x hint + beta x preference."""
+
+    policy: PolicyLossConfig = PolicyLossConfig()
+    hint: HintLossConfig = HintLossConfig()
+    preference: PreferenceLossConfig = PreferenceLossConfig()
+    alpha: WeightConfig = WeightConfig(value=1.0)
+    beta: WeightConfig = WeightConfig(value=1.0)
+    block_rows: int = Field(default=512, ge=1)
+    """Rows that pass through the head at a time."""
+
+    @field_validator("alpha", "beta", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TraceLossConfig:
+        for section in (self.policy, self.hint, self.preference):
+            _as_value_error(lambda part=section: part.spec(self.block_rows))  # type: ignore[misc]
+        return self
+
+
+class MonitorConfig(_Section):
+    """Figures that show a collapse early: entropy, divergence by token class, mass on format tokens, length."""
+
+    period: int = Field(default=10, ge=0)
+    """Measure every this many steps; 0: never."""
+    rows: int = Field(default=256, ge=1)
+    """Predictions that are measured per micro-batch and channel, evenly spaced."""
+    generate: int = Field(default=2, ge=0)
+    """Answers written greedily at each validation, to measure their length."""
+    max_new_tokens: int = Field(default=64, ge=1)
+
+
+class TraceTrainingConfig(_Section):
+    """Length of a run and when it is validated."""
+
+    num_prompts_per_step: int = Field(default=8, ge=1)
+    """Traces per step over all ranks."""
+    max_num_steps: int = Field(default=1000, ge=1)
+    max_num_epochs: int = Field(default=1, ge=1)
+    seed: int = 42
+    val_period: int = Field(default=0, ge=0)
+    """Measure the probabilities of failed and preferred messages every this many steps; 0: not between start and
+    end."""
+    val_at_start: bool = True
+    val_at_end: bool = True
+    val_batch_size: int = Field(default=8, ge=1)
+    save_start: bool = False
+    """Also write a checkpoint ``step_0`` before training, to compare with."""
+    monitor: MonitorConfig = MonitorConfig()
+
+
+class TraceMasterConfig(_Section):
+    """A whole run file."""
+
+    algorithm: Literal["trace_distillation"] = "trace_distillation"
+    policy: PolicyConfig
+    teacher: TeacherConfig | None = None
+    """Another model, of any family, that reads the hints; default: the student itself (``loss.hint.self_teacher``)."""
+    traces: TracesConfig
+    loss: TraceLossConfig = TraceLossConfig()
+    distillation: TraceTrainingConfig = TraceTrainingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TraceMasterConfig:
+        prompts = self.distillation.num_prompts_per_step
+        if "train_global_batch_size" not in self.policy.model_fields_set:
+            self.policy.train_global_batch_size = prompts
+        if self.policy.train_global_batch_size != prompts:
+            raise ValueError(
+                f"policy.train_global_batch_size is {self.policy.train_global_batch_size}, but a step takes "
+                f"distillation.num_prompts_per_step = {prompts} traces; leave it out"
+            )
+        self._check_teacher()
+        on = self.channels()
+        if not any(any(w.model_dump()[k] for k in ("value", "final")) for w in on.values()):
+            raise ValueError("every channel is off or has weight 0, so there is nothing to train; raise a weight")
+        return self
+
+    def _check_teacher(self) -> None:
+        hint = self.loss.hint
+        if self.teacher is None:
+            narrow = (self.policy.param_dtype or "float32") != "float32"
+            if narrow and hint.self_teacher == "ema" and self.traces.channels.hint:
+                raise ValueError(
+                    f"an average of {self.policy.param_dtype} weights would stand still; set policy.param_dtype to "
+                    "float32 or loss.hint.self_teacher to frozen"
+                )
+            return
+        if "self_teacher" in hint.model_fields_set:
+            raise ValueError("teacher and loss.hint.self_teacher are both given; use one of them")
+        if self.teacher.cache is not None or getattr(self.teacher, "server", None) is not None:
+            raise ValueError("a hinted teacher must be a live model; leave out teacher.cache and teacher.server")
+
+    def channels(self) -> dict[str, WeightConfig]:
+        """Channels that are switched on, with their weights."""
+        weights = {
+            "policy": WeightConfig(value=self.loss.policy.weight),
+            "hint": self.loss.alpha,
+            "preference": self.loss.beta,
+        }
+        return {name: weight for name, weight in weights.items() if getattr(self.traces.channels, name)}
+
+    def weights(self) -> ChannelWeights:
+        """Factors of the channels over the steps; 0 for those that are switched off."""
+        on = self.channels()
+        off = WeightConfig()
+        return ChannelWeights(
+            alpha=on.get("hint", off).schedule(),
+            beta=on.get("preference", off).schedule(),
+            policy=on.get("policy", off).value,
+        )
+
+    def uses(self, channel: str) -> bool:
+        """Whether a channel ever counts: switched on, and with a weight that is not always 0."""
+        weight = self.channels().get(channel)
+        return weight is not None and any(asdict(weight.schedule())[key] > 0 for key in ("value", "final"))

@@ -1,0 +1,253 @@
+"""Traces of a run: read, paired, given their advantages, and collated batch by batch."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from limbeck.algorithms.trace_config import TraceMasterConfig, TracesConfig
+from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
+from limbeck.tokens import load_tokenizer
+from limbeck.traces import CollatorConfig, ComposerBatch, ComposerDataCollator
+from limbeck.traces.collator_examples import to_example
+from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
+from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+from limbeck.traces.readers.base import ReadReport, iter_records
+from limbeck.traces.schema import PreferencePair, Trace, describe_validation
+from limbeck.traces.sites import Site, read_sites
+from limbeck.utils.errors import ConfigError, LossError, TraceError
+
+Record = tuple[int, Trace]
+
+
+class TraceDataset:
+    """Canonical traces by number.
+
+    Attributes:
+        dropped: what reading left out, by reason.
+        fingerprint: of all traces; a checkpoint of other traces is not continued.
+    """
+
+    def __init__(self, traces: Sequence[Trace], dropped: Counter[str] | None = None) -> None:
+        self.traces = list(traces)
+        self.dropped: Counter[str] = Counter() if dropped is None else dropped
+        digest = hashlib.sha256()
+        for trace in self.traces:
+            digest.update(trace.to_json().encode())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.traces)
+
+    def __getitem__(self, index: int) -> Record:
+        return index, self.traces[index]
+
+
+def find_files(given: str | list[str], key: str) -> list[Path]:
+    """The files that paths and globs stand for, in order; one that stands for none is an error."""
+    found: list[Path] = []
+    for pattern in [given] if isinstance(given, str) else given:
+        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        files = [Path(name) for name in names if Path(name).is_file()]
+        if not files:
+            raise TraceError(f"{key}: there is no file {pattern!r}; give trace files or globs")
+        found += [file for file in files if file not in found]
+    return found
+
+
+def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
+    """The traces of ``traces.train`` or ``traces.validation``, with the pairs of ``traces.pairs`` put in."""
+    stats = IngestStats()
+    files = find_files(getattr(config, which), f"traces.{which}")
+    options = IngestOptions(config.format, config.redact, config.strip_reasoning, config.detectors)
+    traces = list(ingest(files, options, stats))
+    dropped = Counter(stats.report.skipped)
+    if config.pairs:
+        traces = _with_pairs(traces, read_pairs(find_files(config.pairs, "traces.pairs"), stats.report), dropped)
+        dropped.update(stats.report.skipped - dropped)
+    if not traces:
+        places = "; ".join(stats.report.places[:3]) or "the files are empty"
+        raise TraceError(f"traces.{which} holds no usable trace ({places})")
+    return TraceDataset(traces, dropped)
+
+
+def read_pairs(files: Iterable[Path], report: ReadReport) -> list[PreferencePair]:
+    """Preference pairs of files written by ``limbeck traces pairs``; a line that is none is counted."""
+    pairs: list[PreferencePair] = []
+    for path in files:
+        for record in iter_records(path, report):
+            try:
+                pairs.append(PreferencePair.model_validate(record.data))
+            except ValidationError as error:
+                report.skip("no_pair", file=path.name, line=record.line, detail=describe_validation(error))
+    return pairs
+
+
+def _with_pairs(traces: list[Trace], pairs: Iterable[PreferencePair], dropped: Counter[str]) -> list[Trace]:
+    by_trace: dict[str, list[PreferencePair]] = defaultdict(list)
+    for pair in pairs:
+        by_trace[pair.trace_id or ""].append(pair)
+    known = {trace.id for trace in traces}
+    dropped["pair_without_trace"] += sum(len(found) for name, found in by_trace.items() if name not in known)
+    dropped += Counter()
+    return [
+        trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *by_trace[trace.id]]})
+        if by_trace.get(trace.id)
+        else trace
+        for trace in traces
+    ]
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """What the policy channel does with each trace, settled once for the whole data set.
+
+    Attributes:
+        spec: settings with the mode that the data allows.
+        advantages: ``[traces]`` float32; group means are taken over the data set, so they do not depend on batches.
+        counted: ``[traces]`` bool; False for traces that take no part.
+        left_out: reason of those.
+    """
+
+    spec: PolicyGradientSpec
+    advantages: Tensor
+    counted: Tensor
+    left_out: str = "group_too_small"
+
+
+def plan_policy(traces: Sequence[Trace], spec: PolicyGradientSpec, config: TracesConfig) -> PolicyPlan:
+    """Advantages of all traces, and the mode: GRPO needs groups and behaviour log-probs of every rewarded trace."""
+    rewards = [to_example(trace, config.reward_key).reward for trace in traces]
+    valid = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
+    names = [trace.group_id if config.groups == "group_id" else None for trace in traces]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(n for n in names if n is not None))}
+    groups = torch.tensor([-1 if name is None else numbers[name] for name in names], dtype=torch.int64)
+    sizes = Counter(int(g) for g, ok in zip(groups, valid, strict=True) if ok and g >= 0)
+    enough = torch.tensor([g < 0 or sizes[int(g)] >= config.min_group_size for g in groups], dtype=torch.bool)
+    counted = valid & enough
+    scored = torch.tensor([_is_scored(trace) for trace in traces], dtype=torch.bool)
+    try:
+        settled = spec.resolved(
+            {
+                "sample_mask": counted.float(),
+                "group_index": groups,
+                "token_mask": torch.ones(len(traces), 1),
+                "behavior_valid": scored[:, None],
+            }
+        )
+    except LossError as error:
+        raise ConfigError(f"loss.policy.mode: {error}") from error
+    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float64)
+    advantages = group_advantages(values, groups, valid=counted, std=settled.mode == "grpo", eps=spec.std_eps)
+    return PolicyPlan(settled, advantages.float(), counted)
+
+
+def _is_scored(trace: Trace) -> bool:
+    """Whether every supervised message keeps the ids and log-probs that it was sampled with."""
+    messages = [m for _, m in trace.new_messages() if m.role == "assistant" and m.weight > 0]
+    return bool(messages) and all(m.sampled_ids is not None and m.logprobs is not None for m in messages)
+
+
+# -- collating ---------------------------------------------------------------------------------------------------------
+
+
+class TraceCollate:
+    """Records ``(number, trace)`` -> :class:`ComposerBatch` with ``trace_index``, ``advantages`` and ``idx`` besides.
+
+    Without a plan (validation) every rewarded trace counts with advantage 0.
+    """
+
+    def __init__(self, collator: ComposerDataCollator, plan: PolicyPlan | None = None) -> None:
+        self.collator, self.plan = collator, plan
+
+    def __call__(self, records: Sequence[Record]) -> ComposerBatch:
+        batch = self.collator([trace for _, trace in records])
+        index = torch.tensor([number for number, _ in records], dtype=torch.int64)
+        batch["trace_index"], batch["idx"] = index, index.tolist()
+        batch["advantages"] = torch.zeros(len(records))
+        if self.plan is not None:
+            self._apply(self.plan, batch, index)
+        return batch
+
+    def _apply(self, plan: PolicyPlan, batch: ComposerBatch, index: Tensor) -> None:
+        dropped = Counter(batch["dropped"])
+        out = (batch["sample_mask"] > 0) & ~plan.counted[index]
+        dropped[plan.left_out] += int(out.sum())
+        batch["sample_mask"] = batch["sample_mask"] * plan.counted[index]
+        batch["advantages"] = plan.advantages[index]
+        if plan.spec.mode != "reward_weighted":
+            # A ratio needs both policies' probabilities: tokens that the log has no value for cannot take part.
+            unknown = (batch["response_mask"] > 0) & ~batch["behavior_valid"] & (batch["sample_mask"] > 0)[:, None]
+            dropped["tokens_without_behavior_logprob"] += int(unknown.sum())
+            batch["response_mask"] = batch["response_mask"] * batch["behavior_valid"]
+        batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
+
+
+def make_collator(
+    config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any | None, *, hint: bool, preference: bool
+) -> ComposerDataCollator:
+    """The collator of a run. ``teacher_tokenizer``: of a hinted teacher with another tokenizer, else None."""
+    traces, policy, teacher = config.traces, config.policy, config.teacher
+    generators: dict[str, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
+    limit = min(traces.max_seq_length, policy.max_total_sequence_length)
+    settings = CollatorConfig(
+        max_seq_len=limit,
+        max_dpo_seq_len=min(traces.max_pair_seq_length, policy.max_total_sequence_length),
+        enable_sdpo=hint,
+        enable_replay_dpo=preference,
+        hint_generator=LayeredHints(tuple(generators[name] for name in traces.hints)),
+        rlvr_reward_key=traces.reward_key,
+        recovery_weight=traces.recovery_weight,
+        hint_placement=traces.hint_placement,
+        template_kwargs=dict(policy.tokenizer.chat_template_kwargs),
+        on_error="skip" if traces.on_bad_trace == "skip" else "raise",
+        teacher_max_seq_len=traces.max_teacher_seq_length,
+        teacher_template_kwargs={} if teacher is None else dict(teacher.tokenizer.chat_template_kwargs),
+        pad_to_multiple_of=policy.make_sequence_length_divisible_by,
+    )
+    return ComposerDataCollator(tokenizer, settings, teacher_tokenizer=teacher_tokenizer, sites=_sites(traces))
+
+
+def _sites(traces: TracesConfig) -> dict[str, list[Site]] | None:
+    if traces.sites is None:
+        return None
+    by_trace: dict[str, list[Site]] = defaultdict(list)
+    for site in read_sites(Path(traces.sites)):
+        by_trace[site.trace_id].append(site)
+    return dict(by_trace)
+
+
+def load_chat_tokenizer(policy: Any) -> Any:
+    """A policy's tokenizer with the chat template that its section names (text, or a ``.jinja`` file)."""
+    name = policy.tokenizer.name or policy.model_name
+    if name is None:
+        raise ConfigError("a model without model_name needs tokenizer.name")
+    tokenizer = load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+    template = policy.tokenizer.chat_template
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer {name!r} has no chat template; give one as tokenizer.chat_template")
+    return tokenizer
+
+
+def read_template(given: str) -> str:
+    """A chat template's text, whether given itself or as the path of a ``.jinja`` file."""
+    if not given.endswith(".jinja"):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {given!r} cannot be read: {error}") from error

@@ -1,0 +1,156 @@
+"""Figures that show early when self-distillation collapses, measured on a few rows of a step.
+
+Entropy that falls towards 0, probability that drains into format tokens or early ends, a divergence to the hinted
+teacher that grows for one class of tokens, answers that get short or never end: each shows before the loss does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limbeck.algorithms.trace_config import MonitorConfig
+from limbeck.losses.hint import HintInputs
+from limbeck.losses.leaf import Metrics
+from limbeck.losses.policy_gradient import PolicyInputs
+from limbeck.losses.signals import Head, Signal, TopKSignal
+from limbeck.models.policy import Policy
+from limbeck.projection.audit import token_class
+from limbeck.tokens import ByteVocab
+from limbeck.tokens.roles import is_end
+from limbeck.traces import ComposerBatch
+from limbeck.utils.errors import LossError
+
+CLASSES = ("special", "format", "number", "word", "other")
+_OF_BYTES = {
+    "punctuation": "format",
+    "whitespace": "format",
+    "digits_1": "number",
+    "digits_2": "number",
+    "digits_3": "number",
+    "alphabetic": "word",
+}
+# Share of its maximum, ln 2, from which JSD says that two sides have nothing in common.
+_DISJOINT = 0.95 * math.log(2)
+
+
+class CollapseMonitor:
+    """Measures rows of the policy and hint channels, without gradient.
+
+    Token classes: special tokens; format (punctuation and white space, what structures a call); numbers; words; other.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, config: MonitorConfig) -> None:
+        self.config = config
+        vocab = ByteVocab.from_tokenizer(tokenizer)
+        kinds = ["special" if s else _OF_BYTES.get(token_class(b), "other") for s, b in _tokens(vocab)]
+        numbers = [CLASSES.index(kind) for kind in kinds][:vocab_size]
+        numbers += [CLASSES.index("other")] * (vocab_size - len(numbers))
+        self.classes = torch.tensor(numbers, dtype=torch.int64)
+        self.is_format = (self.classes == CLASSES.index("format")) | (self.classes == CLASSES.index("special"))
+        ends = [i for i, role in vocab.roles.items() if is_end(role) and i < vocab_size]
+        self.end_ids = ends
+        self.is_end = torch.zeros(vocab_size, dtype=torch.bool)
+        self.is_end[ends] = True
+
+    def due(self, step: int) -> bool:
+        """Whether a step (counted from 1) is measured; the first one always is."""
+        return self.config.period > 0 and (step == 1 or step % self.config.period == 0)
+
+    @torch.no_grad()
+    def policy(self, hidden: Tensor, head: Head, inputs: PolicyInputs) -> Metrics:
+        """Entropy, format mass and early ends at supervised tokens of whole traces."""
+        pick = self._pick(len(inputs.tokens.rows))
+        rows, ids = inputs.tokens.rows[pick].to(hidden.device), inputs.tokens.ids[pick].to(hidden.device)
+        log_s = torch.log_softmax(head.logits(hidden.detach().index_select(0, rows)), -1)
+        return self._student("monitor/policy", log_s, ids)
+
+    @torch.no_grad()
+    def hint(
+        self, hidden: Tensor, head: Head, signals: Sequence[Signal], shares: Sequence[float], inputs: HintInputs
+    ) -> Metrics:
+        """The same at target tokens and, where the teacher shares the vocabulary, divergences to it by token class."""
+        layout, device = inputs.layout, hidden.device
+        same = len(layout.student_ids) == len(layout.teacher_ids) and torch.equal(
+            layout.student_ids.cpu(), layout.teacher_ids.cpu()
+        )
+        pick = self._pick(len(layout.student_rows))
+        rows, ids = layout.student_rows[pick].to(device), layout.student_ids[pick].to(device)
+        log_s = torch.log_softmax(head.logits(hidden.detach().index_select(0, rows)), -1)
+        metrics = self._student("monitor/hint", log_s, ids)
+        live = [s for s in signals if not isinstance(s, TopKSignal) and s.vocab_size == log_s.shape[1]]
+        if len(live) < len(signals):
+            return metrics
+        if not same:
+            # The names must be there on every rank, whatever rows it has.
+            log_s, ids, pick = log_s[:0], ids[:0], pick[:0]
+        where = layout.teacher_rows[pick].to(device)
+        parts = [s.logits(where).to(log_s) * share for s, share in zip(live, shares, strict=True)]
+        log_t = torch.log_softmax(torch.stack(parts).sum(0), -1)
+        return {**metrics, **self._divergences(log_s, log_t, ids)}
+
+    def _pick(self, size: int) -> Tensor:
+        """Indices of at most ``rows`` of ``size`` rows, evenly spaced."""
+        keep = min(size, self.config.rows)
+        return torch.arange(keep) * size // max(keep, 1)
+
+    def _student(self, prefix: str, log_p: Tensor, ids: Tensor) -> Metrics:
+        probs = log_p.exp()
+        count = log_p.new_tensor(float(len(ids)))
+        inner = ~self.is_end.to(ids.device)[ids]
+        return {
+            f"{prefix}/entropy": (-(probs * log_p).sum(), count),
+            f"{prefix}/format_mass": (probs[:, self.is_format.to(ids.device)].sum(), count),
+            f"{prefix}/early_end_mass": (probs[inner][:, self.is_end.to(ids.device)].sum(), inner.sum()),
+        }
+
+    def _divergences(self, log_s: Tensor, log_t: Tensor, ids: Tensor) -> Metrics:
+        kl = (log_s.exp() * (log_s - log_t)).sum(-1)
+        log_m = torch.logaddexp(log_s, log_t) - math.log(2)
+        jsd = 0.5 * ((log_s.exp() * (log_s - log_m)).sum(-1) + (log_t.exp() * (log_t - log_m)).sum(-1))
+        kind = self.classes.to(ids.device)[ids]
+        metrics: Metrics = {"monitor/hint/jsd": (jsd.sum(), jsd.new_tensor(float(len(ids))))}
+        for number, name in enumerate(CLASSES):
+            mask = kind == number
+            metrics[f"monitor/hint/kl_{name}"] = (kl[mask].sum(), mask.sum())
+        return metrics
+
+
+def _tokens(vocab: ByteVocab) -> zip[tuple[bool, bytes]]:
+    return zip(vocab.special.tolist(), vocab.token_bytes, strict=True)
+
+
+def check_disjoint(metrics: Mapping[str, tuple[Any, Any]]) -> None:
+    """Stop where student and hinted teacher have nothing in common, whichever divergence is trained."""
+    total, count = (float(x) for x in metrics.get("monitor/hint/jsd", (0.0, 0.0)))
+    if count > 0 and total / count > _DISJOINT:
+        raise LossError(
+            f"the mean JSD between student and hinted teacher is {total / count:.4f}, at or near its maximum "
+            f"ln 2 = {math.log(2):.4f}: they read the same target tokens, so their predictions cannot be disjoint; the "
+            "rows of one side are shifted, or the teacher's weights are not those of this student"
+        )
+
+
+@torch.no_grad()
+def response_lengths(policy: Policy, batch: ComposerBatch, monitor: CollapseMonitor) -> list[int]:
+    """Tokens that the policy writes greedily in front of the first error sites of a batch, end of turn included."""
+    lengths: list[int] = []
+    policy.model.eval()
+    for row in range(min(monitor.config.generate, len(batch["student_response_idx"]))):
+        first = int(batch["student_response_idx"][row, 0])
+        prompt = batch["sdpo_student_input_ids"][row : row + 1, :first].to(policy.device)
+        with policy.autocast():
+            out = policy.model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=monitor.config.max_new_tokens,
+                do_sample=False,
+                eos_token_id=monitor.end_ids or None,
+                pad_token_id=batch["pad_token_id"],
+            )
+        lengths.append(int(out.shape[1] - prompt.shape[1]))
+    return lengths
