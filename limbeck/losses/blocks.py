@@ -6,7 +6,7 @@ it is written while the block is there, and the backward pass only scales it. On
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.layout import ChunkLayout, TokenLayout
-from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores, picked
+from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
-from limbeck.losses.signals import Head, Signal, TopKSignal, compute_dtype
+from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, compute_dtype
+from limbeck.losses.vocab_axis import WHOLE
 from limbeck.utils.errors import LossError
 
 
@@ -59,7 +60,9 @@ class Term:
             logits = signal.logits(layout.teacher_rows[start:end], self.mode.columns)
             logits = logits if len(self.signals) == 1 else logits * share
             mixed = logits if mixed is None else mixed.add_(logits)
-        return TeacherScores(logits=mixed)
+        # chosen columns are on every rank
+        axis = WHOLE if self.mode.columns is not None else axis_of(first)
+        return TeacherScores(logits=mixed, axis=axis)
 
     def block(self, span: ChunkSpan, place: Tensor, first_row: int, like: Tensor) -> TeacherBlock:
         """The chunks of `span` with block-local indices. place: of each student token among the planned rows."""
@@ -92,6 +95,8 @@ class Job:
     terms: list[Term]
     metrics: Metrics = field(default_factory=dict)
     columns: ColumnPlan | None = None  # given: the kernels do the work, see blocks_fast.py
+    suspects: list[Tensor] = field(default_factory=list)  # flags on the device: the inputs contradict each other
+    explain: Callable[[], object] | None = None  # raises the error that belongs to such a flag
 
     @property
     def learnable(self) -> list[Term]:
@@ -113,16 +118,16 @@ def cross_entropy_leaf(student: BlockLogits, place: Tensor, ids: Tensor, weight:
     """Weighted negative log-likelihood of the block's supervised tokens, with accuracy."""
     log_p = student.log_probs()
     weight = weight.to(log_p.dtype)
-    loss = -(picked(log_p, place, ids) * weight).sum()
+    loss = -(student.axis.pick(log_p, place, ids) * weight).sum()
     with torch.no_grad():
-        right = (log_p.argmax(-1).index_select(0, place) == ids).to(weight.dtype)
+        right = (student.axis.argmax(log_p).index_select(0, place) == ids).to(weight.dtype)
         metrics = {"ce": (loss.detach(), weight.sum()), "accuracy": ((right * weight).sum(), weight.sum())}
     return loss, metrics
 
 
 def _block_loss(job: Job, span: BlockSpan, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     """(weighted loss with graph, explicit gradient of the leaves that computed one) of one block."""
-    student, total = BlockLogits(logits), logits.new_zeros(())
+    student, total = BlockLogits(logits, job.head.axis), logits.new_zeros(())
     explicit: Tensor | None = None
     (t0, t1), row0 = span.tokens, span.rows[0]
     if t1 > t0:
@@ -167,6 +172,8 @@ class _Pass:
         total = _wide(self.hidden.new_zeros(()))
         for span in self.job.plan.blocks:
             total = total + _wide(self._block(span))
+        if self.hidden_grad is not None:
+            self.hidden_grad = self.job.head.axis.total(self.hidden_grad)
         return total
 
     def _block(self, span: BlockSpan) -> Tensor:
@@ -207,7 +214,7 @@ class _Pass:
 
     def _linear(self, inputs: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gradients of a plain linear head by hand: the weight's go straight into their sum."""
-        size, sums = self.job.head.vocab_size, iter(self.param_grads)
+        size, sums = self.job.head.local_size, iter(self.param_grads)
         total = next(sums) if weight.requires_grad else None
         if total is not None:
             if total.dtype == grad.dtype:
@@ -232,8 +239,7 @@ class RowBlockLoss(torch.autograd.Function):
     def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
         work = _Pass(job, hidden, params, ctx.needs_input_grad[1:])
         total = work.run()
-        if not bool(torch.isfinite(total)):
-            raise_non_finite(job, hidden)
+        verify(job, total, hidden)
         ctx.grads = [work.hidden_grad, *work.param_grads]
         ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
         return total.to(compute_dtype(hidden.dtype))
@@ -255,6 +261,15 @@ def row_block_loss(job: Job, hidden: Tensor) -> Tensor:
         from limbeck.losses.blocks_fast import FastRowBlockLoss as function
     out: Tensor = function.apply(job, hidden, *params)
     return out
+
+
+def verify(job: Job, total: Tensor, hidden: Tensor) -> None:
+    """Refuse a loss that is not finite or was computed from contradicting inputs; the pass's only synchronisation."""
+    flags = torch.stack([~torch.isfinite(total), *job.suspects]).tolist()
+    if any(flags[1:]) and job.explain is not None:
+        job.explain()
+    if flags[0]:
+        raise_non_finite(job, hidden)
 
 
 def raise_non_finite(job: Job, hidden: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from limbeck.losses import corrected_modes, reference_modes
-from limbeck.losses.blocks import Job, Term, raise_non_finite
+from limbeck.losses.blocks import Job, Term, verify
 from limbeck.losses.columns import BlockColumns, SideColumns
 from limbeck.losses.kernels import padded, triton_available
 from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal, compute_dtype
@@ -287,17 +287,14 @@ class FastRowBlockLoss(torch.autograd.Function):
         work = _Pass(job, hidden, ctx.needs_input_grad[1:])
         with torch.no_grad():
             total = work.run()
-        if not bool(torch.isfinite(total)):
-            raise_non_finite(job, hidden)
+        verify(job, total, hidden)
         ctx.grads = [work.hidden_grad, *([work.weight_grad] if params else [])]
         ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
         return total.to(compute_dtype(hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        scaled: list[Tensor | None] = []
-        for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True):
-            # written in the final type at once: a float32 copy of a head's gradient is a gigabyte
-            out = None if grad is None else torch.empty_like(grad, dtype=dtype)
-            scaled.append(out if grad is None else torch.mul(grad, outer[0], out=out))
-        return None, *scaled
+        from limbeck.losses.kernels.scale import scaled
+
+        pairs = zip(ctx.grads, ctx.dtypes, strict=True)
+        return None, *(None if grad is None else scaled(grad, outer[0], dtype) for grad, dtype in pairs)

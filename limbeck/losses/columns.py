@@ -8,8 +8,8 @@ states, and all its tokens follow behind. Built on the CPU together with the blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -81,41 +81,6 @@ class ColumnPlan:
 
     blocks: tuple[BlockColumns, ...]
     plan: BlockPlan
-
-    def to(self, device: torch.device | str) -> ColumnPlan:
-        """Copy on a device; all tables travel in one transfer per type."""
-        target = torch.device(device)
-        parts: list[Tensor] = []
-        for block in self.blocks:
-            _visit(block, parts.append)
-        moved: dict[int, Tensor] = {}
-        for dtype in {p.dtype for p in parts}:
-            same = [p for p in parts if p.dtype == dtype]
-            flat = torch.cat([p.reshape(-1) for p in same])
-            flat = flat.pin_memory() if target.type == "cuda" else flat
-            pieces = flat.to(target, non_blocking=True).split([p.numel() for p in same])
-            moved |= {id(p): piece for p, piece in zip(same, pieces, strict=True)}
-        return ColumnPlan(tuple(_replaced(b, moved) for b in self.blocks), self.plan.to(target))
-
-
-def _visit(node: Any, take: Any) -> None:
-    for f in fields(node):
-        value = getattr(node, f.name)
-        if isinstance(value, Tensor):
-            take(value)
-        elif isinstance(value, SideColumns):
-            _visit(value, take)
-
-
-def _replaced(node: Any, moved: dict[int, Tensor]) -> Any:
-    new: dict[str, Any] = {}
-    for f in fields(node):
-        value = getattr(node, f.name)
-        if isinstance(value, Tensor):
-            new[f.name] = moved[id(value)]
-        elif isinstance(value, SideColumns):
-            new[f.name] = _replaced(value, moved)
-    return replace(node, **new)
 
 
 def columns_for(

@@ -37,8 +37,9 @@ from limbeck.losses.layout import build_token_layout
 from limbeck.losses.leaf import Leaf, Metrics, Mode
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
-from limbeck.losses.signals import Head, LogitsSignal, Signal, TopKSignal, check_scored_ids
+from limbeck.losses.signals import Head, LogitsSignal, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
 from limbeck.losses.teacher_scores import sample_scores, sample_weights, top_columns
+from limbeck.losses.vocab_axis import VocabAxis
 from limbeck.losses.vocab_map import ProjectionLike, VocabMap, common_pairs
 from limbeck.utils.errors import ConfigError, LossError
 
@@ -132,6 +133,9 @@ class CrossTokenizerDistillationLossFn(nn.Module):
     owns the learnable projections (parameters) and the running estimate of dynamic scaling (buffers).
     """
 
+    knows_shards = True
+    """The heads may hold slices of their vocabularies, and `inputs` may be a rank's share."""
+
     def __init__(
         self,
         cfg: CrossTokenizerDistillationLossConfig | Mapping[str, Any] | None = None,
@@ -206,7 +210,9 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             block_rows=self.block_rows,
         )
         inputs.columns = self._plan_columns(inputs)
-        return inputs
+        # sent off now, they arrive while the models still work
+        device = self.scale.distillation.device
+        return inputs.to(device) if device.type == "cuda" else inputs
 
     def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
         """Column order for the kernels, where they may come to be used."""
@@ -234,15 +240,16 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         Returns (loss, metrics); metrics are (sum, count) pairs that add up over micro-batches and ranks. `loss`,
         `tokens` and `chunks` are counted by this micro-batch's share of the batch, so sum / count is per batch.
         """
-        self._check(student_hidden, student_head, signals, inputs)
         device = student_hidden.device
         if self.num_teachers and self.scale.distillation.device != device:
             self.to(device)
         inputs = inputs.to(device)
+        suspects = self._check(student_hidden, student_head, signals, inputs)
         kd_factor, ce_factor = self.settings.kl_loss_weight, self.settings.ce_loss_scale
         if self.settings.dynamic_loss_scaling:
             kd_factor, ce_factor = self.scale.ratio(), 1.0
-        terms = self._terms(signals, inputs, student_head.vocab_size)
+        signals = [on_shards(signal, student_head.axis) for signal in signals]
+        terms = self._terms(signals, inputs, student_head)
         for term in terms:
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
         columns = self._columns_for_kernels(student_hidden, student_head, signals, inputs, terms)
@@ -250,6 +257,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             self._choose_columns(terms)
         plan = inputs.plan if columns is None else columns.plan
         job = Job(student_head, plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms, columns=columns)
+        job.suspects, job.explain = suspects, lambda: self._compare_ids(signals, inputs, defer=False)
         loss = row_block_loss(job, student_hidden)
         return loss, self._metrics(job, loss.detach(), inputs, counts)
 
@@ -260,6 +268,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         forced = self.settings.fast_path == "force"
         ready = (
             inputs.columns is not None
+            and not head.axis.sharded
             and (forced or blocks_fast.device_ready(hidden.device))
             and blocks_fast.student_ready(hidden, head)
             and all(blocks_fast.signal_ready(s) for s in signals)
@@ -272,8 +281,15 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             )
         return inputs.columns if ready else None
 
-    def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs) -> None:
-        """Everything that can be wrong with ids and sizes, before any logit is computed."""
+    def _compare_ids(self, signals: Sequence[Signal], inputs: LossInputs, *, defer: bool) -> list[Tensor]:
+        """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
+        pairs = enumerate(zip(signals, inputs.layouts, strict=True))
+        flags = [check_scored_ids(s, layout, f"teacher_{i}", defer=defer) for i, (s, layout) in pairs]
+        return [flag for flag in flags if flag is not None]
+
+    def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs) -> list[Tensor]:
+        """Everything that can be wrong with ids and sizes, before any logit is computed. On an accelerator the ids'
+        comparison is read together with the finished loss, so that it costs no wait of its own."""
         settings = self.settings
         if len(signals) != self.num_teachers or len(inputs.layouts) != self.num_teachers:
             raise LossError(f"{len(signals)} teacher signals for {self.num_teachers} teachers; give one each")
@@ -290,9 +306,9 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             raise LossError(
                 f"student_vocab_size is {settings.student_vocab_size} but the head has {head.vocab_size} tokens"
             )
-        for i, (signal, layout) in enumerate(zip(signals, inputs.layouts, strict=True)):
+        suspects = self._compare_ids(signals, inputs, defer=hidden.device.type != "cpu")
+        for i, signal in enumerate(signals):
             name = f"teacher_{i}"
-            check_scored_ids(signal, layout, name)
             if not isinstance(signal, TopKSignal):
                 continue
             if settings.is_reference and self._list()[i].vocab is not None:
@@ -303,10 +319,11 @@ class CrossTokenizerDistillationLossFn(nn.Module):
                 )
             if self._list()[i].vocab is None and settings.topk_by == "student" and settings.topk is not None:
                 raise LossError(f"{name}: topk_by='student' needs full logits, not a top-k list; use topk_by='teacher'")
+        return suspects
 
-    def _terms(self, signals: Sequence[Signal], inputs: LossInputs, student_size: int) -> list[Term]:
+    def _terms(self, signals: Sequence[Signal], inputs: LossInputs, head: Head) -> list[Term]:
         """One term per teacher, or one for all where logits are averaged; `factor` still without denominators."""
-        settings = self.settings
+        settings, student_size = self.settings, head.vocab_size
         terms = []
         for i, signal in enumerate(signals):
             teacher = self._list()[i]
@@ -323,7 +340,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
                 temperature=settings.temperature,
                 spec=settings.spec,
                 chunk_weight=settings.chunk_weight,
-                vocab=teacher.vocab,
+                vocab=None if same else head.axis.split(teacher.vocab, _map_axis(signal, head, size), teacher.pairs()),
                 rest_weight=None if same else teacher.vocab.rest_weight(),
                 vocab_topk=settings.vocab_topk,
                 uncommon_topk=settings.uncommon_topk,
@@ -454,6 +471,11 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         inputs = self.prepare(SimpleNamespace(data_dict=data, processed_inputs=rows), starts)
         head = Head.identity(self.settings.student_vocab_size or logits.shape[-1])
         return self.compute(logits.flatten(0, 1), head, signals, inputs, counts)
+
+
+def _map_axis(signal: Signal, head: Head, size: int) -> VocabAxis:
+    """Where a map's teacher columns lie; a top-k list has none, so any split will do."""
+    return head.axis.like(size) if isinstance(signal, TopKSignal) else axis_of(signal)
 
 
 def _over(factor: float, count: Tensor) -> float | Tensor:

@@ -19,6 +19,7 @@ from limbeck.losses.layout import (
     build_token_layout,
 )
 from limbeck.losses.plan import BlockPlan, plan_blocks
+from limbeck.losses.transfer import moved
 from limbeck.utils.errors import LossError
 
 
@@ -43,14 +44,7 @@ class LossInputs:
     def to(self, device: torch.device | str) -> LossInputs:
         if self.tokens.rows.device == torch.device(device):
             return self
-        return LossInputs(
-            self.tokens.to(device),
-            [layout.to(device) for layout in self.layouts],
-            self.plan.to(device),
-            self.num_samples,
-            self.num_tokens,
-            None if self.columns is None else self.columns.to(device),
-        )
+        return moved(self, device)
 
 
 def teacher_prefix(batch: Mapping[str, Any], teacher: int) -> tuple[str, str] | None:
@@ -71,8 +65,14 @@ def teacher_layout(
     teacher_row_start: Tensor,
     allow_inexact: bool,
 ) -> ChunkLayout:
-    """Chunks of one teacher in a batch; positions, each a chunk of one token, for a same-vocabulary teacher."""
+    """Chunks of one teacher in a batch; positions, each a chunk of one token, for a same-vocabulary teacher.
+
+    Rows for which ``teacher_<i>_sample_mask`` is 0 have no signal of this teacher and give no chunk.
+    """
     prefix = teacher_prefix(batch, teacher)
+    sample_mask = batch["sample_mask"]
+    if f"teacher_{teacher}_sample_mask" in batch:
+        sample_mask = sample_mask * batch[f"teacher_{teacher}_sample_mask"]
     if prefix is None:
         if not same_vocabulary:
             raise LossError(
@@ -83,7 +83,7 @@ def teacher_layout(
             batch["input_ids"],
             batch["input_lengths"],
             batch["token_mask"],
-            batch["sample_mask"],
+            sample_mask,
             student_row_start,
             teacher_row_start,
         )
@@ -95,7 +95,7 @@ def teacher_layout(
         teacher_ids=batch[prefix[0] + "input_ids"],
         teacher_lengths=batch[prefix[0] + "input_lengths"],
         teacher_row_start=teacher_row_start,
-        sample_mask=batch["sample_mask"],
+        sample_mask=sample_mask,
         allow_inexact=allow_inexact,
     )
     if same_vocabulary and not torch.equal(layout.student_ids, layout.teacher_ids):

@@ -7,7 +7,7 @@ loss is about to use: a wrong id with a finite loss is the failure to design aga
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limbeck.losses.layout import ChunkLayout
+from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import LossError
 
 
@@ -29,7 +30,8 @@ class Head:
 
     Either `weight` `[rows, h]` (and `bias` `[rows]`) or `module` (any `nn.Module`, such as a LoRA-wrapped head) or
     neither: then hidden states *are* logits. `vocab_size` is the number of tokenizer ids; further rows of the head
-    are padding and take no part in anything.
+    are padding and take no part in anything. `axis`: a sharded one says that `weight` holds only this rank's rows of
+    the vocabulary; logits are then those of its columns.
     """
 
     vocab_size: int
@@ -38,13 +40,31 @@ class Head:
     module: nn.Module | None = None
     softcap: float | None = None
     scale: float = 1.0
+    axis: VocabAxis = WHOLE
 
     def __post_init__(self) -> None:
-        if self.weight is not None and self.weight.shape[0] < self.vocab_size:
+        if self.weight is not None and self.weight.shape[0] < self.local_size:
             raise LossError(
                 f"the head has {self.weight.shape[0]} rows but vocab_size is {self.vocab_size}; "
                 "pass the number of ids that both the head and the tokenizer have"
             )
+
+    @property
+    def local_size(self) -> int:
+        """Number of tokens whose rows are here."""
+        start, end = self.axis.place(self.vocab_size)
+        return end - start
+
+    def shard(self, axis: VocabAxis) -> Head:
+        """This head with only the rows that `axis` has here; a view."""
+        if self.axis.sharded or not axis.sharded:
+            return self
+        if self.module is not None or self.bias is not None:
+            raise LossError("a head with a bias or a wrapper cannot be split over the vocabulary; use one process")
+        own = axis.like(self.vocab_size)
+        start, end = own.place(self.vocab_size)
+        weight = None if self.weight is None else self.weight[start:end]
+        return replace(self, weight=weight, axis=own)
 
     @classmethod
     def from_model(cls, model: nn.Module, vocab_size: int | None = None) -> Head:
@@ -81,11 +101,15 @@ class Head:
         if self.weight is None:
             out = (hidden if self.module is None else self.module(hidden))[:, : self.vocab_size]
             return out if columns is None else out.index_select(1, columns)
-        weight = self.weight[: self.vocab_size] if columns is None else self.weight.index_select(0, columns)
+        inside: Tensor | None = None
+        if columns is not None:
+            columns, inside = self.axis.columns(columns)
+        weight = self.weight[: self.local_size] if columns is None else self.weight.index_select(0, columns)
         bias = self.bias
         if bias is not None:
             bias = bias[: self.vocab_size] if columns is None else bias.index_select(0, columns)
-        return F.linear(hidden.to(weight.dtype), weight, bias)
+        out = F.linear(hidden.to(weight.dtype), weight, bias)
+        return out if inside is None else self.axis.total(out * inside)
 
     def finish(self, raw: Tensor) -> Tensor:
         """Logits in the compute dtype from the raw product."""
@@ -129,6 +153,7 @@ class LogitsSignal:
     full_logits: Tensor
     input_ids: Tensor
     vocab_size: int = 0
+    axis: VocabAxis = WHOLE
 
     def __post_init__(self) -> None:
         self.vocab_size = self.vocab_size or int(self.full_logits.shape[1])
@@ -138,7 +163,8 @@ class LogitsSignal:
         return int(self.full_logits.shape[0])
 
     def logits(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        out = self.full_logits.detach().index_select(0, rows)[:, : self.vocab_size]
+        start, end = (0, self.vocab_size) if columns is not None else self.axis.place(self.vocab_size)
+        out = self.full_logits.detach().index_select(0, rows)[:, start:end]
         out = out if columns is None else out.index_select(1, columns)
         return out.to(compute_dtype(out.dtype))
 
@@ -165,6 +191,24 @@ class TopKSignal:
 Signal = HiddenSignal | LogitsSignal | TopKSignal
 
 
+def axis_of(signal: Signal) -> VocabAxis:
+    """Where the columns of a signal's logits lie."""
+    if isinstance(signal, HiddenSignal):
+        return signal.head.axis
+    return signal.axis if isinstance(signal, LogitsSignal) else WHOLE
+
+
+def on_shards(signal: Signal, axis: VocabAxis) -> Signal:
+    """A signal whose columns are split like those of the student's `axis`; itself where nothing is split."""
+    if isinstance(signal, HiddenSignal):
+        if signal.head.axis.sharded and not axis.sharded:
+            raise LossError("the teacher's head is split over ranks but the student's is not; use one layout for both")
+        return replace(signal, head=signal.head.shard(axis)) if axis.sharded else signal
+    if isinstance(signal, LogitsSignal) and axis.sharded:
+        return replace(signal, axis=axis.like(signal.vocab_size))
+    return signal
+
+
 def scored_ids(signal: Signal, rows: Tensor) -> Tensor:
     """The token that the signal says followed each of `rows`."""
     if isinstance(signal, TopKSignal):
@@ -172,10 +216,13 @@ def scored_ids(signal: Signal, rows: Tensor) -> Tensor:
     return signal.input_ids.reshape(-1).to(rows.device).index_select(0, rows + 1)
 
 
-def check_scored_ids(signal: Signal, layout: ChunkLayout, name: str = "teacher") -> None:
+def check_scored_ids(
+    signal: Signal, layout: ChunkLayout, name: str = "teacher", *, defer: bool = False
+) -> Tensor | None:
     """Raise `LossError` unless the signal scored exactly the tokens that `layout` names, inside its vocabulary.
 
-    layout: on the CPU or a device; the comparison costs one synchronisation.
+    layout: on the CPU or a device; the comparison costs one synchronisation. defer: everything that the host knows is
+    checked, and whether any id differs is returned as a flag that the caller reads later, before it uses the loss.
     """
     ids = signal.next_ids if isinstance(signal, TopKSignal) else signal.input_ids
     # A row predicts the token after it, so full sequences must hold one more id than the last predicting row.
@@ -192,9 +239,12 @@ def check_scored_ids(signal: Signal, layout: ChunkLayout, name: str = "teacher")
         )
     scored = scored_ids(signal, layout.teacher_rows)
     wrong = scored != layout.teacher_ids.to(scored.device)
+    if defer:
+        return wrong.any()
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0, 0])
         raise LossError(
             f"{name}: row {int(layout.teacher_rows[at])} scored token id {int(scored[at])} but the loss would use it "
             f"for id {int(layout.teacher_ids[at])}; signal and batch come from different token sequences"
         )
+    return None
