@@ -1,0 +1,147 @@
+"""A small real scoring server on this machine: a tiny model behind the API that vLLM serves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.models.policy import Policy
+from limbeck.models.scoring import score_rows
+from limbeck.tokens import TextEncoder
+
+# Changes an answer: gets the request's number, its body and (status, answer); a float first sleeps that long.
+Lie = Callable[[int, dict[str, Any], tuple[int, Any]], Any]
+
+
+class ScoringServer:
+    """What the server serves and what it saw."""
+
+    def __init__(self, policy: Policy, *, max_k: int = 20, key: str | None = None, echo_only: bool = False) -> None:
+        self.policy, self.max_k, self.key, self.echo_only = policy, max_k, key, echo_only
+        self.name, self.max_model_len = "tiny", 256
+        self.lie: Lie | None = None
+        self.url = ""
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most_at_once = self._now = 0
+        self._lock = threading.Lock()
+
+    def handle(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Any:
+        if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
+            return 401, {"error": {"message": f"wrong key {headers.get('authorization', '')[7:]}"}}
+        if body is None:
+            return 200, {"data": [{"id": self.name, "max_model_len": self.max_model_len}]}
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append(body)
+            self.headers.append(headers)
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            answer = (404, {"message": "no model"}) if body["model"] != self.name else self.complete(body)
+            changed = self.lie(number, body, answer) if self.lie else None
+            if isinstance(changed, float):
+                time.sleep(changed)
+                changed = None
+            return answer if changed is None else changed
+        finally:
+            with self._lock:
+                self._now -= 1
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        k = body.get("logprobs") if body.get("echo") else body.get("prompt_logprobs")
+        if k is not None and k > self.max_k:
+            return 400, {"error": {"message": f"Requested prompt logprobs of {k}, greater than max {self.max_k}"}}
+        prompts = body["prompt"]
+        if isinstance(prompts, str):
+            prompts = [TextEncoder.for_tokenizer(self.policy.tokenizer).encode(prompts).ids.tolist()]
+        choices = [self._choice(i, ids, k, body) for i, ids in enumerate(prompts)]
+        return 200, {"object": "text_completion", "model": self.name, "choices": choices}
+
+    def _choice(self, index: int, ids: list[int], k: int | None, body: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": "x", "finish_reason": "length"}
+        if k is None or (self.echo_only and not body.get("echo")):
+            return choice
+        places = self.score(ids, k)
+        if not body.get("echo"):
+            decode = self.policy.tokenizer.decode
+            listed = [
+                {
+                    str(t): {"logprob": v, "rank": r + 1, "decoded_token": decode([t])}
+                    for r, (t, v) in enumerate(p.items())
+                }
+                for p in places
+            ]
+            said = {"prompt_token_ids": ids} if body.get("return_token_ids") else {}
+            return {**choice, "prompt_logprobs": [None, *listed], **said}
+        name = "token_id:{}".format if body.get("return_tokens_as_token_ids") else str
+        top = [None, *({name(t): v for t, v in p.items()} for p in places)]
+        came = [None, *(p[t] for p, t in zip(places, ids[1:], strict=True))]
+        choice["logprobs"] = {
+            "tokens": [name(t) for t in [*ids, 0]],
+            "token_logprobs": [*came, -1.0],
+            "top_logprobs": [*top, {name(0): -1.0}],
+        }
+        return choice
+
+    def score(self, ids: list[int], k: int) -> list[dict[int, float]]:
+        with self._lock, torch.no_grad():
+            data = BatchedDataDict(input_ids=torch.tensor([ids]), input_lengths=torch.tensor([len(ids)]))
+            hidden = self.policy.get_hidden(data)[0, :-1]
+            scores = score_rows(hidden, self.policy.head(), torch.tensor(ids[1:]), k=k)
+        out = []
+        for row, token in enumerate(ids[1:]):
+            place = dict(zip(scores.topk_ids[row].tolist(), scores.topk_logprobs[row].tolist(), strict=True))
+            out.append({**place, token: float(scores.next_logprob[row])})
+        return out
+
+
+@contextmanager
+def serving(server: ScoringServer) -> Iterator[ScoringServer]:
+    """Listen on a free port of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def _answer(self, body: dict[str, Any] | None) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            status, answer, *more = server.handle(self.path, body, headers)
+            raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            try:
+                self.send_response(status)
+                for name, value in (more[0] if more else {}).items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+            except OSError:
+                pass  # the client gave up waiting
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listener.daemon_threads = True
+    server.url = f"http://127.0.0.1:{listener.server_address[1]}/v1"
+    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        listener.shutdown()
+        listener.server_close()
+        thread.join()
