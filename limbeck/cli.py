@@ -90,11 +90,11 @@ def train(
 
     Example: limbeck train recipes/cpu_smoke.yaml distillation.max_num_steps=5
     """
-    from limbeck.algorithms.xtoken_off_policy_distillation import MasterConfig, run
-    from limbeck.config import dump_yaml, load_config, resolve
+    from limbeck.algorithms.dispatch import resolve_run
+    from limbeck.config import dump_yaml, load_config
     from limbeck.report.run_page import write_report
 
-    config = resolve(MasterConfig, load_config(run_file, overrides or []))
+    config, run = resolve_run(load_config(run_file, overrides or []))
     if not quiet and os.environ.get("RANK", "0") == "0":
         typer.echo(dump_yaml(config), err=True)
     folder = run(config)
