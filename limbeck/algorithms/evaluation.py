@@ -48,6 +48,7 @@ class EvalOptions:
         mode: ``text``, ``chat``, ``choice`` (multiple choice), ``pairs`` (preference pairs), or ``auto``: by each
             file's first record.
         text_key, messages_key: keys of the records.
+        split_documents: of plain text files: one document per ``file``, or parted by ``blank_lines``.
         context: longest window in tokens; default: the model's own limit, at most 2,048.
         stride: tokens by which windows of a longer document move on; default: half the context.
         batch_tokens: most tokens of one forward pass, padding included.
@@ -60,6 +61,7 @@ class EvalOptions:
     mode: str = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
+    split_documents: Literal["file", "blank_lines"] = "file"
     context: int | None = None
     stride: int | None = None
     batch_tokens: int = 8192
@@ -206,7 +208,12 @@ def evaluate_file(
         score = score_choices if mode == "choice" else score_pairs
         return score(model, records, options.batch_tokens, advance)
     kind: Literal["text", "chat"] = "chat" if mode == "chat" else "text"
-    reading = SourceOptions(mode=kind, text_key=options.text_key, messages_key=options.messages_key)
+    reading = SourceOptions(
+        mode=kind,
+        text_key=options.text_key,
+        messages_key=options.messages_key,
+        split_documents=options.split_documents,
+    )
     data = RecordDataset([path], reading).prepare()
     limit = min(len(data), options.max_documents or len(data))
     advance = begin(model.name, path, limit) if begin else _ignore

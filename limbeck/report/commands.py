@@ -39,17 +39,20 @@ class Precision(str, Enum):
 
 def eval_command(
     models: Annotated[
-        list[str], typer.Argument(help="Model folders, GGUF files, hub ids or run folders.", metavar="MODEL...")
+        list[str], typer.Argument(help="Model folders, GGUF files, hub ids or run folders.", metavar="MODEL")
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", "-d", help="File, glob, folder or hf:owner/name; repeatable.", metavar="FILE..."),
+        typer.Option("--data", "-d", help="File, glob, folder or hf:owner/name; repeatable.", metavar="FILE"),
     ] = None,
     mode: Annotated[
         EvalMode, typer.Option(help="What the records are; auto looks at each file's first.")
     ] = EvalMode.auto,
     text_key: Annotated[str, typer.Option(help="Key of a record's text.")] = "text",
     messages_key: Annotated[str, typer.Option(help="Key of a record's conversation.")] = "messages",
+    split_paragraphs: Annotated[
+        bool, typer.Option("--split-paragraphs", help="Plain text: blank lines part documents.")
+    ] = False,
     context: Annotated[
         int | None, typer.Option(help="Longest window in tokens (default: the model's limit, at most 2048).")
     ] = None,
@@ -83,6 +86,7 @@ def eval_command(
         mode=mode.value,
         text_key=text_key,
         messages_key=messages_key,
+        split_documents="blank_lines" if split_paragraphs else "file",
         context=context,
         stride=stride,
         batch_tokens=batch_tokens,

@@ -377,3 +377,14 @@ def test_pairs_of_canonical_traces_are_read() -> None:
     assert case.rejected["tool_calls"][0]["function"]["name"] == "read"
     with pytest.raises(BadRecord, match="refers to message 1"):
         pairs_of({**pair, "rejected": {"role": "assistant", "content": "no"}})
+
+
+def test_paragraphs_can_be_documents(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "docs.txt"
+    path.write_text("\n\n".join(tiny.TEXTS[:3]), encoding="utf-8")
+    split = EvalOptions(split_documents="blank_lines")
+    row = evaluate([models["bos"]], [str(path)], split)["models"][models["bos"]][str(path)]
+    bits, size = _reference_bits(models["bos"], tiny.TEXTS[:3], bos=True)
+    assert row["documents"] == 3
+    assert row["bytes"] <= size
+    assert row["bpb"] == pytest.approx(bits / size, rel=0.05)
