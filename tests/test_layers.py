@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "limbeck"
 ORDER = ("utils", "tokens", "align", "projection", "data", "traces", "losses", "distributed", "models", "algorithms")
-LAST = ("report", "config", "cli", "demo", "__main__")
+LAST = ("report", "config", "demo", "cli", "__main__")
 RANK = {name: i for i, name in enumerate((*ORDER, *LAST))}
 # config.py only loads and validates what others define, so any package may use it.
 FREE = {"config"}

@@ -17,13 +17,16 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 
 from limbeck import __version__
+from limbeck.align.view import view_messages, view_text
 from limbeck.config import dump_yaml, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.sources import flatten_documents
 from limbeck.distributed.process import rank_and_world
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.utils.errors import ConfigError, DataError, TemplateError
 from limbeck.utils.paths import write_atomic
 
 CONFIG_NAME = "config.yaml"
+_SAMPLE_CHARACTERS = 1500
 # What may change between a run and its continuation: when to stop, look and save, and how fast data is read.
 _FREE = (
     "logger",
@@ -36,6 +39,7 @@ _FREE = (
     "distillation.val_at_end",
     "distillation.val_batch_size",
     "data.num_workers",
+    "data.alignment_cache",
     "data.check_records",
     "data.cache_dir",
 )
@@ -138,3 +142,16 @@ def save_failed_batch(run_dir: str | Path, step: int, batch: BatchedDataDict) ->
     save_file(tensors, folder / f"batch{suffix}.safetensors")
     write_atomic(folder / f"records{suffix}.json", json.dumps({"idx": list(batch.get("idx", []))}) + "\n")
     return folder
+
+
+def write_alignment_sample(run_dir: str | Path, student_tokenizer: Any, teacher_tokenizer: Any, dataset: Any) -> None:
+    """Keep one aligned record, so that a reader of the run sees what the loss compared."""
+    record = flatten_documents([dataset[0]])[0]
+    try:
+        if record.get("messages"):
+            view = view_messages(student_tokenizer, teacher_tokenizer, record["messages"], record.get("tools"))
+        else:
+            view = view_text(student_tokenizer, teacher_tokenizer, (record.get("text") or "")[:_SAMPLE_CHARACTERS])
+    except TemplateError:
+        return  # the record is refused, and counted, where it is collated
+    write_atomic(Path(run_dir) / "alignment_sample.json", json.dumps(view, ensure_ascii=False) + "\n")

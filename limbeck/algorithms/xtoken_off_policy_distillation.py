@@ -455,6 +455,8 @@ def run(config: MasterConfig) -> Path:
         student_tokenizer, teacher_tokenizers = load_tokenizers(config)
         train, val = load_datasets(config)
         parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
+        if teacher_tokenizers and rank_and_world()[0] == 0:
+            run_folder.write_alignment_sample(config.logger.log_dir, student_tokenizer, teacher_tokenizers[0], train)
         xtoken_off_policy_distillation_train(*parts)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -40,6 +40,8 @@ class DataConfig(BaseModel):
     cache_dir: str | None = None
     """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
 
+    alignment_cache: str | None = None
+    """SQLite file that keeps tokenized and aligned texts between epochs and runs (text mode)."""
     shuffle: bool = True
     num_workers: int = Field(default=0, ge=0)
     append_eos: bool = False
