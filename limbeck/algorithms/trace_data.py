@@ -149,9 +149,9 @@ def plan_policy(traces: Sequence[Trace], spec: PolicyGradientSpec, config: Trace
         )
     except LossError as error:
         raise ConfigError(f"loss.policy.mode: {error}") from error
-    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float64)
+    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32)
     advantages = group_advantages(values, groups, valid=counted, std=settled.mode == "grpo", eps=spec.std_eps)
-    return PolicyPlan(settled, advantages.float(), counted)
+    return PolicyPlan(settled, advantages, counted)
 
 
 def _is_scored(trace: Trace) -> bool:
