@@ -1,19 +1,24 @@
 """Kill a training run again and again, let it resume, and compare it bit by bit with one that was left alone.
 
-    python benchmarks/kill_resume.py --kills 24
+    python benchmarks/kill_resume.py --kills 48
 
-Every attempt is a real ``python -m limbeck train`` that ends by SIGKILL: at a random moment of its steps, while a
-checkpoint is being written, or while it starts. What must be equal in the end: weights, optimizer state, metrics
-(apart from clocks), counts of what was left out. Writes ``kill_resume.json`` beside this file.
+Every attempt is a ``limbeck train`` in a process of its own that ends by SIGKILL: at a random moment of its steps,
+while a checkpoint is being written, or while it starts. Most processes are forks of one that has done nothing but the
+imports, which take longer than everything else; every sixth is a new ``python -m limbeck``. What must be equal in the
+end: weights, optimizer state, random generators, metrics (apart from clocks), counts of what was left out, and which
+checkpoints are kept. Writes ``kill_resume.json`` beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,14 +26,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+# one thread: sums then have one order, and a fork is safe
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from limbeck.cli import main as main_command
 from limbeck.demo import train_tokenizer, write_texts
 from limbeck.utils.logger import read_metrics
 
 CLOCKS = ("train/tokens_per_s", "train/seconds", "train/time/")
+PRELOAD = ("transformers.models.llama.modeling_llama", "torch.distributed.checkpoint", "limbeck.report.run_page")
 WAYS = ("steps", "checkpoint", "checkpoint", "start")
 
 
@@ -81,20 +91,58 @@ def prepare(folder: Path, steps: int) -> Path:
     return path
 
 
-def start(run_file: Path, run_dir: Path) -> subprocess.Popen[bytes]:
-    """The run as a user starts it, on one thread so that sums have one order."""
-    command = [sys.executable, "-m", "limbeck", "train", str(run_file), f"logger.log_dir={run_dir}", "--quiet"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+class Attempt:
+    """A run as a user starts it."""
+
+    def __init__(self, run_file: Path, run_dir: Path, *, fresh: bool) -> None:
+        arguments = ["train", str(run_file), f"logger.log_dir={run_dir}", "--quiet"]
+        self.log = run_dir.with_suffix(".log")
+        self._fork: Any = None
+        self._fresh: subprocess.Popen[bytes] | None = None
+        if fresh:
+            with self.log.open("wb") as out:
+                self._fresh = subprocess.Popen([sys.executable, "-m", "limbeck", *arguments], stdout=out, stderr=out)
+        else:
+            self._fork = multiprocessing.get_context("fork").Process(target=_command, args=(arguments, self.log))
+            self._fork.start()
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, None while it runs."""
+        return self._fork.exitcode if self._fresh is None else self._fresh.poll()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        process = self._fork if self._fresh is None else self._fresh
+        process.kill()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until it ends by itself."""
+        if self._fresh is None:
+            self._fork.join()
+        else:
+            self._fresh.wait()
+
+    def check(self) -> None:
+        """Stop the benchmark if the run failed by itself."""
+        if self.code not in (0, None, -signal.SIGKILL):
+            raise SystemExit(f"the run failed with {self.code}: {self.log.read_text()[-2000:]}")
+
+
+def _command(arguments: list[str], log: Path) -> None:
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    main_command(arguments)
 
 
 def finish(run_file: Path, run_dir: Path) -> float:
     """Run to the end; seconds."""
     begin = time.monotonic()
-    process = start(run_file, run_dir)
-    _, err = process.communicate()
-    if process.returncode != 0:
-        raise SystemExit(f"the run failed with {process.returncode}: {err.decode()[-2000:]}")
+    attempt = Attempt(run_file, run_dir, fresh=False)
+    attempt.wait()
+    attempt.check()
     return time.monotonic() - begin
 
 
@@ -111,40 +159,39 @@ def latest(run_dir: Path) -> int:
     return max(steps, default=0)
 
 
-def wait_for_checkpoint(process: subprocess.Popen[bytes], run_dir: Path, number: int) -> None:
+def wait_for_checkpoint(attempt: Attempt, run_dir: Path, number: int) -> None:
     """Until the process begins to write its ``number``-th checkpoint."""
     seen: set[str] = set(temporary(run_dir))
-    while process.poll() is None and number:
+    while attempt.code is None and number:
         now = [name for name in temporary(run_dir) if name.startswith("tmp_") and name not in seen]
         number -= bool(now)
         seen.update(now if number else ())
         time.sleep(0.0005)
 
 
-def kill_once(run_file: Path, run_dir: Path, way: str, rng: random.Random, startup: float) -> dict[str, Any]:
+def kill_once(run_file: Path, run_dir: Path, way: str, rng: random.Random, *, fresh: bool) -> dict[str, Any]:
     """Start the run, kill it in the given way, and say what it left."""
     metrics = run_dir / "metrics.jsonl"
     begin = time.monotonic()
-    process = start(run_file, run_dir)
-    if way == "start":
-        time.sleep(rng.uniform(0.1, startup))
-    else:
-        before = metrics.stat().st_ino if metrics.exists() else -1
-        # a resumed run rewrites the file before its first step
-        while process.poll() is None and (not metrics.exists() or metrics.stat().st_ino == before):
-            time.sleep(0.002)
-        if way == "steps":
-            time.sleep(rng.uniform(0.0, 4.0))
-        else:
-            wait_for_checkpoint(process, run_dir, rng.randint(1, 3))
-            time.sleep(rng.uniform(0.0, 0.05))
-    ended = process.poll() is not None
-    process.kill()
-    _, err = process.communicate()
-    if ended and process.returncode != 0:
-        raise SystemExit(f"the run failed by itself: {err.decode()[-2000:]}")
+    before = metrics.stat().st_ino if metrics.exists() else -1
+    attempt = Attempt(run_file, run_dir, fresh=fresh)
+    # a run rewrites this file when it is set up, before its first step
+    limit = rng.uniform(0.0, 1.5) if way == "start" else 600.0
+    while attempt.code is None and time.monotonic() - begin < limit:
+        if metrics.exists() and metrics.stat().st_ino != before:
+            break
+        time.sleep(0.001)
+    if way == "steps":
+        time.sleep(rng.uniform(0.0, 1.0))
+    elif way == "checkpoint":
+        wait_for_checkpoint(attempt, run_dir, rng.randint(1, 2))
+        time.sleep(rng.uniform(0.0, 0.05))
+    ended = attempt.code is not None
+    attempt.kill()
+    attempt.check()
     return {
         "way": way,
+        "process": "new" if fresh else "fork",
         "seconds": round(time.monotonic() - begin, 3),
         "killed": not ended,
         "left_unfinished": temporary(run_dir),
@@ -191,21 +238,24 @@ def compare(steps: int, whole: Path, broken: Path) -> dict[str, bool]:
 def main() -> None:
     """Run, kill, compare, write the result; exit code 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--kills", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     rng = random.Random(args.seed)
+    for name in PRELOAD:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         run_file = prepare(folder, args.steps)
         whole, broken = folder / "whole", folder / "broken"
         seconds = finish(run_file, whole)
-        startup = max(1.0, seconds - sum(r.get("train/seconds", 0.0) for r in read_metrics(whole / "metrics.jsonl")))
         kills: list[dict[str, Any]] = []
         while sum(k["killed"] for k in kills) < args.kills:
-            kills.append(kill_once(run_file, broken, WAYS[len(kills) % len(WAYS)], rng, startup))
+            number = len(kills)
+            way = WAYS[number % len(WAYS)]
+            kills.append(kill_once(run_file, broken, way, rng, fresh=number % 6 == 5))
             print(json.dumps(kills[-1]), flush=True)
             if latest(broken) >= args.steps:
                 raise SystemExit("the run was complete before all kills were done; give more --steps")
