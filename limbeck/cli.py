@@ -92,12 +92,13 @@ def train(
     """
     from limbeck.algorithms.dispatch import resolve_run
     from limbeck.config import dump_yaml, load_config
+    from limbeck.distributed.launch import launch
     from limbeck.report.run_page import write_report
 
     config, run = resolve_run(load_config(run_file, overrides or []))
     if not quiet and os.environ.get("RANK", "0") == "0":
         typer.echo(dump_yaml(config), err=True)
-    folder = run(config)
+    folder = launch(run, config)
     if os.environ.get("RANK", "0") == "0":
         page = write_report(folder)
         typer.echo(f"run folder: {folder}\nreport: {page}")

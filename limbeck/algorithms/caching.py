@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
+from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.models.cache import CacheWriter, estimate_bytes
 from limbeck.models.cache_build import spec_for, write_cache
+from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
@@ -26,72 +27,124 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
 
     Texts that are stored already are not computed again, so a killed run goes on where it stopped.
     """
-    wanted = [i for i, t in enumerate(config.all_teachers) if t.cache is not None]
-    if not wanted:
-        raise ConfigError("no teacher has a cache folder; set teacher.cache to where its signals shall be stored")
+    if config.cluster.launcher == "ray":
+        from limbeck.algorithms.ray_cache import cache_on_ray
+
+        return cache_on_ray(config, say=say)
     join_peers(config.cluster.backend)
-    student_tokenizer, tokenizers = load_tokenizers(config)
-    vocab = ByteVocab.from_tokenizer(student_tokenizer)
-    foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
-    collator = make_collator(config, student_tokenizer, foreign)
-    datasets = [d for d in load_datasets(config) if d is not None]
-    return [_cache_one(config, i, tokenizers[i], collator, datasets, say) for i in wanted]
-
-
-def _cache_one(
-    config: MasterConfig, index: int, tokenizer: Any, collator: Any, datasets: list[Any], say: Say
-) -> dict[str, Any]:
-    own = config.all_teachers[index]
-    policy = live_teacher(config, index, tokenizer)
-    hidden = own.cache_kind == "hidden"
-    spec = spec_for(policy, k=None if hidden else own.cache_k, hidden=hidden)
     rank, world = rank_and_world()
-    records = sum(len(d) for d in datasets)
-    tokens = _estimate_tokens(datasets, collator, index)
-    size = estimate_bytes(tokens, k=spec.k or None, hidden_size=spec.hidden_size or None, vocab_size=spec.vocab_size)
-    if rank == 0:
-        say(
-            f"teacher {index}: {records} records, about {tokens:,} tokens, about {size / 2**20:,.0f} MiB in {own.cache}"
-        )
-    done = 0
-
-    def on_batch(writer: CacheWriter) -> None:
-        nonlocal done
-        done += config.distillation.val_batch_size
+    job = CacheJob(config)
+    out = []
+    for index in job.wanted:
         if rank == 0:
-            say(f"teacher {index}: {min(done * world, records)}/{records} records, {writer.documents} stored")
+            say(job.describe(index))
 
-    writer = write_cache(
-        policy,
-        _batches(datasets, collator, config.distillation.val_batch_size, rank, world),
-        _folder(own),
-        spec,
-        teacher_index=index,
-        rank=rank,
-        world_size=world,
-        on_batch=on_batch,
-    )
-    return {"teacher": index, "folder": str(_folder(own)), "documents": writer.documents, "estimated_bytes": size}
+        def on_batch(records: int, writer: CacheWriter, index: int = index) -> None:
+            if rank == 0:
+                done = min(records * world, job.records)
+                say(f"teacher {index}: {done}/{job.records} records, {writer.documents} stored")
 
-
-def _folder(teacher: TeacherConfig) -> Path:
-    assert teacher.cache is not None
-    return Path(teacher.cache)
+        writer = job.write(index, rank, world, on_batch)
+        size = job.estimated_bytes(index)
+        folder = str(job.folder(index))
+        out.append({"teacher": index, "folder": folder, "documents": writer.documents, "estimated_bytes": size})
+    return out
 
 
-def _batches(datasets: list[Any], collator: Any, size: int, rank: int, world: int) -> Iterator[BatchedDataDict]:
-    for dataset in datasets:
-        indices = range(rank, len(dataset), world)
-        yield from DataLoader(dataset, batch_size=size, sampler=list(indices), collate_fn=collator)
+class CacheJob:
+    """The work of one caching: texts, collator and, once they are needed, the teachers.
 
+    The records of all data sets are dealt out to ``world`` parts; part ``rank`` has every ``world``-th of each set.
+    """
 
-def _estimate_tokens(datasets: list[Any], collator: Any, index: int, sample: int = 16) -> int:
-    """Teacher tokens of all records, from the first few of each set."""
-    total = 0.0
-    key = f"teacher_{index}_input_lengths"
-    for dataset in datasets:
-        some = [dataset[i] for i in range(min(sample, len(dataset)))]
-        batch = collator(some)
-        lengths = batch[key] if key in batch else batch["input_lengths"]
-        total += float(lengths.float().sum()) / max(len(some), 1) * len(dataset)
-    return int(total)
+    def __init__(self, config: MasterConfig) -> None:
+        self.config = config
+        self.wanted = [i for i, t in enumerate(config.all_teachers) if t.cache is not None]
+        if not self.wanted:
+            raise ConfigError("no teacher has a cache folder; set teacher.cache to where its signals shall be stored")
+        remote = [i for i in self.wanted if config.all_teachers[i].server is not None]
+        if remote:
+            raise ConfigError(
+                f"teacher {remote[0]} has both a server and a cache; 'limbeck cache' computes with the weights, so "
+                "leave out one of them"
+            )
+        student_tokenizer, self.tokenizers = load_tokenizers(config)
+        vocab = ByteVocab.from_tokenizer(student_tokenizer)
+        foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in self.tokenizers]
+        self.collator = make_collator(config, student_tokenizer, foreign)
+        self.datasets = [d for d in load_datasets(config) if d is not None]
+        self.records = sum(len(d) for d in self.datasets)
+        self._policies: dict[int, Policy] = {}
+        self._tokens: dict[int, int] = {}
+
+    def folder(self, index: int) -> Path:
+        """Where the cache of a teacher lies."""
+        return Path(str(self.config.all_teachers[index].cache))
+
+    def policy(self, index: int) -> Policy:
+        """The teacher itself, loaded when it is first asked for."""
+        if index not in self._policies:
+            self._policies[index] = live_teacher(self.config, index, self.tokenizers[index])
+        return self._policies[index]
+
+    def estimated_bytes(self, index: int) -> int | None:
+        """Size of the whole cache; None for hidden states of a teacher that is not loaded."""
+        own, vocab = self.config.all_teachers[index], ByteVocab.from_tokenizer(self.tokenizers[index])
+        if own.cache_kind == "topk":
+            return estimate_bytes(self.tokens(index), k=min(own.cache_k, vocab.size), vocab_size=vocab.size)
+        if index not in self._policies:
+            return None
+        width = int(self._policies[index].body.config.get_text_config().hidden_size)
+        return estimate_bytes(self.tokens(index), hidden_size=width)
+
+    def describe(self, index: int) -> str:
+        """One line about what is to be done."""
+        size = self.estimated_bytes(index)
+        shown = "" if size is None else f", about {size / 2**20:,.0f} MiB"
+        amount = f"{self.records} records, about {self.tokens(index):,} tokens{shown}"
+        return f"teacher {index}: {amount} in {self.folder(index)}"
+
+    def write(
+        self, index: int, rank: int, world: int, on_batch: Callable[[int, CacheWriter], None] | None = None
+    ) -> CacheWriter:
+        """Store one part; ``on_batch(records of this part so far, writer)`` is called after every batch."""
+        own, policy = self.config.all_teachers[index], self.policy(index)
+        hidden = own.cache_kind == "hidden"
+        size = self.config.distillation.val_batch_size
+        done = 0
+
+        def after(writer: CacheWriter) -> None:
+            nonlocal done
+            done += size
+            if on_batch is not None:
+                on_batch(done, writer)
+
+        return write_cache(
+            policy,
+            self._batches(size, rank, world),
+            self.folder(index),
+            spec_for(policy, k=None if hidden else own.cache_k, hidden=hidden),
+            teacher_index=index,
+            rank=rank,
+            world_size=world,
+            on_batch=after,
+        )
+
+    def _batches(self, size: int, rank: int, world: int) -> Iterator[BatchedDataDict]:
+        for dataset in self.datasets:
+            mine = list(range(rank, len(dataset), world))
+            if mine:
+                yield from DataLoader(dataset, batch_size=size, sampler=mine, collate_fn=self.collator)
+
+    def tokens(self, index: int, sample: int = 16) -> int:
+        """Teacher tokens of all records, estimated from the first few of each set."""
+        if index not in self._tokens:
+            total = 0.0
+            key = f"teacher_{index}_input_lengths"
+            for dataset in self.datasets:
+                some = [dataset[i] for i in range(min(sample, len(dataset)))]
+                batch = self.collator(some)
+                lengths = batch[key] if key in batch else batch["input_lengths"]
+                total += float(lengths.float().sum()) / max(len(some), 1) * len(dataset)
+            self._tokens[index] = int(total)
+        return self._tokens[index]

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,7 +152,8 @@ class CheckpointManager:
 
     def install_signal_handler(self) -> None:
         """Let SIGTERM ask for a checkpoint and a clean stop instead of ending the process."""
-        if self.config.save_on_sigterm:
+        # only the main thread may set handlers; under Ray a run lives in another, and Ray itself ends workers
+        if self.config.save_on_sigterm and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
