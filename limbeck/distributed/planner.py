@@ -1,0 +1,312 @@
+"""Memory and time of a run under every layout of N devices, from formulas (docs/scaling.md); nothing is loaded.
+
+Bytes per device are split as: parameters, gradients, optimizer, gathered copies, activations, head blocks, teachers,
+reserve. Time per step is the larger of arithmetic and data transfer per part, summed; it serves to compare layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from limbeck.distributed.mesh import MeshShape
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model; ``parameters`` counts everything, ``vocab`` the rows of the head."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, from what embedding and head leave."""
+        outside = self.head_parameters * (1 if self.tied else 2)
+        return max(self.parameters - outside, 0) // max(self.layers, 1)
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """A teacher: ``live`` (weights on the devices), ``cache`` or ``server``. ``signal_bytes``: per token, for a cache
+    or a server: what is read or sent."""
+
+    kind: str
+    shape: ModelShape | None = None
+    param_bytes: int = 2
+    tokens_ratio: float = 1.0
+    signal_bytes: float = 0.0
+    sharded: bool = True
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step computes. Token counts are the student's; bytes are per element."""
+
+    student: ModelShape
+    teachers: tuple[TeacherPlan, ...] = ()
+    sequences_per_step: int = 32
+    tokens_per_sequence: int = 2048
+    microbatch_tokens: int = 2048
+    block_rows: int = 2048
+    param_bytes: int = 4
+    compute_bytes: int = 4
+    trained: int | None = None
+    optimizer_bytes: int = 8
+    checkpointing: bool = False
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.student.parameters if self.trained is None else self.trained
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.tokens_per_sequence
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and its links. Rates are bytes and operations per second; ``utilisation``: share of ``flops`` that
+    large matrix products reach in practice."""
+
+    memory: float = 80 * GIB
+    flops: float = 989e12
+    utilisation: float = 0.4
+    devices_per_node: int = 8
+    node_link: float = 450e9
+    network_link: float = 50e9
+    price_per_hour: float = 3.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How devices share the work; ``sharded``: FSDP2 over data x context."""
+
+    mesh: MeshShape
+    sharded: bool
+
+    @property
+    def shards(self) -> int:
+        return self.mesh.data * self.mesh.context if self.sharded else 1
+
+    @property
+    def name(self) -> str:
+        kind = "FSDP" if self.sharded else "DP"
+        parts = [f"{kind} {self.mesh.data}"]
+        parts += [f"TP {self.mesh.tensor}"] if self.mesh.tensor > 1 else []
+        parts += [f"CP {self.mesh.context}"] if self.mesh.context > 1 else []
+        return " x ".join(parts)
+
+
+@dataclass
+class Estimate:
+    """One layout: bytes by part, seconds by part, and whether it can be used."""
+
+    layout: Layout
+    memory: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        mesh = asdict(self.layout.mesh)
+        return {
+            "layout": self.layout.name,
+            **mesh,
+            "fsdp": self.layout.sharded,
+            "gib": {k: round(v / GIB, 3) for k, v in self.memory.items()},
+            "total_gib": round(self.total / GIB, 3),
+            "seconds": {k: round(v, 6) for k, v in self.seconds.items()},
+            "step_seconds": round(self.step_seconds, 6),
+            "fits": not self.problem,
+            "problem": self.problem,
+        }
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def layer_activation_bytes(shape: ModelShape, compute_bytes: int, tensor: int = 1) -> float:
+    """Bytes that one layer keeps per token for its backward pass (attention without its matrix).
+
+    Norms and residuals (5 h) are whole on every tensor-parallel rank; queries, keys, values and the four
+    intermediates of the gated MLP are split.
+    """
+    split = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 4 * shape.intermediate
+    return compute_bytes * (5 * shape.hidden + split / tensor)
+
+
+def memory_of(work: Workload, layout: Layout) -> dict[str, float]:
+    """Bytes per device by part."""
+    s, tensor, shards = work.student, layout.mesh.tensor, layout.shards
+    split = tensor * shards
+    tokens = work.microbatch_tokens / layout.mesh.context
+    per_layer = tokens * layer_activation_bytes(s, work.compute_bytes, tensor)
+    kept = tokens * s.hidden * work.compute_bytes
+    activations = s.layers * kept + per_layer if work.checkpointing else s.layers * per_layer
+    out = {
+        "parameters": s.parameters * work.param_bytes / split,
+        "gradients": work.trained_parameters * work.param_bytes / split,
+        "optimizer": work.trained_parameters * work.optimizer_bytes / split,
+        "gathered": _gathered(work, layout),
+        "activations": activations + tokens * s.hidden * (work.compute_bytes + 4),
+        "head_blocks": _head_blocks(work, tensor),
+    }
+    for number, teacher in enumerate(work.teachers):
+        out[f"teacher_{number}"] = _teacher_bytes(teacher, work, layout)
+    # the device's context, communication buffers, and what an allocator loses to fragments
+    out["reserve"] = 1.5 * GIB + 0.05 * sum(out.values())
+    return out
+
+
+def _gathered(work: Workload, layout: Layout) -> float:
+    """Working copies: two layers at a time under FSDP; the head, whole over the shards, with its gradient."""
+    s, tensor = work.student, layout.mesh.tensor
+    if not layout.sharded:
+        # under autocast each weight is converted when it is used
+        return s.head_parameters * work.compute_bytes / tensor if work.compute_bytes < work.param_bytes else 0.0
+    return (2 * s.layer_parameters * work.compute_bytes + s.head_parameters * (work.compute_bytes + 4)) / tensor
+
+
+def _head_blocks(work: Workload, tensor: int) -> float:
+    """Logits, probabilities and gradient of a row block in float32, and two such for the largest teacher."""
+    rows = work.block_rows * 4.0
+    teachers = [t.shape.vocab for t in work.teachers if t.kind == "live" and t.shape is not None]
+    return rows * (3 * work.student.vocab + 2 * max(teachers, default=0)) / tensor
+
+
+def _teacher_bytes(teacher: TeacherPlan, work: Workload, layout: Layout) -> float:
+    tokens = work.microbatch_tokens * teacher.tokens_ratio / layout.mesh.context
+    if teacher.kind != "live" or teacher.shape is None:
+        return tokens * teacher.signal_bytes
+    t, tensor = teacher.shape, layout.mesh.tensor
+    shards = layout.shards if teacher.sharded else 1
+    weights = t.parameters * teacher.param_bytes / (tensor * shards)
+    gathered = (2 * t.layer_parameters + t.head_parameters) * teacher.param_bytes / tensor if shards > 1 else 0.0
+    # one layer at a time, and the hidden states that the loss reads
+    passing = tokens * (layer_activation_bytes(t, teacher.param_bytes, tensor) + t.hidden * teacher.param_bytes)
+    return weights + gathered + passing
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(work: Workload, layout: Layout, machine: Machine) -> dict[str, float]:
+    """Seconds per step by part: arithmetic, and of the transfers what arithmetic does not hide."""
+    mesh, s = layout.mesh, work.student
+    tokens = work.tokens_per_step / mesh.data
+    rate = machine.flops * machine.utilisation * mesh.tensor * mesh.context
+    passes = 8 if work.checkpointing else 6
+    student = passes * s.parameters * tokens / rate
+    # attention's own products: 12 h per token and earlier token, half of them masked
+    student += passes * s.layers * s.hidden * work.tokens_per_sequence * tokens / rate
+    teachers = sum(
+        2 * t.shape.parameters * tokens * t.tokens_ratio / rate for t in work.teachers if t.kind == "live" and t.shape
+    )
+    microbatches = max(tokens / work.microbatch_tokens, 1.0)
+    moved = _sharding_bytes(work, layout, microbatches) / _link(machine, mesh.world, mesh.tensor)
+    out = {"student": student, "teachers": teachers, "sharding": max(0.0, moved - student)}
+    width = tokens / mesh.context * s.hidden * work.compute_bytes
+    if mesh.tensor > 1:
+        # four all-reduces per layer (two forward, two backward), which nothing hides
+        share = 2 * (mesh.tensor - 1) / mesh.tensor
+        out["tensor"] = 4 * s.layers * width * share / _link(machine, mesh.tensor)
+    if mesh.context > 1:
+        kv = 2 * s.kv_heads * s.head_dim / s.hidden
+        out["context"] = 3 * s.layers * width * kv * (mesh.context - 1) / _link(machine, mesh.same_rows, mesh.tensor)
+    signals = sum(t.signal_bytes * t.tokens_ratio for t in work.teachers if t.kind != "live")
+    if signals:
+        out["signals"] = max(0.0, tokens * signals / machine.network_link - student)
+    return out
+
+
+def _sharding_bytes(work: Workload, layout: Layout, microbatches: float) -> float:
+    """Bytes per device and step: weights gathered for forward and backward of each micro-batch, gradients reduced."""
+    ways = layout.mesh.data * layout.mesh.context
+    if ways == 1:
+        return 0.0
+    share = (ways - 1) / ways / layout.mesh.tensor
+    gradients = work.trained_parameters * work.param_bytes
+    if not layout.sharded:
+        return 2 * share * gradients
+    weights = 2 * work.student.parameters * work.compute_bytes
+    teachers = sum(
+        t.shape.parameters * t.param_bytes for t in work.teachers if t.kind == "live" and t.shape and t.sharded
+    )
+    return share * (microbatches * (weights + gradients + teachers))
+
+
+def _link(machine: Machine, span: int, inner: int = 1) -> float:
+    """Rate of a collective over ranks that span ``span`` neighbours; ``inner`` ranks between two members."""
+    return machine.node_link if span <= machine.devices_per_node and inner <= span else machine.network_link
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def layouts(devices: int) -> list[Layout]:
+    """All meshes of powers of two whose product is ``devices``, plain and sharded."""
+    out = []
+    for tensor in _powers(devices):
+        for context in _powers(devices // tensor):
+            mesh = MeshShape(devices // (tensor * context), context, tensor)
+            if mesh.world == devices:
+                out += [Layout(mesh, sharded) for sharded in ((False, True) if devices > tensor else (False,))]
+    return out
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(max(limit, 1).bit_length()) if 1 << i <= limit]
+
+
+def problem_of(work: Workload, layout: Layout, machine: Machine) -> str:
+    """Why a layout cannot be used, memory aside; empty where it can."""
+    mesh, s = layout.mesh, work.student
+    if work.sequences_per_step % mesh.data:
+        return f"{work.sequences_per_step} records per step cannot be dealt to {mesh.data} data-parallel ranks"
+    if mesh.tensor > machine.devices_per_node:
+        return f"tensor parallelism over {mesh.tensor} devices leaves the node of {machine.devices_per_node}"
+    for name, value in (("heads", s.heads), ("key-value heads", s.kv_heads), ("intermediate size", s.intermediate)):
+        if value % mesh.tensor:
+            return f"{value} {name} cannot be split {mesh.tensor} ways"
+    if work.tokens_per_sequence // mesh.context < 512 and mesh.context > 1:
+        return f"{work.tokens_per_sequence} tokens are too few to split {mesh.context} ways"
+    return ""
+
+
+def plan(work: Workload, devices: int, machine: Machine) -> list[Estimate]:
+    """Estimates of all layouts, the best first: those that fit by time per step, then the others by memory."""
+    out = []
+    for layout in layouts(devices):
+        found = Estimate(layout, memory_of(work, layout), seconds_of(work, layout, machine))
+        found.problem = problem_of(work, layout, machine)
+        if not found.problem and found.total > machine.memory:
+            found.problem = f"needs {found.total / GIB:.1f} GiB of {machine.memory / GIB:.1f}"
+        out.append(found)
+    return sorted(out, key=lambda e: (bool(e.problem), e.step_seconds if not e.problem else e.total))
+
+
+def fitting(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The best layout that fits, if any."""
+    return next((e for e in estimates if not e.problem), None)
