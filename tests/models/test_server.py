@@ -1,0 +1,291 @@
+"""A teacher behind a server gives what the same model gives in this process; every lie is one clear line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+
+from limbeck.data.microbatch import get_microbatch_iterator
+from limbeck.models.policy import Policy
+from limbeck.models.server import ServerTeacher
+from limbeck.models.server_client import ServerClient
+from limbeck.models.server_config import ServerConfig
+from limbeck.models.teachers import LiveTeacher
+from limbeck.utils.errors import DataError, ServerError
+from limbeck.utils.http import TokenBucket
+from tests.models.scoring_server import ScoringServer, serving
+from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
+
+KEY = "sk-a-very-secret-key"
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return teacher()
+
+
+@pytest.fixture
+def server(policy):
+    with serving(ScoringServer(policy, max_k=400)) as running:
+        yield running
+
+
+def settings(server, **more):
+    return ServerConfig(url=server.url, **{"backoff": 0.001, "retries": 2, "k": 16, "timeout": 20.0, **more})
+
+
+def remote(server, **more):
+    return ServerTeacher(settings(server, **more), tokenizer(340))
+
+
+def lie_about_rows(change):
+    """Change every choice of the answers that come after the probe."""
+
+    def lie(number, body, answer):
+        status, made = answer
+        made = copy.deepcopy(made)
+        for prompt, choice in zip(body["prompt"], made.get("choices", []), strict=False):
+            change(prompt, choice)
+        return status, made
+
+    return lie
+
+
+# ---- equality ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_scores_equal_the_live_model(policy, echo):
+    """Both forms of the API, to the precision of float32 written as JSON text."""
+    data = batch()
+    with serving(ScoringServer(policy, echo_only=echo)) as server:
+        source = remote(server, k=16)
+        assert source.facts.style == ("echo" if echo else "prompt_logprobs")
+        assert torch.allclose(source.logprobs(data, 0), LiveTeacher(policy).logprobs(data, 0), atol=1e-5)
+        (mb,) = get_microbatch_iterator(data, {}, 6, None, None)[0]
+        signal, start = source.signal(mb, 0, "cpu")
+    top = policy.get_topk_logits(data, 16, prefix="teacher_")
+    for b, n in enumerate(data["teacher_input_lengths"].tolist()):
+        rows = int(start[b]) + torch.arange(n - 1)
+        logits = top["topk_logits"][b, : n - 1]
+        assert torch.equal(signal.next_ids[rows], data["teacher_input_ids"][b, 1:n])
+        assert torch.equal(signal.topk_ids[rows].long(), top["topk_indices"][b, : n - 1])
+        gaps = (signal.topk_logprobs[rows] - signal.topk_logprobs[rows][:, :1]) - (logits - logits[:, :1])
+        assert float(gaps.abs().max()) < 1e-5
+
+
+def test_a_step_equals_the_live_teachers(server, policy):
+    """With k = the whole vocabulary nothing is left out, so loss and gradient norm are the live teacher's."""
+    live = student().train(batch(), loss_fn(), teachers=[LiveTeacher(policy)])
+    far = student().train(batch(), loss_fn(), teachers=[remote(server, k=340)])
+    assert far["loss"] == pytest.approx(live["loss"], rel=1e-5)
+    assert far["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-4)
+    assert far["metrics"]["teacher_0/rows_failed"] == (0.0, 6.0)
+
+
+def test_same_tokenizer_teacher():
+    frozen = Policy(config(), tokenizer(300), device="cpu", seed=5, init_optimizer=False)
+    data = batch(cross=False)
+    live = student().train(data, loss_fn(cross=False), teachers=[LiveTeacher(frozen)])["loss"]
+    with serving(ScoringServer(frozen, max_k=400)) as server:
+        source = ServerTeacher(settings(server, k=300), tokenizer(300))
+        assert student().train(data, loss_fn(cross=False), teachers=[source])["loss"] == pytest.approx(live, rel=1e-5)
+
+
+def test_a_teacher_with_another_tokenizer_needs_its_own_ids(server):
+    source = ServerTeacher(settings(server), tokenizer(340), student_fingerprint="another")
+    with pytest.raises(DataError, match="another tokenizer than the student"):
+        student().train(batch(cross=False), loss_fn(cross=False), teachers=[source])
+
+
+# ---- how it asks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_asked_for_once_in_limited_requests(server):
+    source = remote(server, prompts_per_request=2, tokens_per_request=70, concurrency=3)
+    server.requests.clear()
+    student(train_micro_batch_size=1).train(batch(), loss_fn(), teachers=[source])
+    lengths = [[len(p) for p in r["prompt"]] for r in server.requests]
+    assert sorted(n for r in lengths for n in r) == sorted(batch()["teacher_input_lengths"].tolist())
+    assert all(len(r) == 1 or (len(r) == 2 and sum(r) <= 70) for r in lengths)
+    assert server.most_at_once <= 3
+
+
+def test_the_token_bucket_spreads_requests():
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    bucket = TokenBucket(600, burst=10, clock=lambda: now[0], sleep=sleep)
+    for _ in range(30):
+        bucket.take(50)
+    # 1,500 tokens at 10 a second, of which 100 are there at the start
+    assert now[0] == pytest.approx(140.0)
+    bucket.take(1000)
+    assert bucket.take(1) == pytest.approx(90.1)
+
+
+def test_the_limit_is_applied_to_requests(server):
+    slept = []
+    cfg = settings(server, tokens_per_minute=6000, concurrency=1)
+    source = ServerTeacher(cfg, tokenizer(340), client=ServerClient(cfg, sleep=slept.append))
+    data = batch()
+    source.announce(data, 0)
+    # the probe and the batch together pass the burst of 1,000 tokens only when asked for often
+    for _ in range(4):
+        source._found.clear()
+        source.announce(data, 0)
+    assert sum(slept) > 0
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_passing_failures_are_retried(server, status):
+    source = remote(server, retries=3)
+    failed = []
+
+    def lie(number, body, answer):
+        if len(failed) < 2:
+            failed.append(number)
+            return status, {"error": {"message": "busy"}}, {"retry-after": "0"}
+        return None
+
+    server.lie = lie
+    _, metrics = source.announce(batch([0, 1]), 0)
+    assert metrics["rows_failed"] == (0.0, 2.0)
+    assert source.client.counts["retries"] == 2
+
+
+def test_an_http_time_out_is_retried(server):
+    source = remote(server, timeout=0.3, retries=1)
+    server.lie = lambda number, body, answer: 0.8
+    with pytest.raises(ServerError, match=r"timeout: no .*answer in 0.3 s"):
+        source.announce(batch([0]), 0)
+
+
+# ---- failures and lies ---------------------------------------------------------------------------------------------
+
+
+def _drop_realised(prompt, choice):
+    choice.pop("prompt_token_ids", None)
+    choice["prompt_logprobs"][1].pop(str(prompt[1]))
+
+
+def _other_ids(prompt, choice):
+    choice["prompt_token_ids"][0] += 1
+
+
+def _short(prompt, choice):
+    choice["prompt_logprobs"].pop()
+
+
+def _smaller_k(prompt, choice):
+    place = choice["prompt_logprobs"][1]
+    for token in [t for t in place if t != str(prompt[1])][:3]:
+        del place[token]
+
+
+def _no_logprobs(prompt, choice):
+    choice.pop("prompt_logprobs")
+
+
+def _not_a_number(prompt, choice):
+    next(iter(choice["prompt_logprobs"][2].values()))["logprob"] = float("nan")
+
+
+def _too_likely(prompt, choice):
+    for entry in choice["prompt_logprobs"][2].values():
+        entry["logprob"] = -0.1
+
+
+def _strange(prompt, choice):
+    choice["prompt_logprobs"][1] = ["what"]
+
+
+LIES = {
+    "dropped": (_drop_realised, "wrong_ids: position 1 was scored without the token"),
+    "other_ids": (_other_ids, "wrong_ids: the server scored"),
+    "short": (_short, "wrong_ids: .* positions for .* tokens"),
+    "smaller_k": (_smaller_k, "wrong_k: 1[34] log-probabilities at position 1, asked for 16"),
+    "none": (_no_logprobs, "no_logprobs"),
+    "nan": (_not_a_number, "bad_numbers: position 2 holds values that are no log-probabilities"),
+    "too_likely": (_too_likely, "bad_numbers: the probabilities at position 2 add up to more than 1"),
+    "strange": (_strange, "bad_answer: log-probabilities in an unknown form"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_stops_the_run_with_one_line(server, name):
+    change, line = LIES[name]
+    source = remote(server)
+    server.lie = lie_about_rows(change)
+    with pytest.raises(ServerError, match=line) as caught:
+        student().train(batch([0]), loss_fn(), teachers=[source])
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"teacher 0: the server {server.url} gave no scores for a row of ")
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_rows_without_scores_are_left_out(policy, cross, caplog):
+    """The loss is that of the same batch in which this teacher never saw the row."""
+    frozen = policy if cross else Policy(config(), tokenizer(300), device="cpu", seed=5, init_optimizer=False)
+    data = batch(cross=cross)
+    ids = data["teacher_input_ids" if cross else "input_ids"]
+    bad = ids[2, : int(data["teacher_input_lengths" if cross else "input_lengths"][2])].tolist()
+
+    def lie(number, body, answer):
+        return (400, {"error": {"message": "no such prompt"}}) if bad in body["prompt"] else None
+
+    with serving(ScoringServer(frozen, max_k=400)) as server:
+        source = ServerTeacher(settings(server, on_failure="skip", k=300), frozen.tokenizer)
+        server.lie = lie
+        with caplog.at_level(logging.WARNING):
+            got = student().train(data, loss_fn(cross), teachers=[source])
+        bits = source.logprobs(data, 0)
+    masked = batch(cross=cross)
+    masked["teacher_0_sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 1])
+    expected = student().train(masked, loss_fn(cross), teachers=[LiveTeacher(frozen)])
+    # k = 300 of the cross teacher's 340 tokens leaves a little out
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-3 if cross else 1e-5)
+    assert got["metrics"]["teacher_0/rows_failed"] == (1.0, 6.0)
+    assert float(got["counts"]["chunks_0"]) == float(expected["counts"]["chunks_0"])
+    assert float(got["counts"]["tokens"]) == float(
+        student().train(data, loss_fn(cross), teachers=[source])["counts"]["tokens"]
+    )
+    assert dict(source.failures) == {"http_400": 3}
+    assert caplog.text.count("it is left out") == 1
+    assert bits[2].isnan().all()
+    assert not bits[[0, 1, 3, 4, 5]].isnan().any()
+
+
+def test_a_dead_server_is_given_up(server):
+    source = remote(server, on_failure="skip", give_up_after=4, retries=0)
+    server.lie = lambda number, body, answer: (500, {})
+    with pytest.raises(ServerError, match="as for the 3 before it"):
+        source.announce(batch(), 0)
+
+
+def test_the_model_may_vanish(server):
+    source = remote(server, on_failure="skip")
+    server.name = "other"
+    with pytest.raises(ServerError, match="no longer serves the model 'tiny'"):
+        source.announce(batch([0]), 0)
+
+
+def test_the_key_is_sent_and_never_shown(policy, monkeypatch, caplog):
+    monkeypatch.setenv("LIMBECK_API_KEY", KEY)
+    with serving(ScoringServer(policy, key=KEY)) as server, caplog.at_level(logging.DEBUG):
+        source = remote(server)
+        source.announce(batch([0]), 0)
+        assert server.headers[-1]["authorization"] == f"Bearer {KEY}"
+        server.lie = lambda number, body, answer: (400, {"error": {"message": f"your key {KEY} is\ntoo long"}})
+        with pytest.raises(ServerError, match=r"your key \*\*\* is too long") as caught:
+            source.announce(batch([1]), 0)
+        assert KEY not in str(caught.value)
+    assert KEY not in caplog.text
+    assert KEY not in json.dumps(source.config.model_dump(mode="json"))
