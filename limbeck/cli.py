@@ -135,7 +135,7 @@ def demo(
         "runs/demo"
     ),
     steps: Annotated[int, typer.Option(help="Optimizer steps of each of the two trainings.", min=1)] = 150,
-    documents: Annotated[int, typer.Option(help="Training documents.", min=8)] = 240,
+    documents: Annotated[int, typer.Option(help="Training documents.", min=8)] = 120,
     json_output: JsonOption = False,
 ) -> None:
     """Distil a real teacher into a small student on this machine: no network, no GPU, about five minutes.
@@ -144,8 +144,12 @@ def demo(
     """
     from limbeck.demo import run_demo
 
+    from limbeck.report.run_page import write_report
+
     result = run_demo(_fresh(out), steps=steps, documents=documents, say=lambda line: typer.echo(line, err=True))
+    page = write_report(result["run_dir"])
     _print_demo(result)
+    typer.echo(f"report: {page}")
     if json_output:
         typer.echo(json.dumps(result))
 

@@ -118,7 +118,7 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
             "num_prompts_per_step": batch,
             "max_num_steps": steps,
             "max_num_epochs": math.ceil(steps * batch / documents) + 1,
-            "val_at_start": True,
+            "val_period": 50,
             "seed": 1,
         },
         "checkpointing": {"save_period": 0, "keep_top_k": 1},
@@ -140,7 +140,7 @@ def _bits(folder: Path) -> list[float]:
     return [row["val/bpb"] for row in read_metrics(folder / "metrics.jsonl") if "val/bpb" in row]
 
 
-def run_demo(folder: Path, *, steps: int = 150, documents: int = 240, say: Say = print) -> dict[str, Any]:
+def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say = print) -> dict[str, Any]:
     """The whole demonstration in ``folder``; returns what ``--json`` prints."""
     start = time.perf_counter()
     try:
