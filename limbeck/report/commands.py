@@ -67,6 +67,13 @@ def eval_command(
         Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on an accelerator.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--traces", help="Agent traces: log p of failed messages and of better ones; repeatable."),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Template (.jinja) for models without tool calls in theirs; with --traces.")
+    ] = None,
     lm_eval: Annotated[
         list[str] | None, typer.Option("--lm-eval", help="Also run this task of the lm-eval harness; repeatable.")
     ] = None,
@@ -80,8 +87,8 @@ def eval_command(
     from limbeck.algorithms.evaluation import EvalOptions, evaluate
 
     models, data = split_arguments(models, data or [])
-    if not data and not lm_eval:
-        raise ConfigError("there is nothing to evaluate on; give --data FILE or --lm-eval TASK.")
+    if not data and not lm_eval and not traces:
+        raise ConfigError("there is nothing to evaluate on; give --data FILE, --traces FILE or --lm-eval TASK.")
     options = EvalOptions(
         mode=mode.value,
         text_key=text_key,
@@ -104,6 +111,10 @@ def eval_command(
     with _progress() as begin:
         if data:
             result = evaluate(models, data, options, begin)
+        if traces:
+            from limbeck.algorithms.evaluation_traces import evaluate_traces
+
+            result["traces"] = evaluate_traces(models, traces, options, chat_template=chat_template, begin=begin)
         if lm_eval:
             result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)
     if json_output:

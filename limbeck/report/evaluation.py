@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from limbeck.report.evaluation_traces import print_traces
+
 _FIGURES: dict[str, tuple[str, bool]] = {
     "acc": ("accuracy", True),
     "acc_norm": ("accuracy, per byte", True),
@@ -44,6 +46,8 @@ def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
     figures = _figure_table(models, names, files)
     if figures is not None:
         console.print(figures)
+    if "traces" in result:
+        print_traces(result["traces"], names, console)
     if "lm_eval" in result:
         console.print(_harness_table(result["lm_eval"], names))
     for note in notes(models, names, files):
