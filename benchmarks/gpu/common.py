@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,8 +115,20 @@ def random_heads(
     return hidden, weight, teacher, rand(V_T, H_T, spread / H_T**0.5)
 
 
-def measure(run: Callable[[], Any], *, repeat: int = 10, warmup: int = 3) -> tuple[float, float, float]:
-    """(median ms, spread ms, extra GiB) of a function on the GPU; extra: peak beyond what was allocated before it."""
+class Measured(NamedTuple):
+    """Median, fastest and slowest run in ms; extra: peak memory in GiB beyond what was allocated before."""
+
+    ms: float
+    low: float
+    high: float
+    extra: float
+
+    def __str__(self) -> str:
+        return f"{self.ms:8.2f} ms ({self.low:.2f} to {self.high:.2f}), {self.extra:5.2f} GiB"
+
+
+def measure(run: Callable[[], Any], *, repeat: int = 10, warmup: int = 3) -> Measured:
+    """Time a function on the GPU with events, after warm-up."""
     for _ in range(warmup):
         run()
     torch.cuda.synchronize()
@@ -131,7 +143,7 @@ def measure(run: Callable[[], Any], *, repeat: int = 10, warmup: int = 3) -> tup
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     extra = (torch.cuda.max_memory_allocated() - before) / GIB
-    return statistics.median(times), max(times) - min(times), extra
+    return Measured(statistics.median(times), min(times), max(times), extra)
 
 
 def save_row(name: str, row: dict[str, Any], path: Path = RESULTS) -> None:

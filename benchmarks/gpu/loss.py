@@ -116,12 +116,9 @@ def product_times(problem: Problem, columns: int = 4096) -> None:
     flops = 2 * n * w.numel()
     for name, run in cases.items():
         try:
-            ms, spread, extra = measure(run, repeat=5, warmup=2)
+            found = measure(run, repeat=5, warmup=2)
             size = 2 * n * t_w.numel() if name.startswith("teacher") else flops
-            print(
-                f"  {name:36s} {ms:8.3f} ms (+-{spread:.2f})  {size / ms / 1e9:6.0f} TFLOP/s  {extra:5.2f} GiB",
-                flush=True,
-            )
+            print(f"  {name:36s} {found}  {size / found.ms / 1e9:6.0f} TFLOP/s", flush=True)
         except RuntimeError as error:
             print(f"  {name:36s} failed: {error}", flush=True)
     total.zero_()
@@ -152,15 +149,12 @@ def row_of(
 ) -> dict[str, Any]:
     """Measure one mode; the published arithmetic and our plain path only where asked for."""
     run = problem.step(mode, fast_path="auto", **options)
-    ms, spread, extra = measure(run)
+    found = measure(run, repeat=20)
     row: dict[str, Any] = {
-        "ms": round(ms, 2), "spread_ms": round(spread, 2), "extra_gib": round(extra, 2), "floor": round(floor, 2),
-        "loss": float(run()),
+        "ms": round(found.ms, 2), "low_ms": round(found.low, 2), "high_ms": round(found.high, 2),
+        "extra_gib": round(found.extra, 2), "floor": round(floor, 2), "loss": float(run()),
     }  # fmt: skip
-    print(
-        f"{mode:12s} {problem.rows:6d} rows {ms:8.2f} ms (+-{spread:.2f}), {extra:5.2f} GiB, floor {floor:.2f}",
-        flush=True,
-    )
+    print(f"{mode:12s} {problem.rows:6d} rows {found}, floor {floor:.2f}", flush=True)
     if profiled:
         profile(run, mode)
     others: dict[str, Callable[[], Tensor]] = {}
@@ -170,12 +164,9 @@ def row_of(
         others["reference"] = problem.published(mode)
     for name, other in others.items():
         try:
-            ms, _, extra = measure(other, repeat=3, warmup=1)
-            row[name] = {"ms": round(ms, 1), "extra_gib": round(extra, 2), "loss": float(other())}
-            print(
-                f"  {name:12s} {ms:8.1f} ms, {extra:5.2f} GiB, loss {row[name]['loss']:.6f} / {row['loss']:.6f}",
-                flush=True,
-            )
+            found = measure(other, repeat=3, warmup=1)
+            row[name] = {"ms": round(found.ms, 1), "extra_gib": round(found.extra, 2), "loss": float(other())}
+            print(f"  {name:12s} {found}, loss {row[name]['loss']:.6f} / {row['loss']:.6f}", flush=True)
         except torch.OutOfMemoryError:
             print(f"  {name:12s} does not fit", flush=True)
         problem.hidden.grad = problem.weight.grad = None
@@ -195,8 +186,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, projection {projection.teacher_fingerprint}")
     problem = Problem(16_384, projection)
     print(f"inputs take {torch.cuda.memory_allocated() / GIB:.2f} GiB")
-    floor, spread, _ = measure(problem.products, repeat=7)
-    print(f"four matrix products, 16384 rows: {floor:.2f} ms (+-{spread:.2f})", flush=True)
+    products = measure(problem.products, repeat=20)
+    floor = products.ms
+    print(f"four matrix products, 16384 rows: {products}", flush=True)
     if args.products:
         for columns in (2048, 4096):
             print(f"products of a block of {columns}:")
@@ -231,7 +223,7 @@ def main() -> None:
         del problem
         torch.cuda.empty_cache()
         small = Problem(2048, projection)
-        floor, _, _ = measure(small.products)
+        floor = measure(small.products, repeat=20).ms
         try:
             row = row_of(small, "gold", floor, published=not args.quick, plain=False, profiled=args.profile)
             row["goal"] = {"ms": 12.0}

@@ -33,8 +33,9 @@ def device_ready(device: torch.device) -> bool:
 
 
 def _plain(head: Head) -> bool:
-    """A bare matrix: no bias, no softcap, no scale, no wrapper."""
+    """A bare matrix: no bias, no softcap, no scale, no wrapper, not divided among processes."""
     bare = head.weight is not None and head.module is None and head.bias is None
+    bare = bare and not head.axis.sharded
     return bare and not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES  # type: ignore[union-attr]
 
 

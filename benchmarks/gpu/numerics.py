@@ -1,0 +1,109 @@
+"""Every fast path against a float64 reference on the GPU, at full vocabulary sizes.
+
+    PYTHONPATH=. python benchmarks/gpu/numerics.py [--projection W.safetensors]
+
+Hidden states and heads are drawn in bfloat16, so that all runs see the same numbers. The reference is the plain path in
+float64. Beside each fast path stands the plain path in the same type: its error is what that type costs by itself.
+Relative errors: of the loss, and of the gradients by norm. Writes the row `numerics` of results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.common import V_S, V_T, aligned_batch, load_projection, microbatch, random_heads, save_row
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, TopKSignal
+
+CASES: dict[str, dict[str, Any]] = {
+    "boundary_kl": {},
+    "boundary_kl, tau 2": {"mode": "boundary_kl", "temperature": 2.0},
+    "boundary_kl, top-128": {"mode": "boundary_kl", "topk_signal": 128},
+    "p_kl": {},
+    "gold": {},
+    "h_kl": {},
+    "alm": {},
+}
+
+
+class Inputs:
+    """One aligned batch of `rows` rows. (P-KL chooses its columns by the largest logits, so a narrow type may choose
+    others than float64 does, on either path.)"""
+
+    def __init__(self, rows: int, projection: Any) -> None:
+        self.batch = aligned_batch(1, rows)
+        self.projection = projection
+        self.tensors = [t.detach() for t in random_heads(self.batch, "cuda", torch.bfloat16)]
+        self.ids = self.batch["teacher_input_ids"].reshape(-1).cuda()
+        hidden, weight = (t.double() for t in self.tensors[2:])
+        log_p = torch.log_softmax(hidden @ weight.t(), -1)
+        following = torch.cat((self.ids[1:], self.ids[:1]))
+        self.top = log_p.topk(128, -1)
+        self.following, self.next_log_p = following, log_p.gather(1, following[:, None]).squeeze(1)
+
+    def signal(self, dtype: torch.dtype, top_k: int | None) -> Any:
+        if top_k is None:
+            return HiddenSignal(self.tensors[2].to(dtype), Head(V_T, weight=self.tensors[3].to(dtype)), self.ids)
+        wide = dtype if dtype == torch.float64 else torch.float32
+        values = self.top.values[:, :top_k].to(wide)
+        return TopKSignal(self.top.indices[:, :top_k], values, self.next_log_p.to(wide), self.following, V_T)
+
+    def run(self, case: str, dtype: torch.dtype, fast_path: str) -> tuple[Tensor, Tensor, Tensor]:
+        options = {"mode": case, **CASES[case]}
+        top_k = options.pop("topk_signal", None)
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {
+                "teacher_vocab_size": V_T,
+                "fast_path": fast_path,
+                "block_rows": 128 if fast_path == "off" else None,
+                **options,
+            },
+            projections=[self.projection],
+        ).cuda()
+        hidden, weight = (t.to(dtype).requires_grad_() for t in self.tensors[:2])
+        inputs = loss_fn.prepare(microbatch(self.batch), [torch.zeros(1, dtype=torch.int64)])
+        loss, _ = loss_fn.compute(
+            hidden, Head(V_S, weight=weight), [self.signal(dtype, top_k)], inputs, loss_fn.counts(self.batch)
+        )
+        loss.backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        return loss.detach().double(), hidden.grad, weight.grad
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
+    parser.add_argument("--rows", type=int, default=512)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    inputs = Inputs(args.rows, load_projection(args.projection))
+    table: dict[str, Any] = {}
+    print(f"{'case':24s} {'path':14s} {'loss':>10s} {'d hidden':>10s} {'d weight':>10s}")
+    for case in CASES:
+        try:
+            wanted = inputs.run(case, torch.float64, "off")
+            for label, dtype, fast_path in (
+                ("fast float32", torch.float32, "auto"), ("plain float32", torch.float32, "off"),
+                ("fast bfloat16", torch.bfloat16, "auto"), ("plain bfloat16", torch.bfloat16, "off"),
+            ):  # fmt: skip
+                found = inputs.run(case, dtype, fast_path)
+                errors = [error(f, w) for f, w in zip(found, wanted, strict=True)]
+                table.setdefault(case, {})[label] = dict(zip(("loss", "hidden", "weight"), errors, strict=True))
+                print(f"{case:24s} {label:14s} " + " ".join(f"{e:10.2e}" for e in errors), flush=True)
+            save_row("numerics", {"rows": args.rows, "relative_error": table})
+        except Exception:  # one failing case must not lose the others
+            traceback.print_exc()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

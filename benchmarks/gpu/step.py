@@ -1,0 +1,269 @@
+"""Whole training steps of a Llama-3.2-1B shape from a Qwen3-4B shape (random weights), optimizer included.
+
+    PYTHONPATH=. python benchmarks/gpu/step.py [--projection W.safetensors] [--only live cached packed]
+
+2,048-token documents, 16,384 tokens per step, float32 parameters under bfloat16 autocast, AdamW, boundary_kl with the
+chunk term and cross-entropy, decoder layers compiled. The floor of a row is what the same run measures for its parts:
+bodies, forward and (student) backward, and the heads' matrix products. `--tiny` runs everything small on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.common import GIB, aligned_batch, load_projection, make_projection, save_row
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import process_microbatch
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models import CachedTeacher, LiveTeacher, Policy, spec_for, write_cache
+
+ROPE = {"rope_theta": 500_000.0, "rope_type": "default"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "student": {
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    },
+    "teacher": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+}  # fmt: skip
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+LENGTH, DOCUMENTS = 2048, 8
+
+
+class Setup:
+    """Student, teacher and loss; `tiny`: toy sizes, float32, on whatever device there is."""
+
+    def __init__(self, projection: str | None, *, tiny: bool, attention: str | None = None) -> None:
+        self.tiny, self.attention = tiny, attention
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.length = 24 if tiny else LENGTH
+        self.sizes = (300, 300) if tiny else (128_256, 151_936)
+        self.student = self._policy("student", trained=True)
+        self.teacher = self._policy("teacher", trained=False)
+        found = make_projection(300, 300) if tiny else load_projection(projection)
+        self.loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", "teacher_vocab_size": self.sizes[1]}, projections=[found]
+        ).to(self.device)
+
+    def _policy(self, side: str, *, trained: bool) -> Policy:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = SHAPES[side] | (TINY if self.tiny else {})
+        precision = "float32" if self.tiny else "bfloat16"
+        cfg = {
+            "precision": precision, "train_micro_batch_size": DOCUMENTS, "logprob_batch_size": 4,
+            "sequence_packing": {"enabled": self.attention is not None, "train_mb_tokens": DOCUMENTS * self.length},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.0,
+                                                                  "fused": self.device == "cuda"}},
+        }  # fmt: skip
+        base = AutoConfig.for_model(**shape, tie_word_embeddings=True, max_position_embeddings=8192)
+        dtype = torch.float32 if trained or self.tiny else torch.bfloat16
+        options = {} if self.attention is None else {"attn_implementation": self.attention}
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(base, dtype=dtype, **options)
+        policy = Policy(cfg, None, name=side, device=self.device, init_optimizer=trained, model=model)
+        if not self.tiny:
+            for layer in policy.body.layers:
+                layer.compile(dynamic=self.attention is not None or None)
+        return policy
+
+    def batch(self, seed: int) -> BatchedDataDict:
+        """Documents of full length."""
+        return BatchedDataDict(aligned_batch(DOCUMENTS, self.length - 1, *self.sizes, seed=seed))
+
+    def mixed_batch(self, seed: int) -> BatchedDataDict:
+        """Documents of 100 to 2,048 tokens, uniformly; about as many tokens as `batch`."""
+        rng = np.random.default_rng(seed)
+        low = max(self.length // 20, 4)
+        lengths: list[int] = []
+        while sum(lengths) < DOCUMENTS * self.length * 0.99:
+            room = DOCUMENTS * self.length - sum(lengths)
+            lengths.append(min(int(rng.integers(low, self.length + 1)), room))
+        full = aligned_batch(len(lengths), self.length - 1, *self.sizes, seed=seed)
+        sizes = torch.tensor(lengths)
+        for prefix in ("", "teacher_"):
+            full[f"{prefix}input_lengths"] = sizes.clone()
+        for key in ("alignment_student_chunk_id", "alignment_teacher_chunk_id"):
+            full[key][torch.arange(self.length) >= sizes[:, None]] = -1
+        return BatchedDataDict(full)
+
+
+def _sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[int], Any], steps: int, warmup: int) -> float:
+    """Seconds per call of `run(number)`, host and device together."""
+    for number in range(warmup):
+        run(number)
+    _sync()
+    start = time.perf_counter()
+    for number in range(steps):
+        run(number)
+    _sync()
+    return (time.perf_counter() - start) / steps
+
+
+def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int) -> dict[str, Any]:
+    """Tokens per second of `Policy.train` over fresh batches."""
+    losses: list[float] = []
+
+    def run(number: int) -> None:
+        batch = batches[number % len(batches)]
+        losses.append(float(setup.student.train(batch, setup.loss_fn, teachers=[source])["loss"]))
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(run, steps, warmup)
+    tokens = sum(int(b["input_lengths"].sum()) for b in batches) / len(batches)
+    row = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(tokens / seconds), "tokens": tokens, "loss": losses[-1]}
+    if torch.cuda.is_available():
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+    return row
+
+
+def floors(setup: Setup, batch: BatchedDataDict) -> dict[str, float]:
+    """Milliseconds of the parts alone: teacher body forward, student body forward and backward, the heads' products."""
+    data, repeat, warmup = {}, 5, 2
+    for name, policy, prefix in (("student", setup.student, ""), ("teacher", setup.teacher, "teacher_")):
+        data[name] = process_microbatch(batch, None, setup.attention is not None, {}, 1, key_prefix=prefix,
+                                        device=policy.device)  # fmt: skip
+
+    def teacher(_: int) -> None:
+        with torch.no_grad():
+            setup.teacher.forward_hidden(data["teacher"])
+
+    grad: list[torch.Tensor] = []
+
+    def student(_: int) -> None:
+        hidden = setup.student.forward_hidden(data["student"])
+        if not grad:
+            grad.append(torch.randn_like(hidden) * 1e-4)
+        hidden.backward(grad[0])
+        setup.student.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def heads(_: int) -> None:
+        dtype = torch.float32 if setup.tiny else torch.bfloat16
+        weight, t_weight, hidden = weights["student"], weights["teacher"], hiddens["student"].to(dtype)
+        assert weight is not None
+        assert t_weight is not None
+        logits = hidden @ weight.t()
+        logits @ weight
+        logits.t() @ hidden
+        hiddens["teacher"].to(dtype) @ t_weight.t()
+
+    setup.student.model.train()
+    setup.teacher.model.eval()
+    out = {"teacher_ms": timed(teacher, repeat, warmup), "student_ms": timed(student, repeat, warmup)}
+    with torch.no_grad():
+        both = {"student": setup.student, "teacher": setup.teacher}
+        weights = {name: policy.head().weight for name, policy in both.items()}
+        hiddens = {name: policy.forward_hidden(data[name]) for name, policy in both.items()}
+    out["heads_ms"] = timed(heads, repeat, warmup)
+    return {name: round(value * 1e3, 2) for name, value in out.items()}
+
+
+def report(name: str, row: dict[str, Any], goal: float) -> None:
+    row["goal"] = goal
+    print(f"{name}: {row}", flush=True)
+    if torch.cuda.is_available():
+        save_row(name, row)
+
+
+def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
+    """Rows `step_live`, `step_cached` and `step_cached_hidden`; the live rate for comparison."""
+    setup = Setup(args.projection, tiny=args.tiny)
+    batches = [setup.batch(seed) for seed in range(3)]
+    start = time.perf_counter()
+    parts = floors(setup, batches[0])
+    print(f"parts: {parts} (compiled in {time.perf_counter() - start:.0f} s)", flush=True)
+    tokens = DOCUMENTS * setup.length
+    rate = None
+    if "live" in kinds:
+        row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3)
+        rate = row["tokens_per_s"]
+        row["floor"] = round(tokens / sum(parts.values()) * 1e3)
+        row |= {"share_of_floor": round(rate / row["floor"], 3), "parts": parts}
+        report("step_live", row, 25_000)
+        if args.profile and torch.cuda.is_available():
+            from benchmarks.gpu.loss import profile
+
+            source = LiveTeacher(setup.teacher)
+            profile(lambda: setup.student.train(batches[0], setup.loss_fn, teachers=[source]), "step_live", 30)
+    if "cached" not in kinds:
+        return rate
+    alone = parts["student_ms"] + parts["heads_ms"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options, goal in (
+            ("step_cached", {"k": 128}, 45_000),
+            ("step_cached_hidden", {"hidden": True}, 45_000),
+        ):
+            try:
+                spec = spec_for(setup.teacher, **options)  # type: ignore[arg-type]
+                write_cache(setup.teacher, batches, f"{folder}/{name}", spec)
+                row = step_row(setup, CachedTeacher(f"{folder}/{name}"), batches, args.steps, 3)
+                row["floor"] = round(tokens / alone * 1e3)
+                report(name, row, goal)
+            except Exception:
+                traceback.print_exc()
+    return rate
+
+
+def packed(args: argparse.Namespace, unpadded: float | None) -> None:
+    """Row `step_packed`: mixed lengths, packed, against full documents without padding in the same attention."""
+    attention = "eager"
+    if not args.tiny:
+        from limbeck.models.varlen import register_varlen_attention
+
+        attention = register_varlen_attention()
+    setup = Setup(args.projection, tiny=args.tiny, attention=attention)
+    source = LiveTeacher(setup.teacher)
+    full = step_row(setup, source, [setup.batch(seed) for seed in range(2)], args.steps, 3)
+    mixed = [setup.mixed_batch(seed) for seed in range(4)]
+    row = step_row(setup, source, mixed, args.steps, 4)
+    row |= {"full_documents_packed": full["tokens_per_s"], "full_documents_padded": unpadded}
+    row["floor"] = max(full["tokens_per_s"], unpadded or 0)
+    row["share_of_unpadded"] = round(row["tokens_per_s"] / row["floor"], 3)
+    report("step_packed", row, 0.9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
+    parser.add_argument("--only", nargs="*", default=["live", "cached", "packed"])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rate: float | None = None
+    for kinds, run in ((("live", "cached"), "first"), (("packed",), "second")):
+        wanted = [k for k in args.only if k in kinds]
+        if not wanted:
+            continue
+        try:
+            if run == "first":
+                rate = live_and_cached(args, wanted)
+            else:
+                packed(args, rate)
+        except Exception:  # one failing part must not lose the others
+            traceback.print_exc()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

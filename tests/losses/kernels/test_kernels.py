@@ -1,0 +1,150 @@
+"""Single kernels against their plain torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from limbeck.losses.kernels import padded
+from limbeck.losses.kernels.gradient import Factors, Paired, Projected, gradient_reference, write_gradient
+from limbeck.losses.kernels.project import project_columns, project_columns_reference
+from limbeck.losses.kernels.scale import scaled
+from limbeck.losses.kernels.sorted_l1 import sorted_rest
+from limbeck.losses.kernels.stats import column_stats, column_stats_reference
+from limbeck.losses.kernels.tables import identity_pairs, projection_tables
+from limbeck.losses.reference_modes import sorted_l1
+from limbeck.losses.vocab_map import VocabMap
+from tests.losses.cases import make_projection
+
+
+def logits(
+    size: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 3.0
+) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return (torch.randn(size, padded(columns), generator=gen) * spread).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("size", [1, 31, 97, 300])
+def test_column_stats(size: int, temperature: float, dtype: torch.dtype) -> None:
+    x = logits(size, 130, dtype=dtype)
+    found, wanted = column_stats(x, temperature), column_stats_reference(x, temperature)
+    torch.testing.assert_close(found.lse, wanted.lse, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.lse_tau, wanted.lse_tau, rtol=1e-6, atol=1e-5)
+    best = x.float().gather(0, found.argmax[None].long())
+    assert torch.equal(best.squeeze(0), x.float().amax(0))
+
+
+def test_column_stats_of_extreme_logits() -> None:
+    x = logits(40, 128)
+    x[:, 0] = -5000.0
+    x[7, 1] = 30000.0
+    x[:, 2] = float("nan")
+    found = column_stats(x)
+    assert float(found.lse[0]) == pytest.approx(-5000 + torch.tensor(40.0).log().item(), rel=1e-6)
+    assert float(found.lse[1]) == 30000.0
+    assert int(found.argmax[1]) == 7
+    assert bool(found.lse[2].isnan())
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    x = torch.zeros(70, 128, dtype=torch.bfloat16)
+    x[[9, 50]] = 1
+    assert set(column_stats(x).argmax.tolist()) == {9}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_projection_tables_hold_the_whole_map(seed: int) -> None:
+    projection = make_projection(29, 37, seed=seed)
+    tables, dense = projection_tables(VocabMap(projection, 37)), projection.dense().float()
+    by_column, by_row = torch.zeros_like(dense), torch.zeros_like(dense)
+    for v in range(37):
+        a, b = int(tables.offsets[v]), int(tables.offsets[v + 1])
+        by_column[tables.students[a:b].long(), v] += tables.weights[a:b]
+        single = int(tables.source[v]) >= 0
+        assert single == (b - a == 1 and float(tables.weights[a]) == 1.0)
+        assert (int(tables.place[v]) >= 0) == (b > a and not single)
+    for index, weight in zip(tables.index, tables.weight, strict=True):
+        rows = (index >= 0).nonzero().squeeze(1)
+        by_row[rows, index[rows].long()] += weight[rows]
+    torch.testing.assert_close(by_column, dense)
+    torch.testing.assert_close(by_row, dense)
+    assert torch.equal(tables.entries.long(), (dense > 0).sum(1))
+
+
+def test_project_columns() -> None:
+    projection = make_projection(53, 61, seed=1)
+    tables, x = projection_tables(VocabMap(projection, 61)), logits(53, 140)
+    lse, columns = column_stats(x, 1.5).lse_tau, torch.tensor([0, 60, 7, 8, 33])
+    found = project_columns(x, lse, columns, tables, 1.5)
+    torch.testing.assert_close(found, project_columns_reference(x, lse, columns, tables, 1.5))
+    wanted = projection.dense().float().t()[columns] @ torch.softmax(x / 1.5, 0)
+    torch.testing.assert_close(found, wanted)
+
+
+def factors(ld: int, seed: int, *, scaled_too: bool) -> Factors:
+    gen = torch.Generator().manual_seed(seed)
+    kd, cp, one, co = torch.randn(4, ld, generator=gen)
+    label = torch.randint(-1, 40, (ld,), generator=gen, dtype=torch.int32)
+    return Factors(kd, cp, one if scaled_too else None, co, label)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("owned", [False, True])
+def test_gradient_through_a_projection(owned: bool, temperature: float) -> None:
+    tables, x = projection_tables(VocabMap(make_projection(45, 37), 37)), logits(45, 700)
+    ld, chunks = x.shape[1], 600
+    gen = torch.Generator().manual_seed(1)
+    residual, stats = torch.rand(37, ld, generator=gen), column_stats(x, temperature)
+    owner = torch.arange(ld, dtype=torch.int32)
+    shift = None
+    if owned:
+        owner[chunks:] = torch.randint(0, chunks, (ld - chunks,), generator=gen, dtype=torch.int32)
+        shift = torch.rand(ld, generator=gen)
+    given = factors(ld, 2, scaled_too=temperature != 1.0)
+    if not owned:
+        given.kd[chunks:] = 0
+    source = Projected(residual, tables.index, tables, owner, shift)
+    wanted = gradient_reference(x, stats.lse_tau, stats.lse, given, temperature, source)
+    write_gradient(x, stats.lse_tau, stats.lse, given, temperature, source, aligned=chunks, owned=ld if owned else 0)
+    torch.testing.assert_close(x, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_gradient_on_pairs_and_without_a_source() -> None:
+    x, teacher = logits(45, 600), logits(45, 600, seed=3)
+    stats, t_stats, given = column_stats(x), column_stats(teacher), factors(640, 4, scaled_too=False)
+    source = Paired(teacher, t_stats.lse, identity_pairs(45, x.device), None)
+    wanted = gradient_reference(x, stats.lse, stats.lse, given, 1.0, source)
+    found = x.clone()
+    write_gradient(found, stats.lse, stats.lse, given, 1.0, source, aligned=640)
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
+    plain = gradient_reference(x, stats.lse, stats.lse, given)
+    write_gradient(x, stats.lse, stats.lse, given)
+    torch.testing.assert_close(x, plain, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("sizes", "k"), [((90, 140), 40), ((140, 90), 400), ((60, 60), 60)])
+def test_area_between_sorted_lists(sizes: tuple[int, int], k: int) -> None:
+    student, teacher = logits(sizes[0], 5), logits(sizes[1], 5, seed=7, spread=2.0)
+    lse_s, lse_t = column_stats(student).lse, column_stats(teacher).lse
+    ids_s, ids_t = (torch.arange(0, n, 2, dtype=torch.int32) for n in sizes)
+    found = sorted_rest(student, teacher, lse_s, lse_t, ids_s, ids_t, 5, k)
+    probs_s, probs_t = torch.softmax(student, 0)[::2, :5].t(), torch.softmax(teacher, 0)[::2, :5].t()
+    wanted = sorted_l1(probs_s, probs_t, k)
+    torch.testing.assert_close(found.rows, wanted, rtol=5e-3, atol=1e-4)
+
+
+def test_equal_lists_have_no_distance_and_no_slope() -> None:
+    x = logits(80, 5)
+    lse, ids = column_stats(x).lse, torch.arange(80, dtype=torch.int32)
+    found = sorted_rest(x, x.clone(), lse, lse, ids, ids, 5, 30)
+    assert float(found.rows.abs().max()) == 0
+    assert float(found.slope.abs().max()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled(dtype: torch.dtype) -> None:
+    x = torch.randn(37, 211)
+    factor = torch.tensor(0.37)
+    torch.testing.assert_close(scaled(x, factor, dtype), (x * factor).to(dtype))
