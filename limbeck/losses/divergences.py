@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError, LossError
 
 Direction = Literal["forward", "reverse", "jsd"]
@@ -116,23 +117,24 @@ def log1mexp(log_p: Tensor) -> Tensor:
     return from_expm1.where(near, from_log1p)
 
 
-def bucketed(log_s: Tensor, log_t: Tensor, k: int, by: ChosenBy) -> tuple[Tensor, Tensor]:
+def bucketed(log_s: Tensor, log_t: Tensor, k: int, by: ChosenBy, axis: VocabAxis = WHOLE) -> tuple[Tensor, Tensor]:
     """Both sides at one side's k most likely tokens, plus a tail bucket: `[n, V]` -> `[n, k + 1]`."""
-    if k >= log_s.shape[-1]:
+    if k >= axis.width(log_s):
         return log_s, log_t
-    chosen = (log_t if by == "teacher" else log_s).detach().topk(k, dim=-1).indices
-    kept_s, kept_t = log_s.gather(-1, chosen), log_t.gather(-1, chosen)
+    chosen = axis.topk((log_t if by == "teacher" else log_s).detach(), k)[1]
+    kept_s, kept_t = axis.gather(log_s, chosen), axis.gather(log_t, chosen)
     return (
         torch.cat((kept_s, tail_log_prob(kept_s)), -1),
         torch.cat((kept_t, tail_log_prob(kept_t)), -1),
     )
 
 
-def divergence_rows(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Tensor:
-    """Divergence of each row: log-probabilities `[n, V]` of both sides -> `[n]`."""
-    if spec.topk is not None:
-        log_s, log_t = bucketed(log_s, log_t, spec.topk, spec.chosen_by)
-    return divergence_entries(log_s, log_t, spec).sum(-1)
+def divergence_rows(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec, axis: VocabAxis = WHOLE) -> Tensor:
+    """Divergence of each row: log-probabilities `[n, V]` of both sides -> `[n]`. axis: on which their columns lie."""
+    if spec.topk is not None and spec.topk < axis.width(log_s):
+        log_s, log_t = bucketed(log_s, log_t, spec.topk, spec.chosen_by, axis)
+        axis = WHOLE  # every rank holds the buckets
+    return axis.sum(divergence_entries(log_s, log_t, spec))
 
 
 def divergence(

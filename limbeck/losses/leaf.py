@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from limbeck.losses.divergences import DivergenceSpec
+from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.losses.vocab_map import VocabMap
 from limbeck.utils.errors import LossError
 
@@ -21,16 +22,19 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class BlockLogits:
-    """Student logits `[n, V_s]` of one block of rows; log-probabilities are computed once per temperature."""
+    """Student logits `[n, V_s]` of one block of rows; log-probabilities are computed once per temperature.
 
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
+    axis: where the columns lie; on a sharded one, logits and log-probabilities are those of this rank's columns.
+    """
+
+    def __init__(self, logits: Tensor, axis: VocabAxis = WHOLE) -> None:
+        self.logits, self.axis = logits, axis
         self._log_probs: dict[float, Tensor] = {}
 
     def log_probs(self, temperature: float = 1.0) -> Tensor:
         if temperature not in self._log_probs:
             scaled = self.logits if temperature == 1.0 else self.logits / temperature
-            self._log_probs[temperature] = torch.log_softmax(scaled, -1)
+            self._log_probs[temperature] = self.axis.log_softmax(scaled)
         return self._log_probs[temperature]
 
 
@@ -42,6 +46,7 @@ class TeacherScores:
     topk_ids: Tensor | None = None  # [nt, k], -1: empty place
     topk_logprobs: Tensor | None = None  # [nt, k]
     next_logprob: Tensor | None = None  # [nt]
+    axis: VocabAxis = WHOLE  # where the columns of `logits` lie
     _log_probs: dict[float, Tensor] = field(default_factory=dict)
 
     @property
@@ -52,14 +57,14 @@ class TeacherScores:
         if self.logits is None:
             raise LossError("this loss needs the teacher's whole distribution; use a live teacher or another mode")
         if temperature not in self._log_probs:
-            self._log_probs[temperature] = torch.log_softmax(self.logits / temperature, -1)
+            self._log_probs[temperature] = self.axis.log_softmax(self.logits / temperature)
         return self._log_probs[temperature]
 
     def log_prob_of(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probability of the realised tokens `[nt]`."""
         if self.next_logprob is not None:
             return self.next_logprob
-        return self.log_probs(temperature).gather(1, ids[:, None]).squeeze(1)
+        return self.axis.gather(self.log_probs(temperature), ids[:, None]).squeeze(1)
 
     def topk(self) -> tuple[Tensor, Tensor]:
         """Top-k ids (empty places: 0) and log-probabilities (empty places: -inf)."""
@@ -101,9 +106,9 @@ class TeacherBlock:
             return log_probs
         return log_probs.index_select(0, self.student_row.index_select(0, self.student_first))
 
-    def student_tokens(self, log_probs: Tensor) -> Tensor:
+    def student_tokens(self, student: BlockLogits, temperature: float) -> Tensor:
         """Log-probabilities `[ns]` of the realised student tokens."""
-        return picked(log_probs, self.student_row, self.student_ids)
+        return student.axis.pick(student.log_probs(temperature), self.student_row, self.student_ids)
 
     def student_mean(self, values: Tensor) -> Tensor:
         """Mean of `[n, V]` over each chunk's student rows: `[C, V]`."""
@@ -113,13 +118,6 @@ class TeacherBlock:
     def teacher_mean(self, values: Tensor) -> Tensor:
         """Mean of `[nt, V]` over each chunk's teacher rows: `[C, V]`."""
         return chunk_mean(values, self.teacher_chunk, self.teacher_count)
-
-
-def picked(log_probs: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """log_probs[rows, ids] `[n]`; rows ascend without repeats, so as many rows as there are means all of them."""
-    if rows.numel() == log_probs.shape[0]:
-        return log_probs.gather(1, ids[:, None]).squeeze(1)
-    return log_probs[rows, ids]
 
 
 def chunk_sum(values: Tensor, chunk: Tensor, num_chunks: int) -> Tensor:
@@ -153,6 +151,25 @@ class Mode:
         if self.vocab is None:
             raise LossError("this loss needs a projection between the vocabularies; give one for this teacher")
         return self.vocab
+
+    def common_columns(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor, VocabAxis]:
+        """Both sides at the common pairs `[C, P]`, and the axis on which those lie."""
+        pairs = getattr(self.vocab, "pairs", None)
+        if pairs is not None:
+            return pairs.exchange(log_s), log_t.index_select(1, pairs.teacher), pairs.axis
+        if self.common is None:
+            raise LossError("gold and H-KL need the common token pairs of a projection")
+        return log_s.index_select(1, self.common[0]), log_t.index_select(1, self.common[1]), WHOLE
+
+    def uncommon_columns(self, log_s: Tensor, log_t: Tensor) -> list[tuple[Tensor, VocabAxis]]:
+        """Each side's columns that are in no pair, and the axis on which they lie."""
+        pairs = getattr(self.vocab, "pairs", None)
+        if pairs is not None:
+            rest = zip((log_s, log_t), pairs.rest, strict=True)
+            return [(values.index_select(1, ids), axis) for values, (ids, axis) in rest]
+        if self.uncommon is None:
+            raise LossError("gold and H-KL need the common token pairs of a projection")
+        return [(v.index_select(1, ids), WHOLE) for v, ids in zip((log_s, log_t), self.uncommon, strict=True)]
 
 
 @dataclass

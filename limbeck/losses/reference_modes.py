@@ -36,19 +36,16 @@ def common_kl(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
 
     Distributions of a chunk are means of log-probabilities. Which pairs are common is all that tells the two apart.
     """
-    if mode.common is None or mode.uncommon is None:
-        raise LossError("gold and H-KL need the common token pairs of a projection")
     log_s = block.student_mean(student.log_probs(mode.temperature))
     log_t = block.teacher_mean(block.scores.log_probs(mode.temperature))
-    common_s, common_t = log_s.index_select(1, mode.common[0]), log_t.index_select(1, mode.common[1])
+    common_s, common_t, axis = mode.common_columns(log_s, log_t)
     if mode.spec.kind == "reverse":
-        kl = (common_s.exp() * (common_s - common_t)).sum(-1)
+        kl = axis.sum(common_s.exp() * (common_s - common_t))
     else:
-        kl = (common_t.exp() * (common_t - common_s)).sum(-1)
-    rest_s = log_s.index_select(1, mode.uncommon[0]).exp()
-    rest_t = log_t.index_select(1, mode.uncommon[1]).exp()
-    l1 = sorted_l1(rest_s, rest_t, mode.uncommon_topk)
-    right = (common_s.argmax(-1) == common_t.argmax(-1)).sum()
+        kl = axis.sum(common_t.exp() * (common_t - common_s))
+    tops = [own.topk(rest.exp(), mode.uncommon_topk)[0] for rest, own in mode.uncommon_columns(log_s, log_t)]
+    l1 = sorted_l1(tops[0], tops[1], mode.uncommon_topk)
+    right = (axis.argmax(common_s) == axis.argmax(common_t)).sum()
     count = _count(log_s, block)
     return leaf_out(
         kl + l1,

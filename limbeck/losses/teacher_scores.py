@@ -16,6 +16,7 @@ from limbeck.losses.divergences import tail_log_prob
 from limbeck.losses.leaf import TeacherScores
 from limbeck.losses.plan import ChunkSpan
 from limbeck.losses.settings import Scoring
+from limbeck.losses.vocab_axis import WHOLE
 
 
 def _teacher_blocks(term: Term, block_rows: int) -> Iterator[tuple[slice, TeacherScores]]:
@@ -32,25 +33,27 @@ def top_columns(term: Term, k: int, block_rows: int) -> Tensor | None:
     Keeps only the column maximum between blocks. None where no row is aligned.
     """
     best: Tensor | None = None
+    axis = WHOLE
     for _, scores in _teacher_blocks(term, block_rows):
         assert scores.logits is not None
-        top = scores.logits.amax(0)
+        top, axis = scores.logits.amax(0), scores.axis
         best = top if best is None else torch.maximum(best, top)
-    return None if best is None else best.topk(min(k, best.numel())).indices.sort().values
+    return None if best is None else axis.topk(best[None], k)[1][0].sort().values
 
 
 def _row_scores(scores: TeacherScores, ids: Tensor, kind: Scoring) -> Tensor:
     """-ce, -entropy or max_prob of each row, `[nt]`."""
     if kind == "ce":
         return scores.log_prob_of(ids)
+    axis = scores.axis
     if scores.is_topk:
         log_p = scores.topk()[1]
         log_p = torch.cat((log_p, tail_log_prob(log_p)), -1) if kind == "entropy" else log_p
     else:
         log_p = scores.log_probs()
     if kind == "entropy":
-        return torch.special.entr(log_p.exp()).sum(-1).neg()
-    return log_p.amax(-1).exp()
+        return axis.sum(torch.special.entr(log_p.exp())).neg()
+    return axis.topk(log_p, 1)[0].squeeze(1).exp()
 
 
 @torch.no_grad()

@@ -209,6 +209,10 @@ class VocabMap(nn.Module):
         self.column_place, self.reachable = self.column_place[:teacher_size], self.reachable[:teacher_size]
         self.teacher_size = teacher_size
 
+    def reaches(self, ids: Tensor) -> Tensor:
+        """bool, like ids: some student token maps to this teacher token."""
+        return self.reachable[ids]
+
     def rest_weight(self) -> Tensor:
         """Weights `[m]` of the entries that are no plain gather; differentiable where the map is learnable."""
         if self.log_weight is None:
