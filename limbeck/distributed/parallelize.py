@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from limbeck.distributed.mesh import ParallelMesh
+from limbeck.distributed.vocab_parallel import ShardedAxis
+from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError
 
 
@@ -52,7 +54,7 @@ class ShardedModel:
             parallelize_module(body, mesh.tensor_mesh, tensor_parallel_plan())
             if not tied:
                 self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
-        self._partial = self._per_head_norms() if mesh.shape.tensor > 1 else set()
+        self._partial: set[int] = self._per_head_norms() if mesh.shape.tensor > 1 else set()
         if self.fsdp:
             self._shard(param_dtype)
             if not tied:
@@ -60,6 +62,7 @@ class ShardedModel:
         if tied:
             self._head.weight = model.get_input_embeddings().weight
         self._leaf: Tensor | None = None
+        self._axis: VocabAxis | None = None
 
     # ---- splitting ----
 
@@ -106,9 +109,17 @@ class ShardedModel:
         if not isinstance(weight, DTensor):
             return weight
         if self._leaf is None:
-            whole = weight.detach().redistribute(placements=self._gathered(weight, Replicate()))
+            whole: Any = weight.detach()
+            whole = whole.redistribute(placements=self._gathered(weight, Replicate()))
             self._leaf = whole.to_local().requires_grad_(weight.requires_grad)
         return self._leaf
+
+    def axis(self, vocab_size: int) -> VocabAxis:
+        """Which columns of the vocabulary `head_weight` has."""
+        if self._axis is None:
+            group, rows = self.mesh.tensor_group, self._head.weight.shape[0]
+            self._axis = WHOLE if group is None else ShardedAxis.of_rows(group, rows, vocab_size)
+        return self._axis
 
     def release(self) -> None:
         """Forget the gathered head: the next step must see the new weights."""
@@ -139,6 +150,9 @@ class ShardedModel:
             # a parameter that this rank's rows did not reach still takes part, with zeros
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+                # an embedding's gradient comes whole, or as a sum still to be made
+                p.grad = p.grad.redistribute(placements=p.placements)
             grad = _local(p.grad)
             if self.mesh.reduce_group is not None and not (self.fsdp and isinstance(p, DTensor)):
                 dist.all_reduce(grad, group=self.mesh.reduce_group)
@@ -175,7 +189,7 @@ class ShardedModel:
         whole: dict[int, Tensor] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in whole:
-                full = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+                full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
                 whole[id(value)] = full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
             out[name] = whole[id(value)]
         return out if dist.get_rank() == 0 else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +244,7 @@ class Policy:
         """The head as the loss uses it, in ``precision``; a fresh view of the present weights, with gradient."""
         head = Head.from_model(unwrap(self.model), self.vocab_size)
         if self.sharded is not None:
-            head.weight = self.sharded.head_weight()
+            head = replace(head, weight=self.sharded.head_weight(), axis=self.sharded.axis(head.vocab_size))
         if head.weight is not None and head.weight.dtype != self.precision and self.precision != torch.float32:
             head.weight = head.weight.to(self.precision)
             head.bias = None if head.bias is None else head.bias.to(self.precision)

@@ -40,11 +40,11 @@ def score_rows(hidden: Tensor, head: Head, next_ids: Tensor, *, k: int = 0, bloc
     for start in range(0, max(hidden.shape[0], 1), block_rows):
         logits = head.logits(hidden[start : start + block_rows])
         ids = next_ids[start : start + block_rows]
-        total = logits.logsumexp(-1)
+        total = head.axis.logsumexp(logits)
         known = (ids >= 0) & (ids < head.vocab_size)
-        came = logits.gather(1, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
-        top = logits.topk(k, dim=-1)
-        parts.append((top.indices, top.values, total, came.masked_fill(~known, 0.0)))
+        came = head.axis.gather(logits, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
+        top, top_ids = head.axis.topk(logits, k)
+        parts.append((top_ids, top, total, came.masked_fill(~known, 0.0)))
     return RowScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -48,7 +48,8 @@ def train_on_batches(
     """See ``Policy.train``."""
     group = _group(policy.dp_group)
     ranks = dist.get_world_size(group) if group is not None else 1
-    local = data.size if gbs is None else gbs // ranks
+    # among several ranks one may have no rows; it still takes part
+    local = max(data.size, int(ranks > 1)) if gbs is None else gbs // ranks
     if local < 1 or (gbs is not None and gbs % ranks):
         raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
     with timer.time("teacher"):
