@@ -14,6 +14,11 @@ from limbeck.distributed.mesh import MeshShape
 
 GIB = 1 << 30
 
+# Measured with Llama-3.2-1B from Qwen3-4B on one H200 (benchmarks/gpu/results.json), head gradient taken off: the plain
+# path holds about five float32 blocks of both vocabularies, the kernels about 128 KiB per row whatever the vocabulary.
+_PLAIN_BLOCKS = 5
+_KERNEL_BYTES_PER_ROW = 1 << 17
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -55,14 +60,16 @@ class TeacherPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step computes. Token counts are the student's; bytes are per element."""
+    """What one step computes. Token counts are the student's; bytes are per element; ``kernels``: whether head and loss
+    run in their kernels (a CUDA device, one live teacher, a mode that they cover)."""
 
     student: ModelShape
     teachers: tuple[TeacherPlan, ...] = ()
     sequences_per_step: int = 32
     tokens_per_sequence: int = 2048
     microbatch_tokens: int = 2048
-    block_rows: int = 2048
+    block_rows: int = 512
+    kernels: bool = False
     param_bytes: int = 4
     compute_bytes: int = 4
     trained: int | None = None
@@ -81,7 +88,7 @@ class Workload:
 @dataclass(frozen=True)
 class Machine:
     """One device and its links. Rates are bytes and operations per second; ``utilisation``: share of ``flops`` that
-    large matrix products reach in practice."""
+    large matrix products reach in practice; ``latency``: seconds until a collective moves its first byte."""
 
     memory: float = 80 * GIB
     flops: float = 989e12
@@ -89,6 +96,7 @@ class Machine:
     devices_per_node: int = 8
     node_link: float = 450e9
     network_link: float = 50e9
+    latency: float = 2e-5
     price_per_hour: float = 3.0
 
 
@@ -171,7 +179,7 @@ def memory_of(work: Workload, layout: Layout) -> dict[str, float]:
         "optimizer": work.trained_parameters * work.optimizer_bytes / split,
         "gathered": _gathered(work, layout),
         "activations": activations + tokens * s.hidden * (work.compute_bytes + 4),
-        "head_blocks": _head_blocks(work, tensor),
+        "head_blocks": _head_blocks(work, layout),
     }
     for number, teacher in enumerate(work.teachers):
         out[f"teacher_{number}"] = _teacher_bytes(teacher, work, layout)
@@ -189,11 +197,13 @@ def _gathered(work: Workload, layout: Layout) -> float:
     return (2 * s.layer_parameters * work.compute_bytes + s.head_parameters * (work.compute_bytes + 4)) / tensor
 
 
-def _head_blocks(work: Workload, tensor: int) -> float:
-    """Logits, probabilities and gradient of a row block in float32, and two such for the largest teacher."""
-    rows = work.block_rows * 4.0
+def _head_blocks(work: Workload, layout: Layout) -> float:
+    """What head and loss hold beside hidden states and the head's gradient."""
+    if work.kernels and layout.mesh.tensor == 1:
+        return _KERNEL_BYTES_PER_ROW * work.microbatch_tokens / layout.mesh.context
     teachers = [t.shape.vocab for t in work.teachers if t.kind == "live" and t.shape is not None]
-    return rows * (3 * work.student.vocab + 2 * max(teachers, default=0)) / tensor
+    columns = work.student.vocab + max(teachers, default=0)
+    return _PLAIN_BLOCKS * work.block_rows * 4.0 * columns / layout.mesh.tensor
 
 
 def _teacher_bytes(teacher: TeacherPlan, work: Workload, layout: Layout) -> float:
@@ -235,10 +245,20 @@ def seconds_of(work: Workload, layout: Layout, machine: Machine) -> dict[str, fl
     if mesh.context > 1:
         kv = 2 * s.kv_heads * s.head_dim / s.hidden
         out["context"] = 3 * s.layers * width * kv * (mesh.context - 1) / _link(machine, mesh.same_rows, mesh.tensor)
+    out["latency"] = machine.latency * _collectives(work, layout, microbatches)
     signals = sum(t.signal_bytes * t.tokens_ratio for t in work.teachers if t.kind != "live")
     if signals:
         out["signals"] = max(0.0, tokens * signals / machine.network_link - student)
     return out
+
+
+def _collectives(work: Workload, layout: Layout, microbatches: float) -> float:
+    """Number of collectives per step that somebody waits for."""
+    mesh, layers = layout.mesh, work.student.layers
+    per_microbatch = (4 * layers if mesh.tensor > 1 else 0) + (3 * layers * (mesh.context - 1))
+    if layout.sharded:
+        per_microbatch += 3 * layers
+    return microbatches * per_microbatch + (mesh.data * mesh.context > 1)
 
 
 def _sharding_bytes(work: Workload, layout: Layout, microbatches: float) -> float:

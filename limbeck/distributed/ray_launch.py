@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -172,6 +173,30 @@ def _work(payload: dict[str, Any]) -> None:
     try:
         _named(payload["run"])(_named(payload["model"]).model_validate(payload["config"]))
     except LimbeckError as error:
+        # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
         kind = type(error)
         ray.get(payload["outcome"].end.remote(f"{kind.__module__}:{kind.__qualname__}", str(error)))
-        raise
+        _leave_peers()
+    except RuntimeError:
+        if not _peer_ended(payload["outcome"]):
+            raise
+
+
+def _leave_peers() -> None:
+    """Close the process group, so that peers in a collective fail instead of waiting."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _peer_ended(outcome: Any, patience: float = 5.0) -> bool:
+    """Whether this worker only failed because a peer ended on purpose, which may be told a moment later."""
+    import ray
+
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if ray.get(outcome.get.remote()) is not None:
+            return True
+        time.sleep(0.2)
+    return False

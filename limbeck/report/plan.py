@@ -16,6 +16,7 @@ from limbeck.utils.errors import ConfigError
 from limbeck.utils.paths import package_file
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KERNEL_MODES = ("boundary_kl", "p_kl", "gold", "h_kl")
 # A position of a server's answer is JSON text: per token an id, a number, a rank and a piece of text.
 _JSON_BYTES_PER_TOKEN = 75
 
@@ -44,7 +45,15 @@ def plan_command(
     from limbeck.config import load_config, resolve
 
     config = resolve(MasterConfig, load_config(run_file, overrides or []))
-    machine = Machine(memory * GIB, tflops * 1e12, utilisation, per_node, node_link * 1e9, network * 1e9, price)
+    machine = Machine(
+        memory=memory * GIB,
+        flops=tflops * 1e12,
+        utilisation=utilisation,
+        devices_per_node=per_node,
+        node_link=node_link * 1e9,
+        network_link=network * 1e9,
+        price_per_hour=price,
+    )
     work = workload_of(config)
     estimates = plan(work, gpus, machine)
     best = fitting(estimates)
@@ -113,7 +122,9 @@ def print_plan(work: Workload, estimates: list[Estimate], result: dict[str, Any]
     for e in estimates[:show]:
         cells = [f"{e.memory.get(name, 0.0) / GIB:.1f}" for name in names]
         table.add_row(e.layout.name, *cells, f"{e.total / GIB:.1f}", f"{e.step_seconds:.3g}", e.problem or "fits")
-    Console().print(table)
+    console = Console()
+    # a file or a pipe has no width of its own to keep to
+    (console if console.is_terminal else Console(width=160)).print(table)
     if result["best"]:
         typer.echo(f"best: {result['best']}, about {result['tokens_per_second']:,.0f} tokens/s; set")
         typer.echo("  " + " ".join(result["settings"]))
@@ -143,13 +154,21 @@ def workload_of(config: MasterConfig) -> Workload:
         sequences_per_step=policy.train_global_batch_size,
         tokens_per_sequence=length,
         microbatch_tokens=micro or policy.train_micro_batch_size * length,
-        block_rows=config.loss_fn.block_rows or 2048,
+        block_rows=config.loss_fn.block_rows or 512,
+        kernels=_kernels(config),
         param_bytes=_BYTES[policy.param_dtype or "float32"],
         compute_bytes=compute,
         trained=_trained(policy, student),
         optimizer_bytes=_optimizer_bytes(policy),
         checkpointing=policy.dtensor_cfg.activation_checkpointing,
     )
+
+
+def _kernels(config: MasterConfig) -> bool:
+    """Whether head and loss would run in their kernels on a CUDA device."""
+    loss, teachers = config.loss_fn, config.all_teachers
+    live = len(teachers) == 1 and teachers[0].cache is None and teachers[0].server is None
+    return live and loss.fast_path != "off" and loss.mode in _KERNEL_MODES
 
 
 def _teacher(own: TeacherConfig) -> TeacherPlan:

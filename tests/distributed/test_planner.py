@@ -1,0 +1,198 @@
+"""The planner's formulas against counted models, and its choices against common sense."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from limbeck.algorithms.master_config import MasterConfig
+from limbeck.config import load_config, resolve
+from limbeck.distributed.mesh import MeshShape
+from limbeck.distributed.planner import (
+    GIB,
+    Layout,
+    Machine,
+    ModelShape,
+    TeacherPlan,
+    Workload,
+    fitting,
+    layer_activation_bytes,
+    layouts,
+    memory_of,
+    plan,
+    seconds_of,
+)
+from limbeck.report.plan import plan_command, shape_of, workload_of
+from limbeck.utils.errors import ConfigError
+from tests.distributed.launch_cases import write_run
+from tests.models.tiny import LLAMA, QWEN3
+
+ROOT = Path(__file__).parents[2]
+ONE_B = ModelShape(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128_256, tied=True)
+FOUR_B = ModelShape(4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
+SEVENTY_B = ModelShape(70_553_706_496, 80, 8192, 28_672, 64, 8, 128, 128_256)
+
+
+def work(student=ONE_B, **more):
+    defaults = {"compute_bytes": 2, "sequences_per_step": 512, "microbatch_tokens": 4096}
+    return Workload(student, **{**defaults, **more})
+
+
+def test_parameters_are_counted_exactly(tmp_path):
+    config = resolve(MasterConfig, load_config(write_run(tmp_path)))
+    for policy, arch, size in ((config.policy, LLAMA, 300), (config.teacher, QWEN3, 340)):
+        found = shape_of(policy)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**arch, "vocab_size": size}))
+        assert found.parameters == sum(p.numel() for p in model.parameters())
+        layer = sum(p.numel() for p in model.model.layers[0].parameters())
+        assert found.layer_parameters == pytest.approx(layer, abs=found.hidden)
+
+
+def test_known_shapes():
+    assert ONE_B.layer_parameters == 60_821_632
+    assert FOUR_B.layer_parameters == pytest.approx(100.9e6, rel=1e-2)
+
+
+def test_activations_bound_what_autograd_keeps():
+    """The formula against the tensors that a real layer saves for its backward pass."""
+    shape = ModelShape(0, 1, 64, 160, 4, 2, 16, 300)
+    arch = {**LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1, "vocab_size": 300}
+    config = AutoConfig.for_model(**arch, attn_implementation="sdpa")
+    layer = AutoModelForCausalLM.from_config(config).model
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(input_ids=torch.arange(128)[None], use_cache=False).last_hidden_state.sum().backward()
+    found = sum(kept.values())
+    expected = 128 * layer_activation_bytes(shape, 4)
+    assert 0.5 * found < expected < 2 * found
+
+
+def test_one_device_holds_everything():
+    parts = memory_of(work(), Layout(MeshShape(), False))
+    assert parts["parameters"] == 4 * ONE_B.parameters
+    assert parts["gradients"] == 4 * ONE_B.parameters
+    assert parts["optimizer"] == 8 * ONE_B.parameters
+    # five student blocks of 512 rows x 128,256 float32
+    assert parts["head_blocks"] == 5 * 512 * 128_256 * 4
+
+
+def test_head_and_loss_as_measured():
+    """Within a quarter of benchmarks/gpu/results.json: 16,384 rows, head gradient included."""
+    measured = json.loads((ROOT / "benchmarks" / "gpu" / "results.json").read_text())["boundary_kl"]
+    gradient = 4 * ONE_B.head_parameters
+    for kernels, row in ((True, measured), (False, measured["plain_path"])):
+        job = work(teachers=(TeacherPlan("live", FOUR_B),), microbatch_tokens=16_384, kernels=kernels)
+        found = memory_of(job, Layout(MeshShape(), False))["head_blocks"] + gradient
+        assert found / GIB == pytest.approx(row["extra_gib"], rel=0.25)
+
+
+@given(st.sampled_from([1, 2, 4, 8, 64, 1024]), st.booleans())
+def test_layouts_use_every_device_once(devices, live):
+    teachers = (TeacherPlan("live", FOUR_B),) if live else ()
+    job = work(teachers=teachers)
+    alone = memory_of(job, Layout(MeshShape(), False))
+    found = layouts(devices)
+    assert all(layout.mesh.world == devices for layout in found)
+    assert len({layout.name for layout in found}) == len(found)
+    for layout in found:
+        parts = memory_of(job, layout)
+        assert all(value >= 0 for value in parts.values())
+        # splitting never costs parameters, gradients or optimizer state, and they add up to the whole
+        for name in ("parameters", "gradients", "optimizer"):
+            assert parts[name] * layout.mesh.tensor * layout.shards == pytest.approx(alone[name])
+        assert all(value >= 0 for value in seconds_of(job, layout, Machine()).values())
+
+
+def test_a_small_student_stays_whole_and_a_large_one_is_split():
+    small = fitting(plan(work(), 8, Machine()))
+    assert small is not None
+    assert small.layout.mesh == MeshShape(8)
+    large = fitting(plan(work(SEVENTY_B, checkpointing=True), 64, Machine()))
+    assert large is not None
+    assert large.layout.sharded
+    assert large.total < 80 * GIB
+    assert fitting(plan(work(SEVENTY_B), 1, Machine())) is None
+
+
+def test_a_cached_teacher_frees_its_memory():
+    layout = Layout(MeshShape(8), False)
+    live = memory_of(work(teachers=(TeacherPlan("live", FOUR_B),)), layout)
+    cached = memory_of(work(teachers=(TeacherPlan("cache", signal_bytes=780),)), layout)
+    assert live["teacher_0"] > 2 * FOUR_B.parameters
+    assert cached["teacher_0"] == 4096 * 780
+
+
+def test_unusable_layouts_say_why():
+    problems = {e.layout.name: e.problem for e in plan(work(sequences_per_step=4), 16, Machine())}
+    assert "4 records per step cannot be dealt to 16" in problems["DP 16"]
+    assert "leaves the node of 8" in problems["DP 1 x TP 16"]
+    odd = replace(ONE_B, kv_heads=3)
+    problems = {e.layout.name: e.problem for e in plan(work(odd), 2, Machine())}
+    assert "3 key-value heads cannot be split 2 ways" in problems["DP 1 x TP 2"]
+
+
+def command():
+    app = typer.Typer()
+    app.command()(plan_command)
+    return app
+
+
+def test_the_command(tmp_path):
+    path = write_run(tmp_path)
+    plain = CliRunner().invoke(command(), [str(path), "--gpus", "4", "--memory", "8"])
+    assert plain.exit_code == 0, plain.output
+    assert "best: DP 4" in plain.output
+    assert "policy.dtensor_cfg.tensor_parallel_size=1" in plain.output
+    told = CliRunner().invoke(command(), [str(path), "--gpus", "4", "--memory", "8", "--json", "--tokens", "1e9"])
+    found = json.loads(told.output)
+    assert found["best"] == "DP 4"
+    assert found["run"]["device_hours"] == pytest.approx(4 * found["run"]["hours"], abs=0.1)
+    assert {"DP 4", "FSDP 4", "DP 2 x TP 2"} <= {row["layout"] for row in found["layouts"]}
+
+
+def test_no_layout_fits(tmp_path):
+    path = write_run(tmp_path)
+    big = [
+        f"policy.model_overrides.{k}={v}"
+        for k, v in {
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }.items()
+    ]
+    result = CliRunner().invoke(command(), [str(path), *big, "--memory", "24"])
+    assert isinstance(result.exception, ConfigError)
+    assert "no layout of 1 devices with 24 GiB fits; the nearest, DP 1, needs" in str(result.exception)
+
+
+def test_run_files_become_workloads(tmp_path):
+    lora = {"lora": {"r": 4}, "precision": "bfloat16"}
+    cached = {"cache": str(tmp_path / "c"), "cache_k": 64}
+    config = resolve(MasterConfig, load_config(write_run(tmp_path, policy=lora, teacher=cached)))
+    found = workload_of(config)
+    assert found.compute_bytes == 2
+    assert found.teachers[0].kind == "cache"
+    assert found.teachers[0].signal_bytes == 12 + 64 * 6
+    from limbeck.models.policy import Policy
+
+    policy = Policy(config.policy, None, device="cpu")
+    assert found.trained == sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
