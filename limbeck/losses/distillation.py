@@ -37,6 +37,7 @@ from limbeck.losses.layout import build_token_layout
 from limbeck.losses.leaf import Leaf, Metrics, Mode
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
+from limbeck.losses.share import share_of
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
 from limbeck.losses.teacher_scores import sample_scores, sample_weights, top_columns
 from limbeck.losses.vocab_axis import VocabAxis
@@ -133,9 +134,6 @@ class CrossTokenizerDistillationLossFn(nn.Module):
     owns the learnable projections (parameters) and the running estimate of dynamic scaling (buffers).
     """
 
-    knows_shards = True
-    """The heads may hold slices of their vocabularies, and `inputs` may be a rank's share."""
-
     def __init__(
         self,
         cfg: CrossTokenizerDistillationLossConfig | Mapping[str, Any] | None = None,
@@ -213,6 +211,22 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         # sent off now, they arrive while the models still work
         device = self.scale.distillation.device
         return inputs.to(device) if device.type == "cuda" else inputs
+
+    def share(self, inputs: LossInputs, part: int, parts: int) -> LossInputs:
+        """One of `parts` ranks' share of a micro-batch that all of them have prepared."""
+        own = share_of(inputs.to("cpu"), part, parts, self.block_rows)
+        own.columns = self._plan_columns(own)
+        return own
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """Refuse, before anything is computed, what this loss cannot do on split sequences or vocabularies."""
+        settings = self.settings
+        if tensor > 1 and settings.learnable_projection:
+            raise ConfigError("a learnable projection does not go with tensor parallelism; use tensor_parallel_size 1")
+        scored = settings.teacher_scoring != "static" or settings.teacher_combination == "select_teacher"
+        if context > 1 and (settings.mode == "p_kl" or (scored and self.num_teachers > 1)):
+            what = "mode 'p_kl' chooses columns" if settings.mode == "p_kl" else "scoring teachers looks"
+            raise ConfigError(f"{what} over whole micro-batches, which context parallelism splits; use another setting")
 
     def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
         """Column order for the kernels, where they may come to be used."""
