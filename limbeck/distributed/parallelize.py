@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from limbeck.distributed.context_parallel import GatheredAttention, SequenceSplit
 from limbeck.distributed.mesh import ParallelMesh
 from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.vocab_axis import WHOLE, VocabAxis
@@ -61,6 +62,10 @@ class ShardedModel:
                 self._shard_head()
         if tied:
             self._head.weight = model.get_input_embeddings().weight
+        self.split: SequenceSplit | None = None
+        if mesh.context_group is not None:
+            self.split = GatheredAttention(mesh.context_group)
+            self.split.install(body)
         self._leaf: Tensor | None = None
         self._axis: VocabAxis | None = None
 

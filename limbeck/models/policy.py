@@ -150,6 +150,10 @@ class Policy:
         if shape.same_rows > 1:
             numbers = model_numbers(self.cfg, size) if model is None else model.config
             check_model(numbers, shape, name=self.name)
+        if shape.context > 1 and packing_enabled(self.cfg):
+            raise ConfigError(
+                f"{self.name}: sequence_packing does not go with context_parallel_size {shape.context}; drop one"
+            )
         if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
             return None
         return ParallelMesh.get(shape, self.device.type)
@@ -254,7 +258,10 @@ class Policy:
         """Hidden states of one forward pass as flat rows [R, h]."""
         kwargs = inputs.model_kwargs(drop_padding_mask=True)
         with self.autocast():
-            hidden = self.body(**kwargs).last_hidden_state
+            if self.sharded is not None and self.sharded.split is not None:
+                hidden = self.sharded.split.run(self.body, kwargs)
+            else:
+                hidden = self.body(**kwargs).last_hidden_state
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         return flat
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
-from limbeck.utils.errors import DataError, LossError
+from limbeck.distributed.mesh import check_teacher_mesh
+from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -103,6 +104,21 @@ def _check_all_trained(policy: Policy, loss_fn: Any) -> None:
         raise LossError("the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()")
 
 
+def _check_layout(policy: Policy, loss_fn: Any, teachers: Sequence[TeacherSource]) -> None:
+    """A loss or teacher that does not know of split sequences or vocabularies would give other numbers."""
+    shape = policy.mesh_shape
+    if shape.same_rows > 1:
+        if not hasattr(loss_fn, "check_layout"):
+            raise ConfigError(
+                f"{type(loss_fn).__name__} knows neither tensor nor context parallelism; set both sizes to 1"
+            )
+        loss_fn.check_layout(context=shape.context, tensor=shape.tensor)
+    for teacher in teachers:
+        own = getattr(teacher, "policy", None)
+        if own is not None:
+            check_teacher_mesh(shape, own.mesh_shape, own.name)
+
+
 def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     last = dict(results[-1])
     for name in ("loss", "grad_norm"):
@@ -170,6 +186,7 @@ class Step:
         batch, counts = prepared["batch"], prepared.get("counts", {})
         if not self.eval_mode:
             _check_all_trained(self.policy, loss_fn)
+        _check_layout(self.policy, loss_fn, teachers)
         iterator, number = self.policy.microbatches(batch, mbs)
         with torch.set_grad_enabled(not self.eval_mode):
             for mb in iterator:
@@ -207,6 +224,8 @@ class Step:
                 signals.append(signal)
                 starts.append(start)
             inputs = loss_fn.prepare(mb, starts)
+            if policy.mesh is not None and policy.mesh.shape.context > 1:
+                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context)
         with timer.time("forward"):
             hidden = policy.forward_hidden(mb.processed_inputs)
         with timer.time("loss"):
