@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from limbeck.tokens.chat_layout import Layout, lay_out
 from limbeck.tokens.chat_regions import Turn, TurnFinder
 from limbeck.tokens.chat_template import ChatTemplate, Message
-from limbeck.tokens.chat_tokens import AliasedText, find_specials, special_pattern
+from limbeck.tokens.chat_tokens import AliasedText, Special, find_specials, special_pattern
 from limbeck.tokens.encoder import TextEncoder
 from limbeck.tokens.rendering import Rendering, Segment
 from limbeck.utils.errors import ConfigError
@@ -67,24 +67,49 @@ def render_chat(
     """
     if train_on not in ("all", "last"):
         raise ConfigError(f"train_on is {train_on!r}, expected 'all' or 'last' (assistant messages).")
-    encoder = TextEncoder.for_tokenizer(tokenizer)
     chat_template = ChatTemplate(tokenizer, tools=tools, template=template, arguments=template_kwargs, name=name)
+    encoder = TextEncoder.for_tokenizer(tokenizer)
+    located = locate_turns(chat_template, encoder, messages, train_on=train_on, generation_prompt=add_generation_prompt)
+    aliased = AliasedText(located.layout.text, located.specials, encoder)
+    return _supervise(aliased, located.turns, located.dropped)
+
+
+@dataclass(frozen=True)
+class LocatedTurns:
+    """A rendered conversation before it is tokenised: its text, the template's special tokens, and what the assistant
+    wrote, all by characters."""
+
+    layout: Layout
+    specials: list[Special]
+    turns: list[Turn]
+    dropped: Counter[str]
+
+
+def locate_turns(
+    template: ChatTemplate,
+    encoder: TextEncoder,
+    messages: Sequence[Message],
+    *,
+    train_on: str = "all",
+    generation_prompt: bool = False,
+) -> LocatedTurns:
+    """Render a conversation and find the turns of its assistant messages; see :func:`render_chat`."""
     pattern = special_pattern(encoder)
     layout = lay_out(
-        chat_template,
+        template,
         messages,
         holds_special=lambda text: pattern is not None and pattern.search(text) is not None,
-        generation_prompt=add_generation_prompt,
+        generation_prompt=generation_prompt,
     )
     strings = [(p.start - e[0], p.end + e[1]) for p, e in zip(layout.places, layout.edges, strict=True)]
     specials = find_specials(layout.text, strings, encoder)
     finder = TurnFinder(layout, specials)
     turns = finder.find(_supervised(messages, train_on))
-    if chat_template.tools and not chat_template.reads_tools:
-        finder.dropped["unrendered_tools"] += len(chat_template.tools)
+    if template.tools and not template.reads_tools:
+        finder.dropped["unrendered_tools"] += len(template.tools)
     if not layout.edges_known:
         finder.dropped["edge_whitespace"] += _edged(layout, turns)
-    return _supervise(AliasedText(layout.text, specials, encoder), turns, finder.dropped)
+    return LocatedTurns(layout, specials, turns, finder.dropped)
 
 
 def _supervised(messages: Sequence[Message], train_on: str) -> list[int]:

@@ -174,7 +174,10 @@ class TurnFinder:
             raise layout.template.error(max(0, count - 1), layout.messages, what) from error
         found = list(layout.marked.occurrences(text))
         mark = layout.places[index].mark if index >= 0 else None
-        at = next((i for i, (number, _, _) in enumerate(found) if number == mark), -1)
+        # Equal strings share a marker, so it is the n-th of them that counts.
+        before = sum(place.mark == mark for place in islice(layout.places, max(index, 0)))
+        same = [i for i, (number, _, _) in enumerate(found) if number == mark]
+        at = same[min(before, len(same) - 1)] if same else -1
         start = found[at][2] if at >= 0 else 0
         return text[start : found[at + 1][1] if at + 1 < len(found) else len(text)]
 

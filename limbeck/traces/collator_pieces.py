@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.tokens import Rendering, Segment, TextEncoder
-from limbeck.tokens.chat_layout import Layout, lay_out
-from limbeck.tokens.chat_regions import Turn, TurnFinder
+from limbeck.tokens.chat import locate_turns
+from limbeck.tokens.chat_layout import Layout
+from limbeck.tokens.chat_regions import Turn
 from limbeck.tokens.chat_spans import Place
 from limbeck.tokens.chat_template import ChatTemplate
-from limbeck.tokens.chat_tokens import AliasedText, Special, find_specials, special_pattern
+from limbeck.tokens.chat_tokens import AliasedText, Special
 from limbeck.tokens.roles import KNOWN_ROLES, is_end
 
 IntArray = npt.NDArray[np.int64]
@@ -57,14 +58,14 @@ class Conversation:
 
     Attributes:
         piece_of: message -> piece with its first string; messages that the template left out are missing.
-        turns: assistant message -> its turn, in characters of its piece.
+        turns: assistant message -> its turn in characters of its piece; several parts where the template parts it.
         dropped: what the template left out, by reason.
     """
 
     messages: list[dict[str, Any]]
     pieces: list[Piece]
     piece_of: dict[int, int]
-    turns: dict[int, Turn]
+    turns: dict[int, list[Turn]]
     dropped: Counter[str]
 
     @property
@@ -109,15 +110,9 @@ class Renderer:
     def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> Conversation:
         """Render a conversation and cut it into pieces; nothing is tokenised yet."""
         template = ChatTemplate(self.tokenizer, tools=tools, arguments=self.template_kwargs, name=self.name)
-        pattern = special_pattern(self.encoder)
-        layout = lay_out(
-            template, messages, holds_special=lambda text: pattern is not None and pattern.search(text) is not None
-        )
-        specials = find_specials(layout.text, [(p.start, p.end) for p in layout.places], self.encoder)
-        finder = TurnFinder(layout, specials)
-        turns = finder.find([i for i, m in enumerate(messages) if m["role"] == "assistant"])
-        pieces = _Cutter(layout, specials, self._with_added(layout, specials), turns)
-        return pieces.cut(list(messages), finder.dropped)
+        located = locate_turns(template, self.encoder, messages)
+        atoms = self._with_added(located.layout, located.specials)
+        return _Cutter(located.layout, located.specials, atoms, located.turns).cut(list(messages), located.dropped)
 
     def _with_added(self, layout: Layout, specials: Sequence[Special]) -> list[Special]:
         """The special tokens and the template's other added tokens, which tokenizers cut out of the text as well."""
@@ -151,11 +146,10 @@ class Renderer:
 
     def written(self, conversation: Conversation, message: int) -> tuple[str, tuple[int, ...]] | None:
         """An assistant message's piece up to the end of its turn, as :attr:`Piece.key`; None where there is none."""
-        turn = conversation.turns.get(message)
-        if turn is None:
+        if message not in conversation.turns:
             return None
         piece = conversation.pieces[conversation.piece_of[message]]
-        end = turn.region[1] if turn.end is None else turn.end.end
+        end = max(_turn_end(turn) for turn in conversation.turns[message])
         return piece.text[:end], tuple(s.start for s in piece.specials if s.start < end)
 
     def ids(self, piece: Piece) -> IntArray:
@@ -166,10 +160,10 @@ class Renderer:
 
     def target(self, conversation: Conversation, message: int) -> Target | None:
         """The supervised tokens of an assistant message; None where the template shows none."""
-        turn = conversation.turns.get(message)
-        if turn is None:
+        if message not in conversation.turns:
             return None
-        return _target(self.encode(conversation.pieces[conversation.piece_of[message]]), turn)
+        piece = conversation.pieces[conversation.piece_of[message]]
+        return _target(self.encode(piece), conversation.turns[message])
 
 
 @dataclass(frozen=True)
@@ -194,25 +188,36 @@ class Target:
         return int(self.places[-1]) + 1
 
 
-def _target(aliased: AliasedText, turn: Turn) -> Target | None:
-    first, last, cut = aliased.cover(*turn.region)
-    places = list(range(first, last))
-    segments = [
-        Segment(0, kind, aliased.byte(start), aliased.byte(end), *aliased.cover(start, end)[:2])
-        for kind, start, end in turn.segments
-    ]
-    if turn.end is not None:
-        token, at = aliased.special_token(turn.end), aliased.byte(turn.end.start)
-        places.append(token)
-        segments.append(Segment(0, "eot", at, at, token, token + 1))
-    # A token that only ends the turn carries nothing of the message.
-    if last <= first and not (turn.end is not None and turn.region[0] == turn.region[1]):
+def _turn_end(turn: Turn) -> int:
+    return turn.region[1] if turn.end is None else turn.end.end
+
+
+def _target(aliased: AliasedText, turns: Sequence[Turn]) -> Target | None:
+    places: list[int] = []
+    segments: list[Segment] = []
+    straddling, empty = 0, True
+    for turn in turns:
+        first, last, cut = aliased.cover(*turn.region)
+        places += range(first, last)
+        straddling += cut
+        empty = empty and turn.region[0] == turn.region[1]
+        for kind, start, end in turn.segments:
+            tokens = aliased.cover(start, end)[:2]
+            segments.append(Segment(0, kind, aliased.byte(start), aliased.byte(end), *tokens))
+        if turn.end is not None:
+            token, at = aliased.special_token(turn.end), aliased.byte(turn.end.start)
+            places.append(token)
+            segments.append(Segment(0, "eot", at, at, token, token + 1))
+    ends = sum(turn.end is not None for turn in turns)
+    # A token that only ends the turn carries nothing of a message that has a text.
+    if not places or (len(places) == ends and not empty):
         return None
-    where = np.array(places, dtype=np.int64)
+    where = np.array(sorted(set(places)), dtype=np.int64)
     mask = np.zeros(len(aliased.rendering), dtype=bool)
     mask[where] = True
     rendering = replace(aliased.rendering, target=mask, segments=tuple(segments))
-    return Target(where, aliased.rendering.ids[where], rendering, Counter({"straddle": cut} if cut else {}))
+    dropped = Counter({"straddle": straddling} if straddling else {})
+    return Target(where, aliased.rendering.ids[where], rendering, dropped)
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
@@ -231,7 +236,9 @@ class _Cutter:
         self, layout: Layout, specials: Sequence[Special], atoms: Sequence[Special], turns: Sequence[Turn]
     ) -> None:
         self.layout, self.specials, self.atoms = layout, specials, atoms
-        self.turns = {turn.message: turn for turn in turns}
+        self.turns: dict[int, list[Turn]] = {}
+        for turn in turns:
+            self.turns.setdefault(turn.message, []).append(turn)
         # A template may write a called tool's name once more in the result's header: that is the template's text.
         self.places = [p for p in layout.places if not (p.repeat and layout.leaf(p).kind in ("name", "argument"))]
         self.owners = _owners(layout, self.places)
@@ -253,7 +260,7 @@ class _Cutter:
             pieces.append(Piece(layout.text[start:end], moved, clean[number], owners))
             for message in owners:
                 piece_of.setdefault(message, number)
-        turns = {m: _moved_turn(turn, edges[piece_of[m]]) for m, turn in self.turns.items()}
+        turns = {m: [_moved_turn(part, edges[piece_of[m]]) for part in parts] for m, parts in self.turns.items()}
         return Conversation(messages, pieces, piece_of, turns, dropped)
 
     def _splits(self) -> list[tuple[int, bool]]:
@@ -280,11 +287,10 @@ class _Cutter:
         """Where a split may lie: after the turn before, and not inside what the model writes next."""
         places = self.places
         low = places[i - 1].end if i else 0
-        before = self.turns.get(self.owners[i - 1]) if i else None
-        if before is not None:
-            low = max(low, before.region[1] if before.end is None else before.end.end)
-        after = self.turns.get(self.owners[i])
-        return low, places[i].start if after is None else after.region[0]
+        before = self.turns.get(self.owners[i - 1], []) if i else []
+        after = self.turns.get(self.owners[i], [])
+        low = max([low, *(_turn_end(turn) for turn in before)])
+        return low, min([places[i].start, *(turn.region[0] for turn in after)])
 
 
 def _owners(layout: Layout, places: Sequence[Place]) -> list[int]:
@@ -294,14 +300,15 @@ def _owners(layout: Layout, places: Sequence[Place]) -> list[int]:
     for index, message in enumerate(layout.messages):
         if message["role"] != "assistant" and isinstance(message.get("content"), str):
             holders.setdefault(("content", message["content"]), []).append(index)
-    times = Counter((leaf.kind, leaf.text) for leaf in found)
+    shared = [leaf.message >= 0 and layout.messages[leaf.message]["role"] != "assistant" for leaf in found]
+    times = Counter((leaf.kind, leaf.text) for leaf, several in zip(found, shared, strict=True) if several)
     used: Counter[tuple[str, str]] = Counter()
     owners: list[int] = []
-    for leaf in found:
+    for leaf, several in zip(found, shared, strict=True):
         key = (leaf.kind, leaf.text)
         candidates = holders.get(key, ())
         owner = leaf.message
-        if owner >= 0 and len(candidates) > 1 and layout.messages[owner]["role"] != "assistant":
+        if several and len(candidates) > 1:
             later = [c for c in candidates if not owners or c >= owners[-1]]
             owner = candidates[used[key]] if times[key] == len(candidates) else (later or [owner])[0]
             used[key] += 1

@@ -138,3 +138,14 @@ def _long(name: str) -> Trace:
         for message in trace.messages
     ]
     return trace.model_copy(update={"messages": written})
+
+
+def test_equal_results_do_not_hide_where_a_call_begins() -> None:
+    """Mistral writes no header in front of a call; the text behind equal tool results must not become a target."""
+    tokenizer = zoo.tokenizer("mistral_nemo")
+    calls = [cases.call(i, "run", command="x") for i in range(2)]
+    messages = [cases.asked("x"), cases.said("", calls[0]), cases.result(0, "x"), cases.said("", calls[1])]
+    batch = collator("mistral_nemo")([Trace(id="t", messages=messages, final_reward=1.0)])
+    target = batch["input_ids"][0][batch["response_mask"][0].bool()]
+    text = '[TOOL_CALLS][{"name": "run", "arguments": {"command": "x"}, "id": "call0000%d"}]</s>'
+    assert tokenizer.decode(target) == text % 0 + text % 1
