@@ -119,6 +119,11 @@ class MasterConfig(BaseModel):
                 f"distillation.num_prompts_per_step is {prompts}, which is no multiple of "
                 f"policy.train_global_batch_size {self.policy.train_global_batch_size}"
             )
+        if self.data.join_to_bytes is not None and prompts != self.policy.train_global_batch_size:
+            raise ValueError(
+                "with data.join_to_bytes a record holds any number of rows, so a step cannot be cut into updates; "
+                "leave policy.train_global_batch_size out"
+            )
         return self
 
     @property

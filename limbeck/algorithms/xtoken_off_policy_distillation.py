@@ -36,7 +36,7 @@ from limbeck.models.teachers import CachedTeacher, LiveTeacher, TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import CheckpointError, ConfigError, LossError
+from limbeck.utils.errors import CheckpointError, ConfigError, DataError, LossError
 from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.rng import capture_rng, restore_rng, seed_everything
 from limbeck.utils.state_io import load_state, save_state
@@ -326,6 +326,8 @@ class _Loop:
                 state["current_step"] = 0
                 self._report_dropped()
             last = state["total_steps"] >= self.total
+            if ended or last:
+                self._refuse_empty_data()
             stop = self.checkpointer.should_stop()
             self._after_step(last=last, stop=stop, epoch_ended=ended)
             if last or stop:
@@ -407,6 +409,14 @@ class _Loop:
                 "data": _fingerprints(self.loader, self.val_loader),
             }
             save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)
+
+    def _refuse_empty_data(self) -> None:
+        if self.state["total_valid_tokens"] == 0:
+            shown = dict(run_folder.over_ranks(self.dropped)) or "nothing"
+            raise DataError(
+                f"data.train holds nothing to learn from: in {self.state['consumed_samples']} records no token counts "
+                f"(left out: {shown}); give longer texts, or conversations with assistant messages"
+            )
 
     def _count_dropped(self, batch: BatchedDataDict) -> None:
         for counts in batch.get("dropped", []):
