@@ -236,7 +236,8 @@ def seconds_of(work: Workload, layout: Layout, machine: Machine) -> dict[str, fl
     )
     microbatches = max(tokens / work.microbatch_tokens, 1.0)
     moved = _sharding_bytes(work, layout, microbatches) / _link(machine, mesh.world, mesh.tensor)
-    out = {"student": student, "teachers": teachers, "sharding": max(0.0, moved - student)}
+    # FSDP gathers and reduces beside the arithmetic; plain data parallelism sums gradients after it
+    out = {"student": student, "teachers": teachers, "sharding": max(0.0, moved - student) if layout.sharded else moved}
     width = tokens / mesh.context * s.hidden * work.compute_bytes
     if mesh.tensor > 1:
         # four all-reduces per layer (two forward, two backward), which nothing hides
