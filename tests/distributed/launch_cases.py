@@ -19,7 +19,8 @@ def write_run(folder: Path, **more: Any) -> Path:
     for name, size in (("student", 300), ("teacher", 340)):
         if not (folder / name).exists():
             tokenizer(size).save_pretrained(folder / name)
-    texts = [f"{text} ({i})" for i in range(4) for text in TEXTS]
+    # the number comes first: texts that are cut to the context must still differ
+    texts = [f"({i}) {text}" for i in range(4) for text in TEXTS]
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     run: dict[str, Any] = {
         "policy": {

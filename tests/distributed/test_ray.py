@@ -1,0 +1,131 @@
+"""The same run under Ray: two workers, one of them killed on the way; and a cache filled by workers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from limbeck.algorithms.caching import CacheJob, cache_teachers
+from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.xtoken_off_policy_distillation import run
+from limbeck.config import load_config, resolve
+from limbeck.distributed import ray_launch
+from limbeck.distributed.launch import launch
+from limbeck.models.cache import CacheReader
+from limbeck.utils.errors import ConfigError, DataError
+from tests.distributed.launch_cases import figures, write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """A Ray cluster of two cores on this machine, whose workers see this source tree."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ray_launch.load_ray()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def config(path: Path, **cluster) -> MasterConfig:
+    overrides = [f"cluster.{k}={v}" for k, v in {"launcher": "ray", "num_workers": 2, **cluster}.items()]
+    return resolve(MasterConfig, load_config(path, overrides))
+
+
+def workers(name: str) -> list[psutil.Process]:
+    """Processes of this machine that run an actor of Ray."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if line.startswith("ray::") and name in line:
+            found.append(process)
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills one worker, without warning, once ``ready`` says so."""
+
+    def __init__(self, name: str, ready) -> None:
+        super().__init__(daemon=True)
+        self.actor, self.ready, self.killed = name, ready, 0
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not self.killed:
+            found = workers(self.actor)
+            if found and self.ready():
+                os.kill(found[-1].pid, signal.SIGKILL)
+                self.killed = found[-1].pid
+            time.sleep(0.01)
+
+
+def test_a_killed_worker_costs_no_step(tmp_path):
+    """The whole run ends with the same figures as two processes that nobody killed."""
+    path = write_run(tmp_path, distillation={"max_num_steps": 6, "num_prompts_per_step": 4, "val_at_start": False})
+    killer = Killer("RayTrainWorker", lambda: any((tmp_path / "run" / "checkpoints").glob("step_[2-4]")))
+    killer.start()
+    folder = launch(run, config(path))
+    assert killer.killed
+    assert folder == tmp_path / "run"
+    calm = tmp_path / "calm"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "limbeck", "train", str(path), f"logger.log_dir={calm}", "-q"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert figures(folder) == figures(calm)
+    assert [row["step"] for row in figures(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_error_of_the_run_is_told_and_not_retried(tmp_path):
+    path = write_run(tmp_path, data={"train": str(tmp_path / "nothing.jsonl"), "max_input_seq_length": 64})
+    with pytest.raises(DataError, match=r"nothing\.jsonl") as caught:
+        launch(run, config(path, num_workers=1))
+    assert "\n" not in str(caught.value)
+
+
+def test_more_workers_than_the_cluster_holds(tmp_path):
+    with pytest.raises(ConfigError, match=r"has 2 CPU, but 3 workers of 1 each need 3"):
+        launch(run, config(write_run(tmp_path), num_workers=3))
+
+
+def test_without_ray_the_error_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed; pip install 'limbeck\[ray\]'"):
+        launch(run, config(write_run(tmp_path)))
+
+
+def test_a_cache_by_workers_that_die(tmp_path):
+    """Every record is stored exactly once, with the scores of a single process; complete parts are not done again."""
+    path = write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
+    killer = Killer("PartCacher", lambda: any((tmp_path / "cache").glob("shard_*.journal")))
+    killer.start()
+    lines: list[str] = []
+    (summary,) = cache_teachers(config(path, cache_parts=6), say=lines.append)
+    assert killer.killed
+    assert summary["documents"] == 24
+    assert sum("complete with 4 documents" in line for line in lines) == 6
+    far = CacheReader(tmp_path / "cache")
+    journals = [line for p in (tmp_path / "cache").glob("*.journal") for line in p.read_text().splitlines()]
+    assert len(journals) == far.verify() == 24
+    alone = resolve(MasterConfig, load_config(path, [f"teacher.cache={tmp_path / 'alone'}"]))
+    cache_teachers(alone, say=lines.append)
+    assert sorted(far.keys()) == sorted(CacheReader(tmp_path / "alone").keys())
+    lines.clear()
+    assert cache_teachers(config(path, cache_parts=9), say=lines.append) == [summary]
+    assert "0 of 6 parts are to be done" in lines[0]
+
+
+def test_cache_jobs_say_what_they_lack(tmp_path):
+    with pytest.raises(ConfigError, match="no teacher has a cache folder"):
+        CacheJob(config(write_run(tmp_path)))
