@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from limbeck.models.loading import load_model, model_identity
     from limbeck.models.policy import Policy
     from limbeck.models.policy_config import PolicyConfig
+    from limbeck.models.server import ServerTeacher
+    from limbeck.models.server_config import ServerConfig
     from limbeck.models.teachers import CachedTeacher, LiveTeacher, TeacherSource
 
 _HOME = {
@@ -22,6 +24,8 @@ _HOME = {
     "LiveTeacher": "teachers",
     "Policy": "policy",
     "PolicyConfig": "policy_config",
+    "ServerConfig": "server_config",
+    "ServerTeacher": "server",
     "TeacherSource": "teachers",
     "document_key": "cache",
     "estimate_bytes": "cache",
@@ -40,6 +44,8 @@ __all__ = [
     "LiveTeacher",
     "Policy",
     "PolicyConfig",
+    "ServerConfig",
+    "ServerTeacher",
     "TeacherSource",
     "document_key",
     "estimate_bytes",
