@@ -143,7 +143,6 @@ def demo(
     Example: limbeck demo --out runs/demo
     """
     from limbeck.demo import run_demo
-
     from limbeck.report.run_page import write_report
 
     result = run_demo(_fresh(out), steps=steps, documents=documents, say=lambda line: typer.echo(line, err=True))
