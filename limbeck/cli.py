@@ -206,11 +206,13 @@ def _register() -> None:
     """Verbs whose parameters live beside the code they call."""
     from limbeck.projection.command import project_command
     from limbeck.report.commands import eval_command, report_command
+    from limbeck.report.plan import plan_command
     from limbeck.traces.commands import traces_app
 
     app.command("project")(project_command)
     app.command("eval")(eval_command)
     app.command("report")(report_command)
+    app.command("plan")(plan_command)
     app.add_typer(traces_app, name="traces")
 
 

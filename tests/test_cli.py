@@ -119,7 +119,7 @@ def test_doctor_tells_a_head_that_does_not_fit(capsys, tmp_path) -> None:
 def test_every_verb_has_help_with_an_example(capsys) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for verb in ("align", "project", "cache", "train", "demo", "eval", "report", "doctor"):
+    for verb in ("align", "project", "cache", "train", "demo", "eval", "report", "plan", "doctor"):
         assert verb in out
         assert "Example" in run(capsys, verb, "--help")[1], verb
     assert run(capsys, "--version")[1].startswith("limbeck ")
