@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from limbeck.utils.paths import write_atomic
 
 CONFIG_NAME = "config.yaml"
 _SAMPLE_CHARACTERS = 1500
+_UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 # What may change between a run and its continuation: when to stop, look and save, and how fast data is read.
 _FREE = (
     "logger",
@@ -71,6 +73,7 @@ def open_run_folder(
     """Store the resolved configuration and versions; refuse to continue a run of another configuration."""
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(folder)
     path = folder / CONFIG_NAME
     current = config.model_dump(mode="json")
     if has_checkpoint and path.is_file():
@@ -83,6 +86,13 @@ def open_run_folder(
             )
     write_atomic(path, dump_yaml(config))
     write_atomic(folder / "versions.json", json.dumps(dict(versions), indent=1, sort_keys=True) + "\n")
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a kill in the middle of ``write_atomic`` has left."""
+    for path in folder.glob(".*.tmp"):
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def versions(**more: Any) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""What a run leaves on disk, and which old folders may be continued."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load_file
+
+from limbeck.algorithms import run_folder
+from limbeck.config import dump_yaml, parse_yaml
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.utils.errors import ConfigError, DataError
+
+
+class Part(BaseModel):
+    lr: float = 0.1
+    kwargs: dict[str, float] = {}
+
+
+class Run(BaseModel):
+    policy: Part = Part()
+    logger: Part = Part()
+    distillation: dict[str, int] = {"max_num_steps": 3, "seed": 1}
+
+
+def opened(config: Run, folder: Path, *, has_checkpoint: bool = True) -> None:
+    run_folder.open_run_folder(config, folder, has_checkpoint=has_checkpoint, versions={"torch": "x"})
+
+
+def test_the_configuration_is_stored_as_it_was_used(tmp_path):
+    opened(Run(), tmp_path / "deep" / "run", has_checkpoint=False)
+    stored = (tmp_path / "deep" / "run" / "config.yaml").read_text()
+    assert parse_yaml(stored, "config") == Run().model_dump()
+    assert stored == dump_yaml(Run())
+    assert json.loads((tmp_path / "deep" / "run" / "versions.json").read_text()) == {"torch": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"policy": {"lr": 0.2}}, ["policy.lr: 0.1 -> 0.2"]),
+        ({"policy": {"kwargs": {"beta": 1.0}}}, ["policy.kwargs.beta: None -> 1.0"]),
+        ({"distillation": {"max_num_steps": 3, "seed": 2}}, ["distillation.seed: 1 -> 2"]),
+        ({"policy": {"lr": 1}, "distillation": {"seed": 5}}, ["policy.lr", "distillation.seed"]),
+    ],
+)
+def test_another_configuration_is_refused(tmp_path, change, said):
+    opened(Run(), tmp_path)
+    with pytest.raises(ConfigError) as error:
+        opened(Run.model_validate(change), tmp_path)
+    for part in said:
+        assert part in str(error.value)
+    assert parse_yaml((tmp_path / "config.yaml").read_text(), "config") == Run().model_dump()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"logger": {"lr": 5}}, {"distillation": {"max_num_steps": 9, "seed": 1}}, {}],
+    ids=["logger", "steps", "none"],
+)
+def test_what_only_says_when_to_stop_and_look_may_change(tmp_path, change):
+    opened(Run(), tmp_path)
+    opened(Run.model_validate(change), tmp_path)
+    assert parse_yaml((tmp_path / "config.yaml").read_text(), "config") == Run.model_validate(change).model_dump()
+
+
+def test_a_folder_without_checkpoint_takes_any_configuration(tmp_path):
+    opened(Run(), tmp_path)
+    opened(Run.model_validate({"policy": {"lr": 7}}), tmp_path, has_checkpoint=False)
+
+
+def test_only_unfinished_files_of_ours_are_removed(tmp_path):
+    mine = [".config.yaml.123.tmp", ".dropped.json.9.tmp"]
+    others = [".notes.tmp", "config.yaml.1.tmp", ".hidden"]
+    for name in mine + others:
+        (tmp_path / name).write_text("x")
+    opened(Run(), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {*others, "config.yaml", "versions.json"}
+
+
+def test_changed_data_are_named():
+    stored = {"train": "a", "validation": None}
+    run_folder.check_same_data(stored, dict(stored))
+    for name, value in (("train", "b"), ("validation", "c")):
+        with pytest.raises(DataError, match=rf"data\.{name}"):
+            run_folder.check_same_data(stored, {**stored, name: value})
+
+
+def test_counts_and_failed_batches_are_stored(tmp_path):
+    total = run_folder.write_dropped(tmp_path, Counter(truncated=2, empty=1))
+    assert total == {"truncated": 2, "empty": 1}
+    assert json.loads((tmp_path / "dropped.json").read_text()) == {"empty": 1, "truncated": 2}
+    ids = torch.arange(6).reshape(2, 3)
+    batch = BatchedDataDict({"input_ids": ids, "teacher_input_ids": ids.T.contiguous().T, "idx": [4, 7]})
+    folder = run_folder.save_failed_batch(tmp_path, 12, batch)
+    assert folder.name == "failed_batch_step_12"
+    assert json.loads((folder / "records.json").read_text()) == {"idx": [4, 7]}
+    stored = load_file(folder / "batch.safetensors")
+    assert torch.equal(stored["input_ids"], ids)
+    assert torch.equal(stored["teacher_input_ids"], ids)
