@@ -1,0 +1,158 @@
+"""One training step in every way that must give the same numbers, and processes that take it together."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models.policy import Policy
+from limbeck.models.teachers import LiveTeacher
+from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
+
+SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and a way of cutting the batch. ``teachers``: ``cross`` (another tokenizer) or ``same``."""
+
+    loss: dict[str, Any] = field(default_factory=dict)
+    teachers: tuple[str, ...] = ("cross",)
+    mbs: int = 4
+    packed: bool = False
+    student: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    rows: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1, 2, 3), (4, 5))
+    """Rows of the first and the second data-parallel rank."""
+
+
+CASES: dict[str, Case] = {
+    "boundary_kl": Case(),
+    "one row at a time": Case(mbs=1),
+    "packed": Case(packed=True),
+    "packed, tied Qwen3": Case({"mode": "p_kl_norm", "vocab_topk": 16}, packed=True, student=QWEN3),
+    "two teachers": Case({"direction": "reverse"}, teachers=("cross", "same"), mbs=1),
+    "p_kl": Case({"mode": "p_kl"}),
+    "same vocabulary": Case({"direction": "jsd"}, teachers=("same",), student=QWEN3),
+    "same vocabulary, top-k": Case({"topk": 9}, teachers=("same",)),
+    "gold": Case({"mode": "gold", "uncommon_topk": 50}),
+    "h_kl": Case({"mode": "h_kl", "temperature": 2.0}),
+    "uld": Case({"mode": "uld"}),
+    "alm": Case({"mode": "alm"}, packed=True),
+    "cross-entropy alone": Case(teachers=()),
+    "an empty rank": Case(rows=((0, 1, 2, 3, 4, 5), ())),
+    "a rank without chunks": Case(teachers=("cross",), rows=((0, 1), (-1,))),
+}
+
+
+@functools.cache
+def _collator(teachers: tuple[str, ...]) -> CrossTokenizerCollator:
+    return CrossTokenizerCollator(
+        student_tokenizer=tokenizer(300),
+        teacher_tokenizer=[tokenizer(340) if kind == "cross" else None for kind in teachers] or None,
+        ctx_length_student=64,
+        ctx_length_teacher=64,
+        append_eos=True,
+    )
+
+
+def batch(case: Case, rows: tuple[int, ...]) -> BatchedDataDict:
+    """Rows of a case; -1 stands for a row that counts for nothing."""
+    records = [{"text": TEXTS[i], "idx": i, "loss_multiplier": float(i >= 0)} for i in rows or (0,)]
+    whole = _collator(case.teachers)(records)
+    return whole if rows else whole.slice(0, 0)
+
+
+def student_of(case: Case, layout: dict[str, Any], settings: dict[str, Any] | None = None, **more: Any) -> Policy:
+    """The student of a case under a layout (keys of ``dtensor_cfg``)."""
+    if dist.is_initialized():
+        more["dp_group"] = dist.group.WORLD
+    packing = {"enabled": case.packed, "train_mb_tokens": 128}
+    whole = {"optimizer": SGD, "sequence_packing": packing, "max_grad_norm": 0.5, **(settings or {})}
+    return Policy(
+        config(case.student, dtensor_cfg=layout, **whole), tokenizer(300), device="cpu", seed=0, name="student", **more
+    )
+
+
+def teachers_of(case: Case, layout: dict[str, Any]) -> list[LiveTeacher]:
+    out = []
+    for i, kind in enumerate(case.teachers):
+        tok, arch = (tokenizer(340), QWEN3) if kind == "cross" else (tokenizer(300), LLAMA)
+        settings = config(arch, dtensor_cfg=layout)
+        out.append(LiveTeacher(Policy(settings, tok, device="cpu", seed=1 + i, name="teacher", init_optimizer=False)))
+    return out
+
+
+def loss_of(case: Case) -> CrossTokenizerDistillationLossFn:
+    maps = [projection() if kind == "cross" else None for kind in case.teachers]
+    return CrossTokenizerDistillationLossFn({"block_rows": 17, **case.loss}, projections=maps)
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def step(
+    case: Case, layout: dict[str, Any], rows: tuple[int, ...], teacher_layout: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Loss, gradient norm, metrics and gradients (after clipping) of one step over ``rows``; scores before it."""
+    student, teachers = (
+        student_of(case, layout),
+        teachers_of(case, layout if teacher_layout is None else teacher_layout),
+    )
+    gradients: dict[str, torch.Tensor] = {}
+    names = {id(p): n for n, p in student.model.named_parameters()}
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            gradients.update({names[id(p)]: whole(p.grad).clone() for p in group["params"]})
+
+    assert student.optimizer is not None
+    student.optimizer.register_step_pre_hook(keep)
+    data = batch(case, rows)
+    scores = student.get_logprobs(data)["logprobs"].sum(1).tolist()
+    held = student.train(data, loss_of(case), teachers=teachers, mbs=case.mbs, eval_mode=True)
+    out = student.train(data, loss_of(case), teachers=teachers, mbs=case.mbs)
+    kept = {k: out[k] for k in ("loss", "grad_norm", "metrics", "tokens")}
+    scored = dict(zip(rows, scores, strict=True))
+    return {**kept, "gradients": gradients, "held_out": held["loss"], "scores": scored}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _main(rank: int, world: int, port: int, work: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    try:
+        result = work(rank, world, *args)
+        torch.save(result, Path(folder) / f"rank_{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def together(world: int, work: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """``work(rank, world, *args)`` in processes of one gloo group; what each returned."""
+    mp.get_context("forkserver").set_forkserver_preload(["tests.distributed.cases", "transformers.models.auto"])
+    folder.mkdir(parents=True, exist_ok=True)
+    packed = (world, free_port(), work, str(folder), args)
+    mp.start_processes(_main, args=packed, nprocs=world, start_method="forkserver")
+    return [torch.load(folder / f"rank_{r}.pt", weights_only=True) for r in range(world)]

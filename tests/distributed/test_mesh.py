@@ -1,0 +1,100 @@
+"""Layouts that cannot work are refused in one line, before any model is read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from limbeck.distributed import mesh
+from limbeck.distributed.mesh import MeshShape, check_model, check_teacher_mesh, plan_cluster, plan_mesh
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models.policy import Policy
+from limbeck.utils.errors import ConfigError
+from tests.models.tiny import LLAMA, config, projection, tokenizer
+
+PLAIN = {"tensor_parallel_size": 1, "context_parallel_size": 1}
+
+
+def test_data_parallelism_takes_what_is_left() -> None:
+    assert plan_mesh({**PLAIN, "tensor_parallel_size": 2, "context_parallel_size": 2}, 8) == MeshShape(2, 2, 2)
+    assert plan_mesh(PLAIN, 3) == MeshShape(3)
+    shape = MeshShape(2, 2, 3)
+    assert [shape.place(r) for r in (0, 2, 3, 11)] == [(0, 0, 0), (0, 0, 2), (0, 1, 0), (1, 1, 2)]
+    assert sorted(shape.place(r) for r in range(shape.world)) == [shape.place(r) for r in range(shape.world)]
+
+
+def test_sizes_that_do_not_divide_the_world() -> None:
+    with pytest.raises(ConfigError, match=r"3 x context_parallel_size 1 = 3 does not divide the 4 processes"):
+        plan_mesh({**PLAIN, "tensor_parallel_size": 3}, 4)
+    with pytest.raises(ConfigError, match=r"num_nodes 2 x gpus_per_node 8 = 16, but 8 processes"):
+        plan_cluster(SimpleNamespace(num_nodes=2, gpus_per_node=8), 8)
+    plan_cluster(SimpleNamespace(num_nodes=2, gpus_per_node=None), 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "message"),
+    [
+        ({"num_attention_heads": 6}, MeshShape(tensor=4), "does not divide the model's num_attention_heads 6"),
+        ({}, MeshShape(tensor=4), "num_key_value_heads 2"),
+        ({"vocab_size": 301}, MeshShape(tensor=2), "vocabulary 301"),
+        ({"intermediate_size": 49}, MeshShape(tensor=2), "intermediate_size 49"),
+        ({"model_type": "gpt2"}, MeshShape(tensor=2), "tensor parallelism does not know models of type 'gpt2'"),
+        ({"model_type": "mamba"}, MeshShape(context=2), "context parallelism does not know models of type 'mamba'"),
+        ({"model_type": "mistral", "sliding_window": 64}, MeshShape(context=2), "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, MeshShape(context=2), "sliding-window"),
+    ],
+)
+def test_models_that_cannot_be_split(change: dict[str, Any], shape: MeshShape, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model({**LLAMA, "vocab_size": 300, **change}, shape)
+
+
+def test_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {**LLAMA, "vocab_size": 300}
+    check_model(numbers, MeshShape(context=2, tensor=2))
+    check_model(SimpleNamespace(**numbers), MeshShape(tensor=2))
+    check_model({"model_type": "gpt2"}, MeshShape(data=8))
+
+
+def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limbeck.models.policy.current_world", lambda: 4)
+    monkeypatch.setattr("limbeck.models.policy.load_model", lambda *a, **k: pytest.fail("loaded"))
+    for layout, message, more in (
+        ({"tensor_parallel_size": 3}, "does not divide the 4 processes", {}),
+        ({"tensor_parallel_size": 4}, "num_key_value_heads 2", {}),
+        (
+            {"context_parallel_size": 2},
+            "sequence_packing",
+            {"sequence_packing": {"enabled": True, "train_mb_tokens": 9}},
+        ),
+        ({"fsdp": True}, "adapters", {"lora": {"r": 4}}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")
+
+
+def test_teachers_may_be_split_differently_but_not_further() -> None:
+    student = MeshShape(2, 2, 2)
+    check_teacher_mesh(student, MeshShape(8), "teacher")
+    check_teacher_mesh(student, MeshShape(4, 1, 2), "teacher")
+    with pytest.raises(ConfigError, match="must be 1 or the student's"):
+        check_teacher_mesh(MeshShape(8), MeshShape(4, 1, 2), "teacher")
+
+
+def test_losses_that_look_at_whole_microbatches() -> None:
+    def loss(**settings: Any) -> CrossTokenizerDistillationLossFn:
+        return CrossTokenizerDistillationLossFn(settings, projections=[projection(), projection()])
+
+    loss().check_layout(context=2, tensor=2)
+    loss(mode="p_kl").check_layout(context=1, tensor=2)
+    for settings in ({"mode": "p_kl"}, {"teacher_scoring": "ce"}, {"teacher_combination": "select_teacher"}):
+        with pytest.raises(ConfigError, match="whole micro-batches"):
+            loss(**settings).check_layout(context=2, tensor=1)
+    with pytest.raises(ConfigError, match="learnable projection"):
+        loss(learnable_projection=True).check_layout(context=1, tensor=2)
+
+
+def test_data_rank() -> None:
+    assert mesh.data_rank_and_world(PLAIN) == (0, 1)
