@@ -26,6 +26,7 @@ def train(path: Path, run_dir: Path, *launcher: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_torchrun_computes_what_one_process_does(tmp_path):
     """Two processes share the records of each step, so losses and gradient norms are those of one."""
     path = write_run(tmp_path, distillation={"num_prompts_per_step": 4, "max_num_steps": 3, "val_at_start": False})

@@ -24,6 +24,7 @@ from limbeck.models.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.launch_cases import figures, write_run
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
