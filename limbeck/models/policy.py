@@ -441,10 +441,9 @@ class Policy:
 
         Every rank must call it. Weights are whole from any layout; the train state may be read under another one.
         """
-        if self.sharded is not None:
-            save_weights(self.model, weights_path, self.tokenizer, tokenizer_path, state=self.sharded.full_state())
-        elif not dist.is_initialized() or dist.get_rank() == 0:
-            save_weights(self.model, weights_path, self.tokenizer, tokenizer_path)
+        whole = None if self.sharded is None else self.sharded.full_state()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_weights(self.model, weights_path, self.tokenizer, tokenizer_path, state=whole)
         if optimizer_path is not None:
             save_state(optimizer_path, self.train_state())
 
