@@ -64,7 +64,7 @@ class Inputs:
             },
             projections=[self.projection],
         ).cuda()
-        hidden, weight = (t.to(dtype).requires_grad_() for t in self.tensors[:2])
+        hidden, weight = (t.to(dtype, copy=True).requires_grad_() for t in self.tensors[:2])
         inputs = loss_fn.prepare(microbatch(self.batch), [torch.zeros(1, dtype=torch.int64)])
         loss, _ = loss_fn.compute(
             hidden, Head(V_S, weight=weight), [self.signal(dtype, top_k)], inputs, loss_fn.counts(self.batch)

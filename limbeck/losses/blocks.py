@@ -239,7 +239,6 @@ class RowBlockLoss(torch.autograd.Function):
     def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
         work = _Pass(job, hidden, params, ctx.needs_input_grad[1:])
         total = work.run()
-        verify(job, total, hidden)
         ctx.grads = [work.hidden_grad, *work.param_grads]
         ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
         return total.to(compute_dtype(hidden.dtype))
@@ -253,13 +252,18 @@ class RowBlockLoss(torch.autograd.Function):
         return None, *scaled
 
 
-def row_block_loss(job: Job, hidden: Tensor) -> Tensor:
-    """Run a job on hidden `[R, h]`: the loss, differentiable unless gradients are off. Fills `job.metrics`."""
+def row_block_loss(job: Job, hidden: Tensor, *, check: bool = True) -> Tensor:
+    """Run a job on hidden `[R, h]`: the loss, differentiable unless gradients are off. Fills `job.metrics`.
+
+    check=False: the caller has more to queue first, and calls `verify` itself before the loss is used.
+    """
     params = [*job.head.parameters(), *(t.mode.rest_weight for t in job.learnable)]
     function: Any = RowBlockLoss
     if job.columns is not None:
         from limbeck.losses.blocks_fast import FastRowBlockLoss as function
     out: Tensor = function.apply(job, hidden, *params)
+    if check:
+        verify(job, out.detach(), hidden)
     return out
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.losses import blocks_fast, corrected_modes, reference_modes
-from limbeck.losses.blocks import Job, Term, row_block_loss
+from limbeck.losses.blocks import Job, Term, row_block_loss, verify
 from limbeck.losses.columns import ColumnPlan, columns_for
 from limbeck.losses.divergences import JsdGuard
 from limbeck.losses.inputs import (
@@ -272,8 +272,10 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         plan = inputs.plan if columns is None else columns.plan
         job = Job(student_head, plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms, columns=columns)
         job.suspects, job.explain = suspects, lambda: self._compare_ids(signals, inputs, defer=False)
-        loss = row_block_loss(job, student_hidden)
-        return loss, self._metrics(job, loss.detach(), inputs, counts)
+        loss = row_block_loss(job, student_hidden, check=False)
+        metrics = self._metrics(job, loss.detach(), inputs, counts)
+        verify(job, loss.detach(), student_hidden)  # last: it waits for the device
+        return loss, metrics
 
     def _columns_for_kernels(
         self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs, terms: list[Term]

@@ -45,7 +45,8 @@ def varlen_attention(
         return out.transpose(1, 2).contiguous(), None
     # rounded up, so that a longer document seldom means another graph
     longest = -(-max_length_q // 512) * 512
-    flat = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    # rotary embeddings leave queries and keys wide under autocast; the kernel takes none but narrow types
+    flat = [x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value)]
     options = dict(_OPTIONS)
     if "enable_gqa" in options:
         options["enable_gqa"] = query.shape[1] != key.shape[1]

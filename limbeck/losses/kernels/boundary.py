@@ -2,7 +2,7 @@
 
 With p_T the teacher, q the projected student and members the columns that some student token reaches, each column of
 the batch adds `sum_member p_T (log p_T - log(kept) - log(q + TINY) + normaliser)`; `r = p_T / (q + TINY)`, minus the
-gradient with respect to q, replaces the teacher's logits in place.
+gradient with respect to q, replaces the teacher's logits of the members in place; other columns are not even read.
 
 Reference: `limbeck.losses.corrected_modes.target_divergence` (kind forward, no rest bucket).
 """
@@ -46,14 +46,14 @@ def _student_mass(s_ptr, q_ptr, source, place, ld, col, width, scale, base):
 
 @triton.jit
 def _boundary_kernel(
-    s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
-    size, ld_s, ld_t, width, per_split, inv_tau,
+    s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
+    number, ld_s, ld_t, width, per_split, inv_tau,
     SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
     start = tl.program_id(1) * per_split
-    end = tl.minimum(start + per_split, size)
+    end = tl.minimum(start + per_split, number)
     scale = inv_tau * LOG2E
     base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
     base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
@@ -62,37 +62,36 @@ def _boundary_kernel(
     student = tl.zeros([BN], tl.float32)
     best = tl.full([BN], -1.0, tl.float32)
     arg = tl.zeros([BN], tl.int32)
-    for v in range(start, end, 2):
+    for i in range(start, end, 2):
         # two tokens at a time: their loads are under way together; the store of one would hold up the next
-        second = v + 1 < end
+        second = i + 1 < end
         also = col < tl.where(second, width, 0)
-        other = tl.minimum(v + 1, end - 1)
-        source0 = tl.load(source_ptr + v)
-        source1 = tl.where(second, tl.load(source_ptr + other), -1)
-        place0 = tl.load(place_ptr + v)
-        place1 = tl.where(second, tl.load(place_ptr + other), -1)
-        at0 = t_ptr + v * ld_t.to(tl.int64) + col
-        at1 = at0 + ld_t
+        v0 = tl.load(reached_ptr + i)
+        v1 = tl.load(reached_ptr + tl.minimum(i + 1, end - 1))
+        at0 = t_ptr + v0.to(tl.int64) * ld_t + col
+        at1 = t_ptr + v1.to(tl.int64) * ld_t + col
         log0 = tl.load(at0, mask=inside, other=0.0).to(tl.float32) * scale - base_t
-        log1 = tl.load(at1, mask=also, other=0.0).to(tl.float32) * scale - base_t
+        log1 = tl.load(at1, mask=also, other=float("-inf")).to(tl.float32) * scale - base_t
+        source0 = tl.load(source_ptr + v0)
+        source1 = tl.load(source_ptr + v1)
+        place0 = tl.load(place_ptr + v0)
+        place1 = tl.load(place_ptr + v1)
         q0 = _student_mass(s_ptr, q_ptr, source0, place0, ld_s, col, width, scale, base_s)
         q1 = _student_mass(s_ptr, q_ptr, source1, place1, ld_s, col, width, scale, base_s)
         gap0 = log0 - tl.log2(q0 + TINY)
-        gap1 = log1 - tl.log2(q1 + TINY)
-        reached0 = (source0 >= 0) | (place0 >= 0)
-        reached1 = (source1 >= 0) | (place1 >= 0)
-        p0 = tl.where(reached0, tl.exp2(log0), 0.0)
-        p1 = tl.where(reached1, tl.exp2(log1), 0.0)
-        r0 = tl.where(reached0, tl.exp2(gap0), 0.0)
-        r1 = tl.where(reached1, tl.exp2(gap1), 0.0)
+        gap1 = tl.where(also, log1 - tl.log2(q1 + TINY), 0.0)
+        p0 = tl.exp2(log0)
+        p1 = tl.exp2(log1)
+        r0 = tl.exp2(gap0)
+        r1 = tl.exp2(gap1)
         tl.store(at0, r0.to(t_ptr.dtype.element_ty), mask=inside)
         tl.store(at1, r1.to(t_ptr.dtype.element_ty), mask=also)
         kept += p0 + p1
         cross += p0 * gap0 + p1 * gap1
-        student += q0 * r0 + q1 * r1
-        arg = tl.where(q0 > best, v, arg)
+        student += q0 * r0 + tl.where(also, q1 * r1, 0.0)
+        arg = tl.where(q0 > best, v0, arg)
         best = tl.maximum(best, q0)
-        arg = tl.where(q1 > best, v + 1, arg)
+        arg = tl.where(q1 > best, v1, arg)
         best = tl.maximum(best, q1)
     part = SPLITS * width
     out = tl.program_id(1) * width + col
@@ -116,15 +115,15 @@ def boundary_divergence(
     """student `[V_s, ld_s]`, teacher `[V_t, ld_t]`: logits whose first `chunks` columns belong together; the teacher's
     are overwritten with r there. lse_* `[ld]` at the temperature; complex_mass `[c, ld_s]`: `project_columns` of
     `tables.complex`."""
-    size = teacher.shape[0]
+    size, number = teacher.shape[0], tables.reached.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
-    splits = splits_for(size)
+    splits = splits_for(number)
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(splits, width, dtype=torch.int32, device=student.device)
     _boundary_kernel[(-(-width // WIDE), splits)](
-        student, teacher, complex_mass, lse_student, lse_teacher, tables.source, tables.place, sums, arg,
-        size, student.shape[1], teacher.shape[1], width, -(-size // splits), 1 / temperature,
-        SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
+        student, teacher, complex_mass, lse_student, lse_teacher, tables.reached, tables.source,
+        tables.place, sums, arg, number, student.shape[1], teacher.shape[1], width, -(-number // splits),
+        1 / temperature, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     kept, cross, term = sums[:3, :, :chunks].sum(1)
     best = sums[3, :, :chunks].max(0)

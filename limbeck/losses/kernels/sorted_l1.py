@@ -4,7 +4,7 @@ The distance of two sorted lists, cut after k places, is an area: with `A(x)` th
 it is the integral over x of `|A_student(x) - A_teacher(x)|`. So counts and masses in narrow bins of log p are enough.
 Inside a bin the integral of A is exact (count above, and the mean of the bin); only where the two curves cross inside
 one bin, or where place k falls into it, is the area approximate, by at most that bin's share. The slope of the loss at
-an entry is the sign of the difference in its bin.
+an entry is the sign of the difference in its bin. Entries far beyond place k are not counted: see `_histogram`.
 
 Counts and masses are summed in one integer each, so the result does not depend on the order of the additions.
 Reference: `limbeck.losses.reference_modes.sorted_l1`.
@@ -29,6 +29,9 @@ PER_OCTAVE = 64
 BINS = 2048
 """Bins in all: probabilities below 2^-32 share the last one."""
 
+SAMPLE = 16
+"""One of so many tokens is looked at to find where the first k end."""
+
 _PER_OCTAVE = tl.constexpr(PER_OCTAVE)
 _BINS = tl.constexpr(BINS)
 _COUNT_SHIFT = tl.constexpr(44)
@@ -52,19 +55,38 @@ def bin_of(log2_p):
 
 
 @triton.jit
-def _histogram_kernel(x_ptr, lse_ptr, ids_ptr, out_ptr, number, ld, width, per_split, inv_tau, BN: tl.constexpr):
+def _histogram_kernel(
+    x_ptr, lse_ptr, ids_ptr, limit_ptr, out_ptr, number, ld, width, per_split, stride, inv_tau, BN: tl.constexpr
+):
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
     start = tl.program_id(1) * per_split
     scale = inv_tau * LOG2E
     base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
+    limit = tl.load(limit_ptr + col, mask=inside, other=-1)
     for i in range(start, tl.minimum(start + per_split, number)):
-        token = tl.load(ids_ptr + i).to(tl.int64)
+        token = tl.load(ids_ptr + i * stride).to(tl.int64)
         log_p = tl.load(x_ptr + token * ld + col, mask=inside, other=0.0).to(tl.float32) * scale - base
         place = bin_of(log_p)
         part = tl.exp2(log_p + place.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
         units = tl.minimum(part, 1.0) * _MASS_UNIT + 0.5
-        tl.atomic_add(out_ptr + place * width + col, units.to(tl.int64) + _COUNT_ONE, mask=inside, sem="relaxed")
+        one = units.to(tl.int64) + _COUNT_ONE
+        tl.atomic_add(out_ptr + place * width + col, one, mask=place <= limit, sem="relaxed")
+
+
+@triton.jit
+def _limit_kernel(counts_ptr, limit_ptr, ld, need, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+    """The bin in which the `need`-th largest entry of each column lies."""
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    above = tl.zeros([BN], tl.float32)
+    limit = tl.zeros([BN], tl.int32)
+    for b in range(0, BINS, BB):
+        at = (b + tl.arange(0, BB))[:, None] * ld + col[None, :]
+        count = (tl.load(counts_ptr + at) >> _COUNT_SHIFT).to(tl.float32)
+        running = tl.cumsum(count, 0) + above[None, :]
+        limit += tl.sum((running < need).to(tl.int32), 0)
+        above += tl.sum(count, 0)
+    tl.store(limit_ptr + col, limit)
 
 
 @triton.jit
@@ -116,14 +138,29 @@ def _area_kernel(
     tl.store(mass_ptr + col, tl.sum(total, 0))
 
 
-def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, temperature: float) -> Tensor:
-    out = torch.zeros(BINS, width, dtype=torch.int64, device=logits.device)
-    if ids.numel():
-        splits = splits_for(ids.numel(), 64)
-        _histogram_kernel[(-(-width // WIDE), splits)](
-            logits, lse, ids, out, ids.numel(), logits.shape[1], width, -(-ids.numel() // splits), 1 / temperature,
-            BN=WIDE, num_warps=WIDE_WARPS,
-        )  # fmt: skip
+def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, k: int, temperature: float) -> Tensor:
+    """Counts and masses of the tokens `ids` by bin, `[BINS, width]`; surely of the k largest, seldom of the others.
+
+    Adding an entry to its bin is what this costs, and entries beyond place k do not matter. So a sample of every
+    `SAMPLE`-th token tells first, with room to spare, down to which bin the k largest reach.
+    """
+    device = logits.device
+    limit = torch.full((width,), BINS, dtype=torch.int32, device=device)
+    out = torch.zeros(BINS, width, dtype=torch.int64, device=device)
+    share = k / SAMPLE
+    need = share + 6 * share**0.5 + 16
+    strides = [SAMPLE, 1] if ids.numel() > SAMPLE * need else [1]
+    for stride in strides:
+        number = -(-ids.numel() // stride)
+        splits = splits_for(number, 64)
+        if number:
+            _histogram_kernel[(-(-width // WIDE), splits)](
+                logits, lse, ids, limit, out, number, logits.shape[1], width, -(-number // splits), stride,
+                1 / temperature, BN=WIDE, num_warps=WIDE_WARPS,
+            )  # fmt: skip
+        if stride > 1:
+            _limit_kernel[(width // 16,)](out, limit, width, need, BINS=BINS, BB=64, BN=16, num_warps=4)
+            out.zero_()
     return out
 
 
@@ -141,8 +178,8 @@ def sorted_rest(
     """Distance of the k largest probabilities of the tokens ids_* (int32) in the first `chunks` columns of student
     `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits, with its slope for the gradient."""
     width = -(-chunks // COLUMNS) * COLUMNS
-    counts_s = _histogram(student, lse_student, ids_student, width, temperature)
-    counts_t = _histogram(teacher, lse_teacher, ids_teacher, width, temperature)
+    counts_s = _histogram(student, lse_student, ids_student, width, k, temperature)
+    counts_t = _histogram(teacher, lse_teacher, ids_teacher, width, k, temperature)
     slope = torch.empty(BINS, width, dtype=torch.bfloat16, device=student.device)
     rows = torch.empty(2, width, dtype=torch.float32, device=student.device)
     _area_kernel[(width // 16,)](

@@ -16,8 +16,8 @@ class ProjectionTables:
 
     By column: the entries of column v are `offsets[v] : offsets[v + 1]` of students and weights. `source` `[V_t]`: the
     student token of a column with a single entry of weight 1, else -1; `place` `[V_t]`: the number of any other
-    reachable column in `complex`, else -1. By row: `index`, `weight` `[k, V_s]` (-1: none) and `entries` `[V_s]`: how
-    many a row has. All int32 and float32.
+    reachable column in `complex`, else -1; `reached`: all columns of either kind, ascending. By row: `index`, `weight`
+    `[k, V_s]` (-1: none) and `entries` `[V_s]`: how many a row has. All int32 and float32.
     """
 
     offsets: Tensor
@@ -26,6 +26,7 @@ class ProjectionTables:
     source: Tensor
     place: Tensor
     complex: Tensor
+    reached: Tensor
     index: Tensor
     weight: Tensor
     entries: Tensor
@@ -72,6 +73,7 @@ def _build(vocab: VocabMap) -> ProjectionTables:
         "source": source.masked_fill(several, -1),
         "place": place,
         "complex": complex_columns,
+        "reached": count.nonzero().squeeze(1),
         "index": index,
         "entries": entries,
     }
