@@ -78,6 +78,8 @@ class TracesConfig(_Section):
     reward_key: str = "final_reward"
     max_seq_length: int = Field(default=4096, ge=1)
     """Longest sequence of the policy and hint channels; at most ``policy.max_total_sequence_length``."""
+    policy_cut: Literal["right", "left"] = "right"
+    """Which end of a longer trace its policy row leaves out; ``left`` goes without behaviour log-probs."""
     max_pair_seq_length: int = Field(default=2048, ge=1)
     max_teacher_seq_length: int | None = Field(default=None, ge=1)
     """Longest hinted sequence of a teacher of its own tokenizer; default: the student's."""

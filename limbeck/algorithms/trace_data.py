@@ -212,6 +212,7 @@ def make_collator(
         recovery_weight=traces.recovery_weight,
         hint_placement=traces.hint_placement,
         template_kwargs=dict(policy.tokenizer.chat_template_kwargs),
+        policy_cut=traces.policy_cut,
         on_error="skip" if traces.on_bad_trace == "skip" else "raise",
         teacher_max_seq_len=traces.max_teacher_seq_length,
         teacher_template_kwargs={} if teacher is None else dict(teacher.tokenizer.chat_template_kwargs),

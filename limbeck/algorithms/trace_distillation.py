@@ -122,7 +122,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     )
     measured = TraceCollate(make_collator(config, tokenizer, foreign, hint=True, preference=True))
     validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
-    state, dropped = _fresh_state(), Counter(dataset.dropped)
+    # What reading left out is the same on every rank, and counted once.
+    state, dropped = _fresh_state(), Counter(dataset.dropped if rank_and_world()[0] == 0 else ())
     if latest is not None:
         state, dropped = _resume(checkpointer, latest, loader, step)
     elif reference is not None:
@@ -360,10 +361,9 @@ class _Loop:
             save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)
 
     def _report_dropped(self) -> None:
-        if rank_and_world()[0] == 0:
-            run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
-        if self.dropped:
-            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
+        total = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+        if total:
+            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(total.items()))
             self.logger.print(f"left out so far: {shown}")
 
 

@@ -54,13 +54,11 @@ def tokenizer_folder(where: Path, size: int = 400) -> str:
 
 def short_traces(where: Path, names: tuple[str, ...] = ("store-count-1", "store-count-2", "store-count-3")) -> str:
     """Some of the shipped traces, with one tool each instead of all, so that sequences stay short."""
-    lines = []
-    for line in WORKSHOP.read_text(encoding="utf-8").splitlines():
-        trace = json.loads(line)
-        if trace["id"] in names:
-            lines.append(json.dumps({**trace, "tools": trace["tools"][:1]}))
-    path = where / "traces.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = where / f"{'_'.join(names)}.jsonl"
+    if not path.exists():
+        traces = [json.loads(line) for line in WORKSHOP.read_text(encoding="utf-8").splitlines()]
+        kept = [json.dumps({**trace, "tools": trace["tools"][:1]}) for trace in traces if trace["id"] in names]
+        path.write_text("\n".join(kept) + "\n", encoding="utf-8")
     return str(path)
 
 

@@ -1,0 +1,98 @@
+"""`limbeck eval --traces`: failed and better messages, before and after training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from limbeck.algorithms.evaluation import EvalOptions
+from limbeck.algorithms.evaluation_traces import evaluate_traces, with_better
+from limbeck.algorithms.trace_data import load_traces
+from limbeck.algorithms.trace_distillation import run
+from limbeck.utils.errors import TraceError
+from tests.algorithms.trace_tiny import WORKSHOP, config
+
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """(start and end of a run, its traces)."""
+    where = tmp_path_factory.mktemp("eval")
+    made = config(
+        where,
+        policy={"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-3}}},
+        loss={"policy": {"weight": 0.1}},
+        distillation={"max_num_steps": 8, "save_start": True},
+        checkpointing={"enabled": True, "keep_top_k": None},
+    )
+    folder = run(made)
+    return [str(folder / "checkpoints" / "step_0"), str(folder)], str(made.traces.train)
+
+
+def test_the_failed_call_falls_and_the_better_one_rises(trained: tuple[list[str], str]) -> None:
+    models, traces = trained
+    before, after = evaluate_traces(models, [traces], EvalOptions(context=1024)).values()
+    assert before["sites"] == after["sites"] == 2
+    assert after["failed_logprob"] < before["failed_logprob"] - 3
+    assert after["better_logprob"] > before["better_logprob"] + 1
+    assert after["better_above_worse"] == 1.0
+    places = {(row["trace"], row["message"]) for row in after["rows"]}
+    assert places == {("store-count-1", 2), ("store-count-2", 2)}
+    # the same states, the same tokens: the pair's rejected side is the failed message
+    assert after["worse_logprob"] == pytest.approx(after["failed_logprob"], rel=1e-5)
+
+
+def test_the_command_prints_a_table_or_json(
+    trained: tuple[list[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from limbeck.cli import main
+
+    models, traces = trained
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["--traces", traces, "--context", "1024"]
+    for command in (["eval", *models, *options], ["eval", models[0], *options, "--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 0
+    shown = capsys.readouterr().out.splitlines()
+    for text in ("failed message", "better message", "store-count-2", "unknown_tool"):
+        assert any(text in line for line in shown)
+    assert json.loads(shown[-1])["traces"][models[0]]["pairs"] == 2
+
+
+def test_a_recovery_stands_in_where_there_is_no_pair(tmp_path: Path) -> None:
+    section = config(tmp_path).traces.model_copy(update={"train": str(WORKSHOP)})
+    traces = {trace.id: trace for trace in load_traces(section).traces}
+    bare = traces["store-count-1"].model_copy(update={"preference_pairs": []})
+    (pair,) = with_better(bare).preference_pairs
+    assert pair.message_index == 2
+    assert pair.chosen.tool_calls[0].name == "search_items"
+    assert pair.rejected == bare.messages[2]
+    assert with_better(traces["store-count-1"]).preference_pairs == traces["store-count-1"].preference_pairs
+    assert with_better(traces["store-count-3"]).preference_pairs == []
+
+
+def test_a_model_without_a_tool_template_needs_one(trained: tuple[list[str], str], tmp_path: Path) -> None:
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    models, traces = trained
+    folder = tmp_path / "plain"
+    shutil.copytree(Path(models[0]) / "policy" / "weights", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    given = tokenizer.chat_template
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(TraceError, match="--chat-template"):
+        evaluate_traces([str(folder)], [traces], EvalOptions(context=1024))
+    (found,) = evaluate_traces([str(folder)], [traces], EvalOptions(context=1024), chat_template=given).values()
+    (own,) = evaluate_traces(models[:1], [traces], EvalOptions(context=1024)).values()
+    assert found["failed_logprob"] == own["failed_logprob"]
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(TraceError, match="no trace"):
+        evaluate_traces(models[:1], [empty])
