@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,16 @@ def profile(run: Callable[[], Any], title: str, rows: int = 22) -> None:
         print(f"   {e.self_device_time_total / 1e3:8.3f} ms {e.count:5d} x  {e.key[:90]}", flush=True)
 
 
+def synchronisations(run: Callable[[], Any]) -> int:
+    """How often one call makes the host wait for the device, as torch reports it."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        run()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in found)
+
+
 def row_of(
     problem: Problem, mode: str, floor: float, *, published: bool, plain: bool, profiled: bool, **options: Any
 ) -> dict[str, Any]:
@@ -153,8 +164,9 @@ def row_of(
     row: dict[str, Any] = {
         "ms": round(found.ms, 2), "low_ms": round(found.low, 2), "high_ms": round(found.high, 2),
         "extra_gib": round(found.extra, 2), "floor": round(floor, 2), "loss": float(run()),
+        "synchronisations": synchronisations(run),
     }  # fmt: skip
-    print(f"{mode:12s} {problem.rows:6d} rows {found}, floor {floor:.2f}", flush=True)
+    print(f"{mode:12s} {problem.rows:6d} rows {found}, floor {floor:.2f}, {row['synchronisations']} waits", flush=True)
     if profiled:
         profile(run, mode)
     others: dict[str, Callable[[], Tensor]] = {}
