@@ -13,7 +13,7 @@ from limbeck.algorithms.master_config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.sampler import ShardSampler
 from limbeck.data.sources import build_dataset
-from limbeck.distributed.process import rank_and_world
+from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.tokens import load_tokenizer
 from limbeck.utils.errors import ConfigError, DataError
 
@@ -77,7 +77,8 @@ def make_loaders(
     config: MasterConfig, collator: CrossTokenizerCollator, train: Any, val: Any | None
 ) -> tuple[StatefulDataLoader, StatefulDataLoader | None]:
     """Loaders of this rank's share of the training and validation records; both can be resumed."""
-    rank, world = rank_and_world()
+    # processes that split one model's layers or sequences read the same records
+    rank, world = data_rank_and_world(config.policy.dtensor_cfg)
     prompts = config.distillation.num_prompts_per_step
     if prompts % world:
         raise ConfigError(

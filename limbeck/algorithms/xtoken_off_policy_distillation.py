@@ -29,6 +29,7 @@ from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator, make_loaders
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.mesh import plan_cluster
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
@@ -116,6 +117,7 @@ def setup(
     """
     config = master_config
     group = join_peers(config.cluster.backend)
+    plan_cluster(config.cluster, rank_and_world()[1])
     seed_everything(config.distillation.seed)
     tokenizers = _listed(teacher_tokenizer)
     teachers = config.all_teachers
@@ -192,7 +194,9 @@ def _resume(
     info = checkpointer.load_training_info(latest) or {}
     state = _default_off_policy_distillation_save_state()
     state.update({k: info[k] for k in OffPolicyDistillationSaveState.__annotations__ if k in info})  # type: ignore[typeddict-item]
-    stored = load_state(latest / "train_state" / f"rank_{rank_and_world()[0]}", local=True)
+    own = latest / "train_state" / f"rank_{rank_and_world()[0]}"
+    # a run that has grown reads what every rank knows: positions are counted over all ranks
+    stored = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
     run_folder.check_same_data(stored["data"], _fingerprints(loader, val_loader))
     loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
     if stored["dataloader"] is not None:

@@ -67,7 +67,9 @@ def plan_mesh(layout: Mapping[str, Any], world: int, *, name: str = "policy") ->
 def plan_cluster(cluster: Any, world: int) -> None:
     """Refuse a run whose number of processes is not what the ``cluster`` section promises."""
     gpus = getattr(cluster, "gpus_per_node", None)
-    if gpus and world > 1 and gpus * cluster.num_nodes != world:
+    # under Ray the number of workers is a setting of its own
+    local = getattr(cluster, "launcher", "local") == "local"
+    if gpus and local and world > 1 and gpus * cluster.num_nodes != world:
         raise ConfigError(
             f"cluster.num_nodes {cluster.num_nodes} x gpus_per_node {gpus} = {gpus * cluster.num_nodes}, but {world} "
             "processes were started; correct the run file or the launcher"
