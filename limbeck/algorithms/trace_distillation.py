@@ -32,6 +32,7 @@ from limbeck.algorithms.trace_data import (
 from limbeck.algorithms.trace_monitors import CollapseMonitor
 from limbeck.algorithms.trace_step import ReferenceLogProbs, TraceStep
 from limbeck.algorithms.trace_validation import TraceValidation
+from limbeck.algorithms.xtoken_off_policy_distillation import _sigterm_saves
 from limbeck.data.sampler import ShardSampler
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
@@ -42,7 +43,7 @@ from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError, LossError
+from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.rng import capture_rng, restore_rng, seed_everything
 from limbeck.utils.state_io import load_state, save_state
@@ -125,7 +126,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     # What reading left out is the same on every rank, and counted once.
     state, dropped = _fresh_state(), Counter(dataset.dropped if rank_and_world()[0] == 0 else ())
     if latest is not None:
-        state, dropped = _resume(checkpointer, latest, loader, step)
+        state, dropped = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
     elif reference is not None:
         rank, world = rank_and_world()
         reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
@@ -212,12 +213,17 @@ def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceColl
 
 
 def _resume(
-    checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, step: TraceStep
+    checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
 ) -> tuple[TraceSaveState, Counter[str]]:
     info = checkpointer.load_training_info(latest) or {}
     state = _fresh_state()
     state.update({k: info[k] for k in TraceSaveState.__annotations__ if k in info})  # type: ignore[typeddict-item]
     shared = load_state(latest / "train_state" / "shared")
+    if shared["traces"] != fingerprint:
+        raise DataError(
+            "traces.train is no longer what this run began with (files, pairs or their order have changed); put the "
+            "old traces back, or give another logger.log_dir"
+        )
     if step.teacher is not None:
         step.teacher.load_state_dict(shared["teacher"])
     if step.reference is not None:
@@ -237,9 +243,9 @@ def _resume(
 def train(run: TraceRun) -> None:
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
     loop = _Loop(run)
-    run.checkpointer.install_signal_handler()
     try:
-        loop.run()
+        with _sigterm_saves(run.checkpointer):
+            loop.run()
     finally:
         run.logger.close()
 
@@ -266,6 +272,8 @@ class _Loop:
                 self.logger.commit()
             if d.save_start and self.config.checkpointing.enabled and not self.checkpointer.checkpoints():
                 self._save(0, epoch_ended=True)
+        if state["total_steps"] >= self.total:
+            self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
         self.logger.start_progress(self.total, state["total_steps"])
         stop = False
         while state["total_steps"] < self.total and not stop:
@@ -283,6 +291,8 @@ class _Loop:
                 state["current_epoch"] += 1
                 state["current_step"] = 0
             last = state["total_steps"] >= self.total
+            if ended or last:
+                self._refuse_empty_data()
             stop = self.checkpointer.should_stop()
             self._after_step(last=last, stop=stop, epoch_ended=ended)
             if last or stop:
@@ -347,6 +357,7 @@ class _Loop:
         with self.checkpointer.saving(step, info) as folder:
             self.parts.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
             shared = {
+                "traces": self.loader.dataset.fingerprint,
                 "teacher": {} if parts.teacher is None else parts.teacher.state_dict(),
                 "reference": {} if parts.reference is None else parts.reference.state_dict(),
             }
@@ -359,6 +370,14 @@ class _Loop:
                 "rng": capture_rng(),
             }
             save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)
+
+    def _refuse_empty_data(self) -> None:
+        if self.state["total_valid_tokens"] == 0:
+            shown = dict(run_folder.over_ranks(self.dropped)) or "nothing"
+            raise DataError(
+                f"traces.train holds nothing to learn from: in {self.state['consumed_samples']} traces no reward, "
+                f"failed call or pair counts for the channels that are on (left out: {shown})"
+            )
 
     def _report_dropped(self) -> None:
         total = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)

@@ -238,6 +238,7 @@ def test_the_algorithm_key_picks_the_trainer(tmp_path: Path) -> None:
         ({"loss": {"hint": {"divergence": "jsd", "jsd_beta": 0.01}}}, "JSD almost vanishes"),
         ({"policy": {"train_global_batch_size": 7}}, "leave it out"),
         ({"policy": {"param_dtype": "bfloat16"}, "loss": {"hint": {"self_teacher": "ema"}}}, "stand still"),
+        ({"policy": {"dtensor_cfg": {"fsdp": True}}}, "data-parallel only"),
         ({"loss": {"self_teacher": "ema"}}, "unknown key 'loss.self_teacher'"),
     ],
 )
@@ -274,6 +275,20 @@ def test_pair_and_site_files_take_part(tmp_path: Path) -> None:
     assert row["train/count/pairs"] == 3
     assert row["train/count/sites"] == 1
     assert json.loads((folder / "dropped.json").read_text())["pair_without_trace"] == 1
+
+
+def test_traces_that_changed_or_teach_nothing_end_the_run(tmp_path: Path) -> None:
+    steps = {"num_prompts_per_step": 2, "max_num_steps": 1}
+    made = config(tmp_path, distillation=steps, checkpointing=SAVING)
+    run(made)
+    path = Path(str(made.traces.train))
+    path.write_text(path.read_text().replace("340", "341"))
+    with pytest.raises(DataError, match="no longer what this run began with"):
+        setup(config(tmp_path, distillation={**steps, "max_num_steps": 2}, checkpointing=SAVING))
+    lone = short_traces(tmp_path, ("store-count-3", "files-rename-3"))
+    only = {"policy": False, "hint": False}
+    with pytest.raises(DataError, match="nothing to learn from"):
+        run(config(tmp_path, traces={"train": lone, "channels": only}, distillation=steps))
 
 
 def test_a_template_without_tool_calls_is_refused(tmp_path: Path) -> None:
