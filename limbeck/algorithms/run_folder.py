@@ -34,6 +34,8 @@ _FREE = (
     "logger",
     "checkpointing",
     "cluster",
+    "policy.dtensor_cfg",
+    "teacher.dtensor_cfg",
     "distillation.max_num_steps",
     "distillation.max_num_epochs",
     "distillation.val_period",
