@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +21,7 @@ def align_renderings(student: Rendering, teacher: Rendering, counts: Counter[str
 
     Segments correspond by message, kind and order; each pair must hold the same bytes. What does not correspond is
     left out and counted in ``counts``: ``segment_missing`` (one side only), ``segment_differs`` (other bytes),
-    ``inexact_chunks``.
+    ``segment_stripped`` (the same but for outer white space, which is left out), ``inexact_chunks``.
     """
     counts = Counter() if counts is None else counts
     parts: list[Chunks] = []
@@ -32,10 +33,15 @@ def align_renderings(student: Rendering, teacher: Rendering, counts: Counter[str
         elif mine.kind == "eot":
             if mine.token_end > mine.token_start and other.token_end > other.token_start:
                 parts.append(_end_pair(mine, other))
-        elif student.source[mine.start : mine.end] != teacher.source[other.start : other.end]:
-            counts["segment_differs"] += 1
-        else:
+        elif student.source[mine.start : mine.end] == teacher.source[other.start : other.end]:
             parts.append(_align_segment(student, mine, teacher, other))
+        else:
+            # Many templates strip a message's outer white space; what is left is still the same text.
+            mine, other = _stripped(student, mine), _stripped(teacher, other)
+            same = student.source[mine.start : mine.end] == teacher.source[other.start : other.end]
+            counts["segment_stripped" if same else "segment_differs"] += 1
+            if same:
+                parts.append(_align_segment(student, mine, teacher, other))
     counts["segment_missing"] += len(theirs)
     chunks = Chunks.concatenate(parts)
     counts["inexact_chunks"] += int(np.count_nonzero(~chunks.exact))
@@ -50,6 +56,18 @@ def _keyed(segments: tuple[Segment, ...]) -> dict[tuple[int, str, int], Segment]
         keyed[(*name, seen[name])] = segment
         seen[name] += 1
     return keyed
+
+
+def _stripped(rendering: Rendering, segment: Segment) -> Segment:
+    """The segment without its outer white space, and the tokens that lie wholly inside what is left."""
+    text = rendering.source[segment.start : segment.end]
+    start = segment.start + len(text) - len(text.lstrip())
+    end = start + len(text.strip())
+    ends = rendering.ends[segment.token_start : segment.token_end]
+    begins = np.concatenate([[_begin(rendering, segment)], ends])[:-1]
+    first = segment.token_start + int(np.searchsorted(begins, start, side="left"))
+    last = segment.token_start + int(np.searchsorted(ends, end, side="right"))
+    return replace(segment, start=start, end=end, token_start=first, token_end=max(first, last))
 
 
 def _end_pair(mine: Segment, other: Segment) -> Chunks:

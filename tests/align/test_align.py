@@ -231,6 +231,24 @@ def test_bad_ids_are_refused() -> None:
         pair.align(good, good[0])
 
 
+def test_a_message_that_one_template_strips_is_aligned_all_the_same() -> None:
+    pair = aligner("llama3_2", "qwen3")
+    texts = "  \n In 2011, yes. \n", "In 2011, yes."
+    student, teacher = encode("llama3_2", texts[0]), encode("qwen3", texts[1])
+    counts: Counter[str] = Counter()
+    chunks = pair.align_renderings(student, teacher, counts)
+    assert counts["segment_stripped"] == 1
+    assert counts["segment_differs"] == 0
+    assert 0 < len(chunks) <= len(teacher)
+    for k in range(len(chunks)):
+        mine = pair.student_vocab.join(student.ids[chunks.student_start[k] : chunks.student_end[k]].tolist())
+        theirs = pair.teacher_vocab.join(teacher.ids[chunks.teacher_start[k] : chunks.teacher_end[k]].tolist())
+        assert mine == theirs
+    other = pair.align_renderings(student, encode("qwen3", "In 2012, yes."), counts)
+    assert counts["segment_differs"] == 1
+    assert not len(other)
+
+
 def test_pairs_show_tokens() -> None:
     pair = aligner("llama3_2", "qwen3")
     student, teacher = encode("llama3_2", "語x"), encode("qwen3", "語x")
