@@ -8,60 +8,21 @@ over blocks in float32 inside the product. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from limbeck.losses import corrected_modes, reference_modes
+from limbeck.losses import reference_modes
 from limbeck.losses.blocks import Job, Term
 from limbeck.losses.columns import BlockColumns, SideColumns
-from limbeck.losses.kernels import padded, triton_available
-from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal, compute_dtype
-
-if TYPE_CHECKING:
-    from limbeck.losses.fast_modes import ColumnLogits, Distilled, Sums
-
-FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORWARD_ONLY = (corrected_modes.boundary_kl, corrected_modes.same_vocabulary, *(
-    reference_modes.p_kl, reference_modes.common_kl))  # fmt: skip
-
-
-def device_ready(device: torch.device) -> bool:
-    """Whether the kernels can run on this device."""
-    return device.type == "cuda" and triton_available()
-
-
-def _plain(head: Head) -> bool:
-    """A bare matrix: no bias, no softcap, no scale, no wrapper, not divided among processes."""
-    bare = head.weight is not None and head.module is None and head.bias is None
-    bare = bare and not head.axis.sharded
-    return bare and not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES  # type: ignore[union-attr]
-
-
-def signal_ready(signal: Signal) -> bool:
-    """Whether the kernels can read this teacher."""
-    return isinstance(signal, TopKSignal) or (isinstance(signal, HiddenSignal) and _plain(signal.head))
-
-
-def student_ready(hidden: Tensor, head: Head) -> bool:
-    """Whether the kernels can read these hidden states and this head."""
-    return hidden.dtype in FAST_TYPES and _plain(head)
-
-
-def term_ready(term: Term) -> bool:
-    """Whether a term has a fast form: one teacher, fixed projection, and a divergence that the kernels know."""
-    mode, spec = term.mode, term.mode.spec
-    if len(term.signals) != 1 or (mode.rest_weight is not None and mode.rest_weight.requires_grad):
-        return False
-    if term.leaf is corrected_modes.alm:
-        return True
-    top_k = isinstance(term.signals[0], TopKSignal)
-    if top_k:
-        return term.leaf is corrected_modes.boundary_kl
-    known = any(term.leaf is leaf for leaf in _FORWARD_ONLY)
-    bucketed = term.leaf is corrected_modes.same_vocabulary and spec.topk is not None
-    return known and spec.kind == "forward" and spec.entry_clip is None and not bucketed
+from limbeck.losses.fast_modes import FAST_MODES, ColumnLogits, Distilled, Sums, chunk_means
+from limbeck.losses.kernels import padded
+from limbeck.losses.kernels.gradient import Factors, write_gradient
+from limbeck.losses.kernels.scale import scaled
+from limbeck.losses.kernels.stats import column_stats
+from limbeck.losses.signals import HiddenSignal, compute_dtype
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
@@ -148,8 +109,6 @@ class _Pass:
 
     def _inputs(self, hidden: Tensor, side: SideColumns, block: BlockColumns, dtype: torch.dtype) -> Tensor:
         """Hidden states of the columns `[ld, h]`; zeros in padding."""
-        from limbeck.losses.fast_modes import chunk_means
-
         out = hidden.new_empty(side.padded, hidden.shape[1], dtype=dtype)
         out[: side.width] = hidden.index_select(0, side.rows)
         out[side.width :] = 0
@@ -162,9 +121,6 @@ class _Pass:
         self, name: str, weight: Tensor, inputs: Tensor, side: SideColumns, tau: float, *, whole: bool = True
     ) -> ColumnLogits:
         """Logits and statistics of one side; whole: every token has its row, so realised tokens can be looked up."""
-        from limbeck.losses.fast_modes import ColumnLogits
-        from limbeck.losses.kernels.stats import column_stats
-
         logits = self._product(name, weight, inputs)
         stats = column_stats(logits, tau)
         tokens = stats.lse.new_zeros(0)
@@ -184,22 +140,20 @@ class _Pass:
         return total
 
     def _block(self, block: BlockColumns, *, first: bool) -> Tensor:
-        from limbeck.losses.kernels.gradient import Factors, write_gradient
-
         term = self.job.terms[0] if self.job.terms and block.chunks else None
         tau = 1.0 if term is None else term.mode.temperature
         inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
         student = self._side("student", self.weight[: self.size], inputs, block.student, tau)
         total, ce = self._cross_entropy(block, student, tau)
         ld = inputs.shape[0]
-        cp, co = torch.nn.functional.pad(torch.stack((ce, -ce)), (0, ld - ce.shape[0]))
+        cp, co = pad(torch.stack((ce, -ce)), (0, ld - ce.shape[0]))
         one = cp if tau != 1.0 else None
         out = None if term is None else self._distil(term, block, student)
         if out is not None and term is not None:
             total = total + out.loss.double() * term.factor
         if not self.with_grad:
             return total
-        label = torch.nn.functional.pad(block.label, (0, ld - block.label.shape[0]), value=-1).int()
+        label = pad(block.label, (0, ld - block.label.shape[0]), value=-1).int()
         if out is None:
             factors = Factors(cp, cp if one is None else torch.zeros_like(cp), one, co, label)
             write_gradient(student.logits, student.stats.lse_tau, student.stats.lse, factors, tau)
@@ -227,8 +181,6 @@ class _Pass:
         return loss.double() * self.job.token_factor, block.ce_weight * self.job.token_factor
 
     def _distil(self, term: Term, block: BlockColumns, student: ColumnLogits) -> Distilled:
-        from limbeck.losses.fast_modes import FAST_MODES
-
         assert block.teacher is not None
         teacher, signal = None, term.signals[0]
         if isinstance(signal, HiddenSignal):
@@ -301,7 +253,5 @@ class FastRowBlockLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        from limbeck.losses.kernels.scale import scaled
-
         pairs = zip(ctx.grads, ctx.dtypes, strict=True)
         return None, *(None if grad is None else scaled(grad, outer[0], dtype) for grad, dtype in pairs)

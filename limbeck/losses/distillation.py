@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limbeck.losses import blocks_fast, corrected_modes, reference_modes
+from limbeck.losses import corrected_modes, fast_path, reference_modes
 from limbeck.losses.blocks import Job, Term, row_block_loss, verify
-from limbeck.losses.columns import ColumnPlan, columns_for
+from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.divergences import JsdGuard
 from limbeck.losses.inputs import (
     LossInputs,
@@ -32,7 +32,6 @@ from limbeck.losses.inputs import (
     teacher_ids_of,
     teacher_layout,
 )
-from limbeck.losses.kernels import triton_available
 from limbeck.losses.layout import build_token_layout
 from limbeck.losses.leaf import Leaf, Metrics, Mode
 from limbeck.losses.scaling import DynamicScale
@@ -230,13 +229,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
 
     def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
         """Column order for the kernels, where they may come to be used."""
-        settings = self.settings
-        here = torch.cuda.is_available() and triton_available()
-        if settings.fast_path == "off" or (settings.fast_path == "auto" and not here):
-            return None
-        maps = [t.vocab for t in self._list()]
-        sizes = None if not maps or maps[0] is None else (maps[0].student_size, maps[0].teacher_size)
-        return columns_for(settings.mode, inputs.tokens, inputs.layouts, sizes, settings.block_rows)
+        return fast_path.plan(self.settings, [t.vocab for t in self._list()], inputs)
 
     # ---- the loss ----
 
@@ -266,7 +259,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         terms = self._terms(signals, inputs, student_head)
         for term in terms:
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
-        columns = self._columns_for_kernels(student_hidden, student_head, signals, inputs, terms)
+        columns = fast_path.usable_columns(self.settings, inputs, student_hidden, student_head, signals, terms)
         if columns is None:
             self._choose_columns(terms)
         plan = inputs.plan if columns is None else columns.plan
@@ -276,26 +269,6 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         metrics = self._metrics(job, loss.detach(), inputs, counts)
         verify(job, loss.detach(), student_hidden)  # last: it waits for the device
         return loss, metrics
-
-    def _columns_for_kernels(
-        self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs, terms: list[Term]
-    ) -> ColumnPlan | None:
-        """The column order if the kernels can do this micro-batch; None: the plain path does it."""
-        forced = self.settings.fast_path == "force"
-        ready = (
-            inputs.columns is not None
-            and not head.axis.sharded
-            and (forced or blocks_fast.device_ready(hidden.device))
-            and blocks_fast.student_ready(hidden, head)
-            and all(blocks_fast.signal_ready(s) for s in signals)
-            and all(blocks_fast.term_ready(t) for t in terms)
-        )
-        if forced and not ready:
-            raise LossError(
-                f"fast_path is 'force' but the kernels do not cover mode {self.settings.mode!r} with these settings, "
-                "teachers and heads; use 'auto'"
-            )
-        return inputs.columns if ready else None
 
     def _compare_ids(self, signals: Sequence[Signal], inputs: LossInputs, *, defer: bool) -> list[Tensor]:
         """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
@@ -407,8 +380,8 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
         raw = dict(job.metrics)
         chunks = sum(layout.num_chunks for layout in inputs.layouts)
-        total_tokens = counts["tokens"].to(zero)
-        total_chunks = sum((counts[f"chunks_{i}"].to(zero) for i in range(self.num_teachers)), zero)
+        total_tokens = counts["tokens"].to(zero, non_blocking=True)
+        total_chunks = sum((counts[f"chunks_{i}"].to(zero, non_blocking=True) for i in range(self.num_teachers)), zero)
         by_tokens = (zero + inputs.num_tokens) / total_tokens.clamp(min=1e-9)
         share = torch.where(total_tokens > 0, by_tokens, (zero + chunks) / total_chunks.clamp(min=1))
         out: Metrics = {
