@@ -52,8 +52,9 @@ def simulate(devices: int, seconds: float, spread: float, sharded: bool, machine
 def main() -> None:
     results = json.loads((HERE / "gpu" / "results.json").read_text())
     machine = Machine()
-    # the spread of the repeated head-and-loss measurement, as a standard deviation of its part of the step
-    spread = results["boundary_kl"]["spread_ms"] / 1e3 / 4
+    # the range of the repeated head-and-loss measurement as four standard deviations
+    row = results["boundary_kl"]
+    spread = (row["high_ms"] - row["low_ms"]) / 1e3 / 4
     out: dict[str, Any] = {"device": results["device"], "tokens_per_device": TOKENS, "rows": []}
     for kind in ("live", "cached"):
         seconds, origin = arithmetic(results, kind)
