@@ -32,6 +32,9 @@ BINS = 2048
 SAMPLE = 16
 """One of so many tokens is looked at to find where the first k end."""
 
+STEP, LANES = 64, 16
+"""Bins and columns that a program of the scans over bins holds at a time."""
+
 _PER_OCTAVE = tl.constexpr(PER_OCTAVE)
 _BINS = tl.constexpr(BINS)
 _COUNT_SHIFT = tl.constexpr(44)
@@ -159,7 +162,7 @@ def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, k: int, tem
                 1 / temperature, BN=WIDE, num_warps=WIDE_WARPS,
             )  # fmt: skip
         if stride > 1:
-            _limit_kernel[(width // 16,)](out, limit, width, need, BINS=BINS, BB=64, BN=16, num_warps=4)
+            _limit_kernel[(width // LANES,)](out, limit, width, need, BINS=BINS, BB=STEP, BN=LANES, num_warps=4)
             out.zero_()
     return out
 
@@ -182,7 +185,7 @@ def sorted_rest(
     counts_t = _histogram(teacher, lse_teacher, ids_teacher, width, k, temperature)
     slope = torch.empty(BINS, width, dtype=torch.bfloat16, device=student.device)
     rows = torch.empty(2, width, dtype=torch.float32, device=student.device)
-    _area_kernel[(width // 16,)](
-        counts_s, counts_t, slope, rows[0], rows[1], width, float(k), BINS=BINS, BB=64, BN=16, num_warps=4
+    _area_kernel[(width // LANES,)](
+        counts_s, counts_t, slope, rows[0], rows[1], width, float(k), BINS=BINS, BB=STEP, BN=LANES, num_warps=4
     )
     return Rest(rows[0, :chunks], rows[1, :chunks], slope)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from limbeck.losses.kernels import padded
+from limbeck.losses.kernels import sorted_l1 as kernel
 from limbeck.losses.kernels.gradient import Factors, Paired, Projected, gradient_reference, write_gradient
 from limbeck.losses.kernels.project import project_columns, project_columns_reference
 from limbeck.losses.kernels.scale import scaled
@@ -133,6 +134,18 @@ def test_area_between_sorted_lists(sizes: tuple[int, int], k: int) -> None:
     probs_s, probs_t = torch.softmax(student, 0)[::2, :5].t(), torch.softmax(teacher, 0)[::2, :5].t()
     wanted = sorted_l1(probs_s, probs_t, k)
     torch.testing.assert_close(found.rows, wanted, rtol=5e-3, atol=1e-4)
+
+
+def test_entries_beyond_the_first_k_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SAMPLE", 2)
+    x, ids = logits(400, 5), torch.arange(400, dtype=torch.int32)
+    lse = column_stats(x).lse
+    counts = (kernel._histogram(x, lse, ids, 128, 40, 1.0) >> 44)[:, :5]
+    assert bool((counts.sum(0) >= 40).all())
+    assert bool((counts.sum(0) < 400).all())
+    found = sorted_rest(x, x.flip(1) * 0.5, lse, column_stats(x.flip(1) * 0.5).lse, ids, ids, 5, 40)
+    probs = torch.softmax(x, 0)[:, :5].t(), torch.softmax(x.flip(1) * 0.5, 0)[:, :5].t()
+    torch.testing.assert_close(found.rows, sorted_l1(*probs, 40), rtol=5e-3, atol=1e-4)
 
 
 def test_equal_lists_have_no_distance_and_no_slope() -> None:
