@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.losses.signals import HiddenSignal, TopKSignal
 from limbeck.models.policy import Policy
+from limbeck.models.scoring import score_rows
 from limbeck.models.teachers import LiveTeacher
 from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
 
@@ -35,6 +37,8 @@ class Case:
     mbs: int = 4
     packed: bool = False
     student: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    topk: int = 0
+    """Teachers hand out so many tokens per row, as a cache would; 0: everything."""
     rows: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1, 2, 3), (4, 5))
     """Rows of the first and the second data-parallel rank."""
 
@@ -52,6 +56,7 @@ CASES: dict[str, Case] = {
     "h_kl": Case({"mode": "h_kl", "temperature": 2.0}),
     "uld": Case({"mode": "uld"}),
     "alm": Case({"mode": "alm"}, packed=True),
+    "stored top-k": Case(teachers=("cross",), topk=16),
     "cross-entropy alone": Case(teachers=()),
     "an empty rank": Case(rows=((0, 1, 2, 3, 4, 5), ())),
     "a rank without chunks": Case(teachers=("cross",), rows=((0, 1), (-1,))),
@@ -87,12 +92,28 @@ def student_of(case: Case, layout: dict[str, Any], settings: dict[str, Any] | No
     )
 
 
-def teachers_of(case: Case, layout: dict[str, Any]) -> list[LiveTeacher]:
-    out = []
+class TopKTeacher:
+    """A live teacher that says no more than a cache would."""
+
+    def __init__(self, live: LiveTeacher, k: int) -> None:
+        self.live, self.k, self.vocab_size = live, k, live.vocab_size
+
+    def signal(self, *args: Any) -> tuple[TopKSignal, torch.Tensor]:
+        full, starts = self.live.signal(*args)
+        assert isinstance(full, HiddenSignal)
+        following = torch.cat((full.input_ids[1:], full.input_ids.new_full((1,), -1)))
+        scores = score_rows(full.hidden, full.head, following, k=self.k)
+        stored = (scores.topk_ids, scores.topk_logprobs, scores.next_logprob, following)
+        return TopKSignal(*stored, vocab_size=self.vocab_size), starts
+
+
+def teachers_of(case: Case, layout: dict[str, Any]) -> list[Any]:
+    out: list[Any] = []
     for i, kind in enumerate(case.teachers):
         tok, arch = (tokenizer(340), QWEN3) if kind == "cross" else (tokenizer(300), LLAMA)
         settings = config(arch, dtensor_cfg=layout)
-        out.append(LiveTeacher(Policy(settings, tok, device="cpu", seed=1 + i, name="teacher", init_optimizer=False)))
+        live = LiveTeacher(Policy(settings, tok, device="cpu", seed=1 + i, name="teacher", init_optimizer=False))
+        out.append(TopKTeacher(live, case.topk) if case.topk else live)
     return out
 
 
