@@ -160,15 +160,20 @@ class CachedTeacher:
         return out
 
 
+def _staged(shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
+    """Rows to be filled and sent to the device: pinned where there is one, so that sending them holds nobody up."""
+    return torch.full(shape, fill, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
 class _TopKRows:
     """Collects stored rows of one micro-batch; a row without a stored entry keeps the id -1 (empty)."""
 
     def __init__(self, reader: CacheReader, rows: int) -> None:
         self.reader = reader
         k = reader.spec.k
-        self.ids = torch.full((rows, k), -1, dtype=torch.int32)
-        self.logprobs = torch.zeros((rows, k), dtype=torch.float16)
-        self.came = torch.zeros(rows, dtype=torch.float32)
+        self.ids = _staged((rows, k), -1, torch.int32)
+        self.logprobs = _staged((rows, k), 0.0, torch.float16)
+        self.came = _staged((rows,), 0.0, torch.float32)
 
     def put(self, start: int, ids: Any) -> None:
         found = self.reader.get(ids)
@@ -182,9 +187,9 @@ class _TopKRows:
 
     def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
         return TopKSignal(
-            self.ids.to(device),
-            self.logprobs.to(device).float(),
-            self.came.to(device),
+            self.ids.to(device, non_blocking=True),
+            self.logprobs.to(device, non_blocking=True).float(),
+            self.came.to(device, non_blocking=True),
             following.to(device),
             vocab_size=self.reader.spec.vocab_size,
         )
@@ -196,7 +201,7 @@ class _HiddenRows:
     def __init__(self, reader: CacheReader, rows: int) -> None:
         self.reader = reader
         self.dtype = torch.bfloat16 if reader.spec.hidden_dtype == "bfloat16" else torch.float16
-        self.hidden = torch.zeros((rows, reader.spec.hidden_size), dtype=self.dtype)
+        self.hidden = _staged((rows, reader.spec.hidden_size), 0.0, self.dtype)
 
     def put(self, start: int, ids: Any) -> None:
         found = self.reader.get(ids)
@@ -204,4 +209,4 @@ class _HiddenRows:
         self.hidden[start : start + len(ids) - 1] = torch.from_numpy(found.hidden.copy()).view(self.dtype)
 
     def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
-        return HiddenSignal(self.hidden.to(device), owner.head(device), ids.to(device))
+        return HiddenSignal(self.hidden.to(device, non_blocking=True), owner.head(device), ids.to(device))
