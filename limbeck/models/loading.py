@@ -69,6 +69,10 @@ def _auto() -> tuple[Any, Any]:
 def _extras(cfg: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"trust_remote_code": bool(cfg["trust_remote_code"])}
     if cfg["attn_implementation"] is not None:
+        if cfg["attn_implementation"] == "limbeck_varlen":
+            from limbeck.models.varlen import register_varlen_attention
+
+            register_varlen_attention()
         out["attn_implementation"] = cfg["attn_implementation"]
     return out
 
