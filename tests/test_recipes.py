@@ -15,7 +15,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipe(path: Path) -> None:
     header = "".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    assert f"limbeck train recipes/{path.name}" in header
+    assert any(f"limbeck {verb} recipes/{path.name}" in header for verb in ("train", "plan"))
     raw = load_config(path)
     if raw.get("algorithm", "xtoken_off_policy_distillation") == "xtoken_off_policy_distillation":
         config = resolve(MasterConfig, raw)

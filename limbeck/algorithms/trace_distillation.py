@@ -32,7 +32,7 @@ from limbeck.algorithms.trace_data import (
 from limbeck.algorithms.trace_monitors import CollapseMonitor
 from limbeck.algorithms.trace_step import ReferenceLogProbs, TraceStep
 from limbeck.algorithms.trace_validation import TraceValidation
-from limbeck.algorithms.xtoken_off_policy_distillation import _sigterm_saves
+from limbeck.algorithms.xtoken_off_policy_distillation import sigterm_saves
 from limbeck.data.sampler import ShardSampler
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
@@ -244,7 +244,7 @@ def train(run: TraceRun) -> None:
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
     loop = _Loop(run)
     try:
-        with _sigterm_saves(run.checkpointer):
+        with sigterm_saves(run.checkpointer):
             loop.run()
     finally:
         run.logger.close()

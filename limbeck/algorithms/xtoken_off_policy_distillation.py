@@ -253,14 +253,14 @@ def xtoken_off_policy_distillation_train(
         master_config,
     )
     try:
-        with _sigterm_saves(checkpointer):
+        with sigterm_saves(checkpointer):
             loop.run()
     finally:
         logger.close()
 
 
 @contextmanager
-def _sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
+def sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
     """SIGTERM asks for a checkpoint while a run lasts; afterwards it means what it meant before."""
     if threading.current_thread() is not threading.main_thread():
         # Python lets only the main thread change handlers
