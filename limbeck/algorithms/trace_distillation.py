@@ -261,7 +261,7 @@ class _Loop:
         self.timer = Timer(torch.cuda.synchronize if run.config.logger.monitor_gpus else None)
         d = run.config.distillation
         self.total = min(d.max_num_steps, d.max_num_epochs * len(run.loader))
-        self.last_info: dict[str, float] = {}
+        self.validated: tuple[int, dict[str, float]] = (-1, {})
 
     def run(self) -> None:
         d, state = self.config.distillation, self.state
@@ -345,14 +345,15 @@ class _Loop:
         with self.timer.time("validation"):
             metrics = self.parts.validation.measure()
         means = to_means(metrics)
-        self.last_info = {f"val/{name}": value for name, value in means.items()}
+        self.validated = (step, {f"val/{name}": value for name, value in means.items()})
         self.logger.log_metrics(metrics, step, "val")
         shown = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
         self.logger.print(f"step {step}: mean log p of {shown or 'nothing: there are no failed or preferred messages'}")
         self.timer.reset()
 
     def _save(self, step: int, *, epoch_ended: bool) -> None:
-        info = {**self.state, **self.last_info}
+        # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
+        info = {**self.state, **(self.validated[1] if self.validated[0] == step else {})}
         parts = self.parts.step
         with self.checkpointer.saving(step, info) as folder:
             self.parts.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
