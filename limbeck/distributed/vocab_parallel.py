@@ -17,6 +17,7 @@ shared number enters local columns (the log-sum-exp) are gradients summed too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from limbeck.losses.vocab_axis import VocabAxis
 from limbeck.losses.vocab_map import VocabMap
-from limbeck.utils.errors import ConfigError
 
 
 class _Total(torch.autograd.Function):
@@ -158,8 +158,6 @@ class ShardedAxis(VocabAxis):
 
     def split(self, vocab: Any, teacher: VocabAxis, common: Any = None) -> ShardedMap:
         """The map between this (the student's) axis and a teacher's; made once."""
-        if vocab.log_weight is not None:
-            raise ConfigError("a learnable projection does not go with tensor parallelism; use tensor_parallel_size 1")
         assert isinstance(teacher, ShardedAxis)
         key = (id(vocab), self.bounds, teacher.bounds, vocab.mapped.device)
         if key not in self._maps:
@@ -217,21 +215,25 @@ def _owner(ids: Tensor, axis: ShardedAxis) -> Tensor:
 
 
 class ShardedMap:
-    """`VocabMap` on shards: the same calls, with columns as they lie on the ranks."""
+    """`VocabMap` on shards: the same calls, with columns as they lie on the ranks.
+
+    Weights `[m]` of a learnable map are whole on every rank. Each call uses an entry on one rank only, so the gradients
+    that the ranks find for them are parts of a sum; the block loss adds them up once per micro-batch.
+    """
 
     def __init__(self, vocab: VocabMap, axis: ShardedAxis, target: ShardedAxis, common: Any) -> None:
-        self.axis, self.target, self.teacher_size = axis, target, vocab.teacher_size
-        self.student_size = vocab.student_size
-        student, teacher, weight = _entries(vocab)
+        self.axis, self.target, self.whole = axis, target, vocab
+        self.student_size, self.teacher_size = vocab.student_size, vocab.teacher_size
+        student, teacher, entry = _entries(vocab)
         self.exchange = ColumnExchange(student, teacher, axis, target)
         own = self.exchange.own
         place = torch.searchsorted(self.exchange.arrived.sort().values, student[own])
         place = self.exchange.arrived.argsort()[place]
         width = target.end - target.start
-        self.onto_own = _sub_map(place, teacher[own] - target.start, weight[own], self.exchange.arrived.numel(), width)
+        self.onto_own = _Part.of(place, teacher[own] - target.start, entry[own], self.exchange.arrived.numel(), width)
         here = ((student >= axis.start) & (student < axis.end)).nonzero().squeeze(1)
-        self.onto_any = _sub_map(
-            student[here] - axis.start, teacher[here], weight[here], axis.end - axis.start, vocab.teacher_size
+        self.onto_any = _Part.of(
+            student[here] - axis.start, teacher[here], entry[here], axis.end - axis.start, vocab.teacher_size
         )
         self._reachable = vocab.reachable
         self.reachable = vocab.reachable[target.start : target.end]
@@ -247,13 +249,14 @@ class ShardedMap:
         arrived = self.exchange(probs)
         if self.onto_own is None:
             return arrived.new_zeros(probs.shape[0], self.target.end - self.target.start)
-        return self.onto_own.project_all(arrived)
+        return self.onto_own.map.project_all(arrived, self.onto_own.weight(self.whole, rest_weight))
 
     def project_at(self, probs: Tensor, columns: Tensor, rest_weight: Tensor | None = None) -> Tensor:
         """W^T p at columns `[K]` or `[n, K]`, the same on every rank."""
         if self.onto_any is None:
             return self.axis.total(probs.new_zeros(probs.shape[0], columns.shape[-1]))
-        return self.axis.total(self.onto_any.project_at(probs, columns))
+        weight = self.onto_any.weight(self.whole, rest_weight)
+        return self.axis.total(self.onto_any.map.project_at(probs, columns, weight))
 
 
 class _Pairs:
@@ -276,25 +279,42 @@ class _Pairs:
 
 
 def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
-    """All entries (student id, teacher id, weight) of a map."""
+    """All entries of a map: student id, teacher id, and place among its weights `[m]` (-1: a plain gather)."""
     teacher = vocab.has_source.bool().nonzero().squeeze(1)
     student = vocab.source_or_zero[teacher]
-    ones = vocab.fixed_weight.new_ones(student.numel())
+    weighted = torch.arange(vocab.rest_student.numel(), device=student.device)
     return (
         torch.cat((student, vocab.rest_student)),
         torch.cat((teacher, vocab.rest_teacher)),
-        torch.cat((ones, vocab.fixed_weight)),
+        torch.cat((torch.full_like(student, -1), weighted)),
     )
 
 
-def _sub_map(student: Tensor, teacher: Tensor, weight: Tensor, rows: int, columns: int) -> VocabMap | None:
-    """A map of some entries; None without any."""
-    if not student.numel():
-        return None
-    order = student.argsort(stable=True).cpu()
-    rank = torch.arange(order.numel()) - torch.searchsorted(student.cpu()[order], student.cpu()[order])
-    indices = np.full((rows, int(rank.max()) + 1), -1)
-    weights = np.zeros(indices.shape)
-    at = (student.cpu()[order].numpy(), rank.numpy())
-    indices[at], weights[at] = teacher.cpu()[order].numpy(), weight.cpu()[order].double().numpy()
-    return VocabMap(SimpleNamespace(indices=indices, weights=weights), columns).to(student.device)
+@dataclass
+class _Part:
+    """A map of some entries of another; `entries` `[m']`: which of the other's weights it takes."""
+
+    map: VocabMap
+    entries: Tensor
+
+    @classmethod
+    def of(cls, student: Tensor, teacher: Tensor, entry: Tensor, rows: int, columns: int) -> _Part | None:
+        """None without any entry."""
+        if not student.numel():
+            return None
+        order = student.argsort(stable=True)
+        entry = entry[order]
+        at_row = student[order].cpu()
+        rank = torch.arange(order.numel()) - torch.searchsorted(at_row, at_row)
+        indices = np.full((rows, int(rank.max()) + 1), -1)
+        weights = np.zeros(indices.shape)
+        at = (at_row.numpy(), rank.numpy())
+        indices[at] = teacher[order].cpu().numpy()
+        # real weights come with each call; these only say what is a gather
+        weights[at] = np.where(entry.cpu().numpy() < 0, 1.0, 0.5 / indices.shape[1])
+        part = VocabMap(SimpleNamespace(indices=indices, weights=weights), columns).to(student.device)
+        return cls(part, entry[entry >= 0])
+
+    def weight(self, whole: VocabMap, given: Tensor | None) -> Tensor:
+        """The weights of this part's entries, out of all."""
+        return (whole.rest_weight() if given is None else given).index_select(0, self.entries)

@@ -174,6 +174,10 @@ class _Pass:
             total = total + _wide(self._block(span))
         if self.hidden_grad is not None:
             self.hidden_grad = self.job.head.axis.total(self.hidden_grad)
+        for i in range(len(self.head_params), len(self.param_grads)):
+            # each shard of the vocabulary has used some entries of a projection
+            if (part := self.param_grads[i]) is not None:
+                self.param_grads[i] = self.job.head.axis.total(part)
         return total
 
     def _block(self, span: BlockSpan) -> Tensor:

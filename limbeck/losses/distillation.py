@@ -220,8 +220,6 @@ class CrossTokenizerDistillationLossFn(nn.Module):
     def check_layout(self, *, context: int, tensor: int) -> None:
         """Refuse, before anything is computed, what this loss cannot do on split sequences or vocabularies."""
         settings = self.settings
-        if tensor > 1 and settings.learnable_projection:
-            raise ConfigError("a learnable projection does not go with tensor parallelism; use tensor_parallel_size 1")
         scored = settings.teacher_scoring != "static" or settings.teacher_combination == "select_teacher"
         if context > 1 and (settings.mode == "p_kl" or (scored and self.num_teachers > 1)):
             what = "mode 'p_kl' chooses columns" if settings.mode == "p_kl" else "scoring teachers looks"

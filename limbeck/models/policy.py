@@ -115,7 +115,7 @@ class Policy:
         if not init_optimizer:
             self.model.requires_grad_(False)
         self.body: Any = body_of(self.model)
-        self.sharded = self._shard(extra_parameters := list(extra_parameters))
+        self.sharded = self._shard()
         self._prepare_body(init_optimizer)
         self._trained = [p for p in (*self.model.parameters(), *extra_parameters) if p.requires_grad]
         self.optimizer = build_optimizer(self._trained, self.cfg["optimizer"]) if init_optimizer else None
@@ -158,13 +158,9 @@ class Policy:
             return None
         return ParallelMesh.get(shape, self.device.type)
 
-    def _shard(self, extra: list[nn.Parameter]) -> ShardedModel | None:
+    def _shard(self) -> ShardedModel | None:
         if self.mesh is None:
             return None
-        if extra and self.mesh.shape.tensor > 1:
-            raise ConfigError(
-                "a learnable projection does not go with tensor parallelism; set tensor_parallel_size to 1"
-            )
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
         return ShardedModel(
             self.model,

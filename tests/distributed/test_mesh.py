@@ -92,8 +92,6 @@ def test_losses_that_look_at_whole_microbatches() -> None:
     for settings in ({"mode": "p_kl"}, {"teacher_scoring": "ce"}, {"teacher_combination": "select_teacher"}):
         with pytest.raises(ConfigError, match="whole micro-batches"):
             loss(**settings).check_layout(context=2, tensor=1)
-    with pytest.raises(ConfigError, match="learnable projection"):
-        loss(learnable_projection=True).check_layout(context=1, tensor=2)
 
 
 def test_data_rank() -> None:
