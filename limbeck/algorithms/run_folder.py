@@ -29,13 +29,17 @@ from limbeck.utils.paths import write_atomic
 CONFIG_NAME = "config.yaml"
 _SAMPLE_CHARACTERS = 1500
 _UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
-# What may change between a run and its continuation: when to stop, look and save, and how fast data is read.
+# What may change between a run and its continuation: when to stop, look and save, how fast data is read, and how the
+# models lie on the processes. A teacher's batching decides only how it is scored with.
 _FREE = (
     "logger",
     "checkpointing",
     "cluster",
     "policy.dtensor_cfg",
     "teacher.dtensor_cfg",
+    "teacher.dynamic_batching",
+    "teacher.sequence_packing",
+    "teacher.logprob_batch_size",
     "distillation.max_num_steps",
     "distillation.max_num_epochs",
     "distillation.val_period",
@@ -55,6 +59,8 @@ _FREE = (
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
     if isinstance(node, Mapping) and node:
         return {k: v for key, child in node.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
+    if isinstance(node, list) and node and all(isinstance(child, Mapping) for child in node):
+        return _flat({str(number): child for number, child in enumerate(node)}, path)
     return {path: node}
 
 
@@ -64,7 +70,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     free = tuple(f"{f}." for f in _FREE)
     changed = []
     for key in sorted({*a, *b}):
-        if key not in _FREE and not key.startswith(free) and a.get(key) != b.get(key):
+        # one of several teachers is as free as a single one
+        name = re.sub(r"^teachers\.\d+\.", "teacher.", key)
+        if name not in _FREE and not name.startswith(free) and a.get(key) != b.get(key):
             changed.append(f"{key}: {a.get(key)!r} -> {b.get(key)!r}")
     return changed
 

@@ -49,6 +49,14 @@ class HintedSource:
             signal = HiddenSignal(signal.hidden, head, signal.input_ids)
         return signal, start
 
+    def attach(self, student: Policy) -> None:
+        """See ``LiveTeacher``."""
+        self._live.attach(student)
+
+    def release(self) -> None:
+        """See ``LiveTeacher``."""
+        self._live.release()
+
     def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
         """See ``TeacherSource``."""
         return self._live.logprobs(data, 0)

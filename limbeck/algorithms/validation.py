@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.exchange import failing_together
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.models.step import attach, process_group
 from limbeck.models.teachers import TeacherSource, key_prefix
 from limbeck.utils.logger import merge_sums
 from limbeck.utils.timer import Timer
@@ -81,11 +83,13 @@ def byte_sums(batch: BatchedDataDict) -> Sums:
 def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Iterable[BatchedDataDict]) -> Sums:
     """Bits per byte of every teacher over its own tokens of the same texts; the first also without its number."""
     parts: list[Sums] = []
+    attach(teachers, student)
     for batch in batches:
         sums: Sums = {}
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, i)
-            logprobs = teacher.logprobs(batch, i)
+            with failing_together(process_group(student.dp_group)):
+                logprobs = teacher.logprobs(batch, i)
             # NaN marks rows that a remote teacher could not score
             counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
             mask = ((batch[f"{prefix}token_mask"] > 0) & counted)[:, 1:]
@@ -101,10 +105,10 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
 
 def _reduced(sums: Sums, student: Any) -> Sums:
     """Sums over data-parallel ranks; every rank has the same names."""
-    group = student.dp_group
-    if group is None or not dist.is_initialized():
+    group = process_group(student.dp_group)
+    if group is None:
         return sums
     values = torch.tensor([v for pair in sums.values() for v in pair], dtype=torch.float64, device=student.device)
-    dist.all_reduce(values, group=group.get_group() if hasattr(group, "get_group") else group)
+    dist.all_reduce(values, group=group)
     numbers = values.tolist()
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(sums)}

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limbeck.utils.errors import ConfigError
 
-DATA, CONTEXT, TENSOR, REDUCE = "data", "context", "tensor", "reduce"
+DATA, CONTEXT, TENSOR, REDUCE, ROWS = "data", "context", "tensor", "reduce", "rows"
 
 SHARDABLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose layers the tensor- and context-parallel plans know."""
@@ -83,15 +83,6 @@ def data_rank_and_world(layout: Any) -> tuple[int, int]:
     return (dist.get_rank() if shape.world > 1 else 0) // shape.same_rows, shape.data
 
 
-def check_teacher_mesh(student: MeshShape, teacher: MeshShape, name: str) -> None:
-    """A teacher may be laid out differently, as long as its shards read what the student's process reads."""
-    if teacher.tensor not in (1, student.tensor) or teacher.context not in (1, student.context):
-        raise ConfigError(
-            f"{name}: tensor_parallel_size {teacher.tensor} and context_parallel_size {teacher.context} must be 1 or "
-            f"the student's ({student.tensor} and {student.context}); to split a teacher further use dtensor_cfg.fsdp"
-        )
-
-
 def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None, name: str = "policy") -> None:
     """Refuse a model that the mesh cannot split.
 
@@ -155,6 +146,7 @@ class ParallelMesh:
             device_type, (shape.data * shape.context, shape.tensor), mesh_dim_names=(REDUCE, TENSOR)
         )
         self.data_rank, self.context_rank, self.tensor_rank = shape.place(dist.get_rank())
+        self._rows_group: Any = None
 
     @classmethod
     def get(cls, shape: MeshShape, device_type: str) -> ParallelMesh:
@@ -178,6 +170,18 @@ class ParallelMesh:
     @property
     def tensor_group(self) -> Any:
         return self._group(self.shard_mesh[TENSOR], self.shape.tensor)
+
+    @property
+    def rows_group(self) -> Any:
+        """Ranks that read the same rows, context x tensor. Made at the first use, which all ranks must share."""
+        shape = self.shape
+        if shape.context == 1 or shape.tensor == 1:
+            return self.tensor_group if shape.context == 1 else self.context_group
+        if self._rows_group is None:
+            device_type = self.device_mesh.device_type
+            mesh = init_device_mesh(device_type, (shape.data, shape.same_rows), mesh_dim_names=(DATA, ROWS))
+            self._rows_group = mesh[ROWS].get_group()
+        return self._rows_group
 
     @property
     def reduce_group(self) -> Any:

@@ -67,6 +67,7 @@ class ShardedModel:
             self.split = GatheredAttention(mesh.context_group)
             self.split.install(body)
         self._leaf: Tensor | None = None
+        self._whole: Tensor | None = None
         self._axis: VocabAxis | None = None
 
     # ---- splitting ----
@@ -119,6 +120,18 @@ class ShardedModel:
             self._leaf = whole.to_local().requires_grad_(weight.requires_grad)
         return self._leaf
 
+    @torch.no_grad()
+    def whole_head(self) -> Tensor:
+        """All rows of the head on every rank, without gradient: for a student that splits its vocabulary otherwise.
+        Gathered at the first call of a step, like `head_weight`; between steps the memory is worth more."""
+        weight = self._head.weight
+        if not isinstance(weight, DTensor):
+            return weight
+        if self._whole is None:
+            whole: Any = weight.detach()
+            self._whole = whole.redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
+        return self._whole
+
     def axis(self, vocab_size: int) -> VocabAxis:
         """Which columns of the vocabulary `head_weight` has."""
         if self._axis is None:
@@ -126,9 +139,12 @@ class ShardedModel:
             self._axis = WHOLE if group is None else ShardedAxis.of_rows(group, rows, vocab_size)
         return self._axis
 
-    def release(self) -> None:
-        """Forget the gathered head: the next step must see the new weights."""
-        self._leaf = None
+    def release(self, *, gradient: bool = False) -> None:
+        """Forget the gathered head: the next step must see the new weights, and until then it only takes room.
+        One in which a gradient waits for `collect` is kept, unless ``gradient`` asks to drop it too."""
+        self._whole = None
+        if gradient or self._leaf is None or self._leaf.grad is None:
+            self._leaf = None
 
     def _gathered(self, weight: DTensor, over_shards: Placement) -> list[Placement]:
         names = weight.device_mesh.mesh_dim_names or ()

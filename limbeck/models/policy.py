@@ -240,10 +240,15 @@ class Policy:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def head(self) -> Head:
-        """The head as the loss uses it, in ``precision``; a fresh view of the present weights, with gradient."""
+    def head(self, *, whole: bool = False) -> Head:
+        """The head as the loss uses it, in ``precision``; a fresh view of the present weights, with gradient.
+
+        ``whole``: all rows on every rank, without gradient, also where tensor parallelism splits them.
+        """
         head = Head.from_model(unwrap(self.model), self.vocab_size)
-        if self.sharded is not None:
+        if self.sharded is not None and whole:
+            head = replace(head, weight=self.sharded.whole_head())
+        elif self.sharded is not None:
             head = replace(head, weight=self.sharded.head_weight(), axis=self.sharded.axis(head.vocab_size))
         if head.weight is not None and head.weight.dtype != self.precision and self.precision != torch.float32:
             head.weight = head.weight.to(self.precision)
@@ -386,6 +391,8 @@ class Policy:
         head = self.head()
         for where, hidden, following in self._scored(data, prefix):
             yield where, score_rows(hidden, head, following, k=k)
+        if self.sharded is not None:
+            self.sharded.release()
 
     @torch.no_grad()
     def get_topk_logits(self, data: BatchedDataDict, k: int, *, prefix: str = "") -> BatchedDataDict:

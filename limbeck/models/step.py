@@ -17,7 +17,7 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
-from limbeck.distributed.mesh import check_teacher_mesh
+from limbeck.distributed.exchange import failing_together
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.timer import Timer
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 Sums = dict[str, tuple[Any, Any]]
 
 
-def _group(mesh_or_group: Any) -> Any:
+def process_group(mesh_or_group: Any) -> Any:
+    """The process group of a data-parallel mesh or group; None where it has only this rank."""
     if mesh_or_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     group = mesh_or_group.get_group() if hasattr(mesh_or_group, "get_group") else mesh_or_group
@@ -47,14 +48,15 @@ def train_on_batches(
     timer: Timer,
 ) -> dict[str, Any]:
     """See ``Policy.train``."""
-    group = _group(policy.dp_group)
+    group = process_group(policy.dp_group)
     ranks = dist.get_world_size(group) if group is not None else 1
     # among several ranks one may have no rows; it still takes part
     local = max(data.size, int(ranks > 1)) if gbs is None else gbs // ranks
     if local < 1 or (gbs is not None and gbs % ranks):
         raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
     with timer.time("teacher"):
-        data, sums = announce(data, teachers)
+        attach(teachers, policy)
+        data, sums = announce(data, teachers, group)
     results = []
     for index in range(max(1, math.ceil(data.size / local))):
         if not eval_mode and _wants_first_pass(loss_fn):
@@ -72,16 +74,27 @@ def train_on_batches(
     return results[0] if len(results) == 1 else _merge(results)
 
 
-def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource]) -> tuple[BatchedDataDict, Sums]:
+def attach(teachers: Sequence[TeacherSource], student: Policy) -> None:
+    """Tell the sources that care (those with ``attach(student)``) which ranks read whose rows. Collective."""
+    for teacher in teachers:
+        if hasattr(teacher, "attach"):
+            teacher.attach(student)
+
+
+def announce(
+    data: BatchedDataDict, teachers: Sequence[TeacherSource], group: Any = None
+) -> tuple[BatchedDataDict, Sums]:
     """Show a whole batch to the sources that fetch their signals, before anything is counted.
 
     A source with ``announce(data, index)`` returns which rows it has a signal for (``[B]``, 1 or 0) and metrics. The
-    rows that it lacks leave the teacher's denominator, so the others' loss is what it would be without them.
+    rows that it lacks leave the teacher's denominator, so the others' loss is what it would be without them. An error
+    of one of the data-parallel ranks of ``group`` is one of all.
     """
     sums: Sums = {}
     for index, teacher in enumerate(teachers):
         if hasattr(teacher, "announce"):
-            mask, metrics = teacher.announce(data, index)
+            with failing_together(group):
+                mask, metrics = teacher.announce(data, index)
             data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
             sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
     return data, sums
@@ -104,8 +117,8 @@ def _check_all_trained(policy: Policy, loss_fn: Any) -> None:
         raise LossError("the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()")
 
 
-def _check_layout(policy: Policy, loss_fn: Any, teachers: Sequence[TeacherSource]) -> None:
-    """A loss or teacher that does not know of split sequences or vocabularies would give other numbers."""
+def _check_layout(policy: Policy, loss_fn: Any) -> None:
+    """A loss that does not know of split sequences or vocabularies would give other numbers."""
     shape = policy.mesh_shape
     if shape.same_rows > 1:
         if not hasattr(loss_fn, "check_layout"):
@@ -113,10 +126,6 @@ def _check_layout(policy: Policy, loss_fn: Any, teachers: Sequence[TeacherSource
                 f"{type(loss_fn).__name__} knows neither tensor nor context parallelism; set both sizes to 1"
             )
         loss_fn.check_layout(context=shape.context, tensor=shape.tensor)
-    for teacher in teachers:
-        own = getattr(teacher, "policy", None)
-        if own is not None:
-            check_teacher_mesh(shape, own.mesh_shape, own.name)
 
 
 def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -160,13 +169,14 @@ class Step:
 
     def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
         self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
-        self.group, self.reduce_group = _group(policy.dp_group), _group(policy.reduce_group)
+        self.group, self.reduce_group = process_group(policy.dp_group), process_group(policy.reduce_group)
         self.sums: dict[str, list[Tensor]] = {}
         self.tokens = self.number = 0
         self.counts: dict[str, Tensor] = {}
         self.valid = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
         self.losses: list[tuple[Tensor, ProcessedMicrobatch]] = []
         self.rows: list[Any] = []
+        self.teachers: list[TeacherSource] = []
         if not eval_mode:
             self._drop_gradients()
 
@@ -186,7 +196,9 @@ class Step:
         batch, counts = prepared["batch"], prepared.get("counts", {})
         if not self.eval_mode:
             _check_all_trained(self.policy, loss_fn)
-        _check_layout(self.policy, loss_fn, teachers)
+        _check_layout(self.policy, loss_fn)
+        attach(teachers, self.policy)
+        self.teachers += [teacher for teacher in teachers if teacher not in self.teachers]
         iterator, number = self.policy.microbatches(batch, mbs)
         with torch.set_grad_enabled(not self.eval_mode):
             for mb in iterator:
@@ -202,6 +214,7 @@ class Step:
         rate = self.policy.optimizer.param_groups[0]["lr"] if self.policy.optimizer else None
         norm = None if self.eval_mode else self._optimize()
         metrics, loss, tokens = self._reduce([value for value, _ in self.losses])
+        self._release()
         return {
             "loss": loss,
             "grad_norm": norm,
@@ -260,6 +273,16 @@ class Step:
     def _drop_gradients(self) -> None:
         if self.policy.optimizer is not None:
             self.policy.optimizer.zero_grad(set_to_none=True)
+        if self.policy.sharded is not None:
+            self.policy.sharded.release(gradient=True)
+
+    def _release(self) -> None:
+        """Heads that were gathered for this step."""
+        if self.policy.sharded is not None:
+            self.policy.sharded.release()
+        for teacher in self.teachers:
+            if hasattr(teacher, "release"):
+                teacher.release()
 
     def _any(self, flag: bool) -> bool:
         if self.reduce_group is None:
@@ -284,8 +307,6 @@ class Step:
                     "step was not taken; lower the learning rate or look at these samples"
                 )
             policy.optimizer.step()
-            if policy.sharded is not None:
-                policy.sharded.release()
             if policy.scheduler is not None:
                 policy.scheduler.step()
             policy.steps += 1

@@ -6,6 +6,7 @@ each sample starts; the loss indexes both and checks the token ids that the sign
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, process_microbatch
+from limbeck.distributed.joint_rows import JointRows
+from limbeck.distributed.mesh import MeshShape
 from limbeck.losses.inputs import teacher_prefix
 from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal
 from limbeck.models.cache import CacheReader
@@ -24,7 +27,11 @@ from limbeck.utils.errors import DataError
 
 
 class TeacherSource(Protocol):
-    """Where a teacher's signals come from."""
+    """Where a teacher's signals come from.
+
+    A source may also have ``attach(student)`` (it is then told the student's policy before it is asked), ``announce``
+    (see ``limbeck.models.step.announce``) and ``release()`` (a step has ended).
+    """
 
     vocab_size: int
 
@@ -60,6 +67,9 @@ class LiveTeacher:
             from limbeck.tokens import ByteVocab
 
             self._same_ids = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint == student_fingerprint
+        self._student: MeshShape | None = None
+        self._joint: JointRows | None = None
+        self._whole_head = False
 
     def _prefix(self, data: Any, teacher_index: int) -> str:
         prefix = key_prefix(data, teacher_index)
@@ -70,10 +80,23 @@ class LiveTeacher:
             )
         return prefix
 
-    def _inputs(self, microbatch: ProcessedMicrobatch, prefix: str) -> ProcessedInputs:
-        if not prefix:
-            return microbatch.processed_inputs.to(self.policy.device)
-        packed = microbatch.processed_inputs.is_packed
+    def attach(self, student: Policy) -> None:
+        """Learn how the student is laid out; every rank must call it. Any two layouts go together."""
+        mesh, shape = self.policy.mesh, student.mesh_shape
+        if shape == self._student or mesh is None:
+            return
+        self._student = shape
+        sharded = self.policy.sharded
+        self._joint = JointRows.plan(shape, mesh, alike=sharded is not None and sharded.fsdp)
+        # tensor groups are neighbours in both meshes, so equal sizes mean the same ranks
+        self._whole_head = mesh.shape.tensor not in (1, shape.tensor)
+
+    def release(self) -> None:
+        """A step has ended: give back what was gathered for it."""
+        if self.policy.sharded is not None:
+            self.policy.sharded.release()
+
+    def _inputs(self, data: Any, prefix: str, *, packed: bool) -> ProcessedInputs:
         own = self.policy.cfg
         # packed like the student, otherwise cut to the longest row: padding costs the teacher most
         layout = {
@@ -83,31 +106,52 @@ class LiveTeacher:
         }
         size = int(own["dtensor_cfg"]["context_parallel_size"])
         return process_microbatch(
-            microbatch.data_dict,
-            self.policy.tokenizer,
-            packed,
-            layout,
-            size,
-            key_prefix=prefix,
-            device=self.policy.device,
+            data, self.policy.tokenizer, packed, layout, size, key_prefix=prefix, device=self.policy.device
         )
+
+    def _forward(self, microbatch: ProcessedMicrobatch, prefix: str) -> tuple[Tensor, ProcessedInputs]:
+        """Hidden states of this rank's rows, and the inputs that they belong to."""
+        policy, data, theirs = self.policy, microbatch.data_dict, microbatch.processed_inputs
+        if self._joint is None:
+            # the student's own inputs serve where both split sequences alike
+            same = self._student is None or self._student.context == policy.mesh_shape.context
+            alike = not prefix and same
+            inputs = theirs.to(policy.device) if alike else self._inputs(data, prefix, packed=theirs.is_packed)
+            return policy.forward_hidden(inputs), inputs
+        found: list[tuple[Tensor, ProcessedInputs]] = []
+        for own, rows in self._passes(data, prefix):
+            inputs = self._inputs(rows, "", packed=theirs.is_packed)
+            hidden = policy.forward_hidden(inputs)
+            if own:
+                found.append((hidden, inputs))
+        return found[0]
+
+    def _passes(self, data: Any, prefix: str) -> Iterator[tuple[bool, BatchedDataDict]]:
+        """All rows that this rank helps to score, one place's after the other, and which of them are its own."""
+        assert self._joint is not None
+        device = self.policy.device
+        ids, lengths = data[f"{prefix}input_ids"].to(device), data[f"{prefix}input_lengths"].to(device)
+        for own, row_ids, row_lengths in self._joint.passes(ids, lengths):
+            yield own, BatchedDataDict(input_ids=row_ids, input_lengths=row_lengths)
 
     @torch.no_grad()
     def signal(
         self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
     ) -> tuple[Signal, Tensor]:
         """See ``TeacherSource``."""
-        inputs = self._inputs(microbatch, self._prefix(microbatch.data_dict, teacher_index))
         self.policy.model.eval()
-        hidden = self.policy.forward_hidden(inputs)
+        hidden, inputs = self._forward(microbatch, self._prefix(microbatch.data_dict, teacher_index))
         assert inputs.row_start is not None
-        head = self.policy.head()
+        head = self.policy.head(whole=self._whole_head)
         return HiddenSignal(hidden.to(device), head, inputs.input_ids.reshape(-1).to(device)), inputs.row_start
 
     def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
         """See ``TeacherSource``."""
         prefix = self._prefix(data, teacher_index)
-        return self.policy.get_logprobs(data, prefix=prefix)["logprobs"].cpu()
+        if self._joint is None:
+            return self.policy.get_logprobs(data, prefix=prefix)["logprobs"].cpu()
+        scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(data, prefix)]
+        return next(logprobs for own, logprobs in scored if own).cpu()
 
 
 class CachedTeacher:

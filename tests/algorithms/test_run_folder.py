@@ -32,6 +32,20 @@ def opened(config: Run, folder: Path, *, has_checkpoint: bool = True) -> None:
     run_folder.open_run_folder(config, folder, has_checkpoint=has_checkpoint, versions={"torch": "x"})
 
 
+def test_layouts_may_change_on_resume_of_one_teacher_or_several():
+    def run(tensor: int, rows: int, name: str = "big") -> dict:
+        return {"model_name": name, "dtensor_cfg": {"tensor_parallel_size": tensor}, "logprob_batch_size": rows}
+
+    assert not run_folder.differences({"teacher": run(1, 2)}, {"teacher": run(4, 8)})
+    two = [run(1, 2), run(2, 2)]
+    assert not run_folder.differences({"teachers": two}, {"teachers": [run(2, 1), run(1, 1)]})
+    assert run_folder.differences({"teachers": two}, {"teachers": [run(1, 2), run(2, 2, "small")]}) == [
+        "teachers.1.model_name: 'big' -> 'small'"
+    ]
+    assert run_folder.differences({"teachers": two}, {"teachers": two[:1]}) == ["teachers.1.model_name: 'big' -> None"]
+    assert run_folder.differences({"policy": run(1, 2)}, {"policy": run(2, 4)}) == ["policy.logprob_batch_size: 2 -> 4"]
+
+
 def test_the_configuration_is_stored_as_it_was_used(tmp_path):
     opened(Run(), tmp_path / "deep" / "run", has_checkpoint=False)
     stored = (tmp_path / "deep" / "run" / "config.yaml").read_text()

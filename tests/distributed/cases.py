@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+from limbeck.algorithms.validation import teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.losses import CrossTokenizerDistillationLossFn
@@ -37,6 +38,8 @@ class Case:
     mbs: int = 4
     packed: bool = False
     student: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    teacher: dict[str, Any] = field(default_factory=dict)
+    """What the teachers' models have differently."""
     topk: int = 0
     """Teachers hand out so many tokens per row, as a cache would; 0: everything."""
     rows: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1, 2, 3), (4, 5))
@@ -97,6 +100,7 @@ class TopKTeacher:
 
     def __init__(self, live: LiveTeacher, k: int) -> None:
         self.live, self.k, self.vocab_size = live, k, live.vocab_size
+        self.attach, self.release, self.logprobs = live.attach, live.release, live.logprobs
 
     def signal(self, *args: Any) -> tuple[TopKSignal, torch.Tensor]:
         full, starts = self.live.signal(*args)
@@ -107,11 +111,13 @@ class TopKTeacher:
         return TopKSignal(*stored, vocab_size=self.vocab_size), starts
 
 
-def teachers_of(case: Case, layout: dict[str, Any]) -> list[Any]:
+def teachers_of(case: Case, layout: dict[str, Any] | list[dict[str, Any]]) -> list[Any]:
+    """The teachers of a case, all under one layout or each under its own."""
     out: list[Any] = []
     for i, kind in enumerate(case.teachers):
         tok, arch = (tokenizer(340), QWEN3) if kind == "cross" else (tokenizer(300), LLAMA)
-        settings = config(arch, dtensor_cfg=layout)
+        own = layout[i] if isinstance(layout, list) else layout
+        settings = config({**arch, **case.teacher}, dtensor_cfg=own)
         live = LiveTeacher(Policy(settings, tok, device="cpu", seed=1 + i, name="teacher", init_optimizer=False))
         out.append(TopKTeacher(live, case.topk) if case.topk else live)
     return out
@@ -127,7 +133,10 @@ def whole(value: Any) -> torch.Tensor:
 
 
 def step(
-    case: Case, layout: dict[str, Any], rows: tuple[int, ...], teacher_layout: dict[str, Any] | None = None
+    case: Case,
+    layout: dict[str, Any],
+    rows: tuple[int, ...],
+    teacher_layout: dict[str, Any] | list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Loss, gradient norm, metrics and gradients (after clipping) of one step over ``rows``; scores before it."""
     student, teachers = (
@@ -149,7 +158,8 @@ def step(
     out = student.train(data, loss_of(case), teachers=teachers, mbs=case.mbs)
     kept = {k: out[k] for k in ("loss", "grad_norm", "metrics", "tokens")}
     scored = dict(zip(rows, scores, strict=True))
-    return {**kept, "gradients": gradients, "held_out": held["loss"], "scores": scored}
+    bits = teacher_bits(student, teachers, [data])
+    return {**kept, "gradients": gradients, "held_out": held["loss"], "scores": scored, "bits": bits}
 
 
 def free_port() -> int:

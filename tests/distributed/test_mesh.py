@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from limbeck.distributed import mesh
-from limbeck.distributed.mesh import MeshShape, check_model, check_teacher_mesh, plan_cluster, plan_mesh
+from limbeck.distributed.joint_rows import places_met
+from limbeck.distributed.mesh import MeshShape, check_model, plan_cluster, plan_mesh
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
@@ -75,12 +76,12 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
             Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")
 
 
-def test_teachers_may_be_split_differently_but_not_further() -> None:
-    student = MeshShape(2, 2, 2)
-    check_teacher_mesh(student, MeshShape(8), "teacher")
-    check_teacher_mesh(student, MeshShape(4, 1, 2), "teacher")
-    with pytest.raises(ConfigError, match="must be 1 or the student's"):
-        check_teacher_mesh(MeshShape(8), MeshShape(4, 1, 2), "teacher")
+def test_which_rows_meet_in_a_teachers_block() -> None:
+    assert [places_met(MeshShape(4), MeshShape(2, 1, 2), block) for block in (0, 1)] == [[0, 1], [2, 3]]
+    assert [places_met(MeshShape(2, 1, 2), MeshShape(1, 2, 2), block) for block in (0,)] == [[0, 1]]
+    assert [places_met(MeshShape(1, 1, 4), MeshShape(2, 2, 1), block) for block in (0, 1)] == [[0], [0]]
+    odd = MeshShape(3, 1, 4), MeshShape(4, 1, 3)
+    assert [places_met(*odd, block) for block in range(4)] == [[0], [0, 1], [1, 2], [2]]
 
 
 def test_losses_that_look_at_whole_microbatches() -> None:
