@@ -13,12 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from limbeck.distributed.tensor_plan import plan_of
 from limbeck.utils.errors import ConfigError
 
 DATA, CONTEXT, TENSOR, REDUCE, ROWS = "data", "context", "tensor", "reduce", "rows"
 
-SHARDABLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types whose layers the tensor- and context-parallel plans know."""
+CONTEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Model types whose attention context parallelism knows."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,15 @@ def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None,
         return
     read = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
     kind = read("model_type")
-    if kind not in SHARDABLE_MODELS:
-        way = "tensor" if shape.tensor > 1 else "context"
+    if shape.context > 1 and kind not in CONTEXT_MODELS:
         raise ConfigError(
-            f"{name}: {way} parallelism does not know models of type {kind!r}, only {', '.join(SHARDABLE_MODELS)}; "
-            f"set {way}_parallel_size to 1 and use dtensor_cfg.fsdp"
+            f"{name}: context parallelism does not know models of type {kind!r}, only {', '.join(CONTEXT_MODELS)}; "
+            "set context_parallel_size to 1 and use dtensor_cfg.fsdp"
+        )
+    if shape.tensor > 1 and plan_of(kind) is None:
+        raise ConfigError(
+            f"{name}: tensor parallelism does not know models of type {kind!r}, for which transformers has no plan of "
+            "plain column and row splits; set tensor_parallel_size to 1 and use dtensor_cfg.fsdp"
         )
     if shape.context > 1 and _has_window(read):
         raise ConfigError(

@@ -15,51 +15,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from limbeck.distributed.context_parallel import GatheredAttention, SequenceSplit
 from limbeck.distributed.mesh import ParallelMesh
+from limbeck.distributed.tensor_plan import TensorSplit
 from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError
-
-
-def tensor_parallel_plan() -> dict[str, Any]:
-    """How the linear maps of a Llama-like layer are split; hidden states between layers are whole on every rank."""
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    plan: dict[str, Any] = {f"layers.*.{name}": ColwiseParallel() for name in columns}
-    plan |= {f"layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-    plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    return plan
 
 
 class ShardedModel:
     """One model on one mesh; made after loading (each rank holds the whole model then), before the optimizer.
 
     Args:
-        model: transformers causal model, not wrapped.
+        model: transformers causal model; its linear maps may carry adapters.
         body: its part that ends in hidden states, with ``layers``.
         fsdp: shard parameters, gradients and optimizer state over data x context.
         param_dtype: type in which sharded parameters are gathered for the computation; None: their own.
+        sequence_parallel: split hidden states between layers over the tensor-parallel ranks.
     """
 
     def __init__(
-        self, model: Any, body: Any, mesh: ParallelMesh, *, fsdp: bool, param_dtype: torch.dtype | None = None
+        self,
+        model: Any,
+        body: Any,
+        mesh: ParallelMesh,
+        *,
+        fsdp: bool,
+        param_dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
         self._head: Any = model.get_output_embeddings()
         if type(self._head) is not nn.Linear or self._head.bias is not None:
             raise ConfigError(f"{type(model).__name__} has no plain head, which a sharded model needs; use one process")
+        self._check_adapters()
+        partial: set[str] = set()
         tied = self._head.weight is model.get_input_embeddings().weight
         if mesh.shape.tensor > 1:
-            parallelize_module(body, mesh.tensor_mesh, tensor_parallel_plan())
+            partial = TensorSplit(body, mesh.tensor_mesh, sequence=sequence_parallel).partial
             if not tied:
                 self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
-        self._partial: set[int] = self._per_head_norms() if mesh.shape.tensor > 1 else set()
         if self.fsdp:
             self._shard(param_dtype)
             if not tied:
                 self._shard_head()
+        self._partial: set[int] = {id(p) for name, p in body.named_parameters() if name in partial}
         if tied:
             self._head.weight = model.get_input_embeddings().weight
         self.split: SequenceSplit | None = None
@@ -72,21 +73,29 @@ class ShardedModel:
 
     # ---- splitting ----
 
-    def _per_head_norms(self) -> set[int]:
-        """Norms over single heads see only this rank's heads, so their gradients are parts of a sum."""
-        names = ("q_norm", "k_norm")
-        norms = [m for layer in self.body.layers for n in names if (m := getattr(layer.self_attn, n, None)) is not None]
-        return {id(p) for norm in norms for p in norm.parameters()}
+    def _check_adapters(self) -> None:
+        for name, module in self.model.named_modules():
+            base = getattr(module, "base_layer", None)
+            if base is not None and type(base) is not nn.Linear:
+                raise ConfigError(
+                    f"lora.target_modules includes {name!r}, a {type(base).__name__}; a sharded model takes adapters "
+                    "on linear maps only"
+                )
 
     def _shard(self, param_dtype: torch.dtype | None) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=None if param_dtype is None else torch.float32
         )
         options: dict[str, Any] = {"mesh": self.mesh.reduce_mesh, "mp_policy": policy, "reshard_after_forward": True}
-        partial = [name for name, p in self.body.named_parameters() if id(p) in self._partial]
+        # a narrow adapter that tensor parallelism has split already cannot be cut evenly: it stays as it is
+        ranks = self.mesh.reduce_mesh.size()
+        narrow = {
+            p
+            for name, p in self.body.named_parameters()
+            if ".lora_" in name and _other_dimension(p) is not None and p.shape[1] % ranks
+        }
         for module in (*self.body.layers, self.body):
-            fully_shard(module, shard_placement_fn=_other_dimension, **options)
-        self._partial = {id(p) for name, p in self.body.named_parameters() if name in partial}
+            fully_shard(module, shard_placement_fn=_other_dimension, ignored_params=narrow, **options)
         for module in self.body.modules():
             if isinstance(module, FSDPModule):
                 # losses are divided by global counts already: gradients add up, they are not averaged
@@ -175,7 +184,7 @@ class ShardedModel:
                 # an embedding's gradient comes whole, or as a sum still to be made
                 p.grad = p.grad.redistribute(placements=p.placements)
             grad = _local(p.grad)
-            if self.mesh.reduce_group is not None and not (self.fsdp and isinstance(p, DTensor)):
+            if self.mesh.reduce_group is not None and not _split_over(p)[0]:
                 dist.all_reduce(grad, group=self.mesh.reduce_group)
             if id(p) in self._partial:
                 dist.all_reduce(grad, group=self.mesh.tensor_group)

@@ -40,8 +40,8 @@ def save_weights(
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    plain: Any = merged_model(model) if is_lora(model) else model
+    plain: Any = merged_model(model, state) if is_lora(model) else model
     with _quiet():
-        plain.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
+        plain.save_pretrained(folder, **({} if state is None or is_lora(model) else {"state_dict": state}))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)

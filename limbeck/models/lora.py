@@ -63,22 +63,29 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> N
 
 
 @torch.no_grad()
-def merged_model(model: nn.Module) -> Any:
+def merged_model(model: nn.Module, whole: Mapping[str, torch.Tensor] | None = None) -> Any:
     """A plain causal model with the adapters added into its weights.
 
-    It shares the tensors that have no adapter with ``model``, which stays as it is: merging in place and taking the
+    ``whole``: all weights of the causal model inside by name, where ``model`` holds only shards of them. The result
+    shares the tensors that have no adapter with ``model``, which stays as it is: merging in place and taking the
     adapters out again would change the frozen weights in their last bits.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
     causal = unwrap(model)
-    state = {k: v for k, v in causal.state_dict().items() if ".lora_" not in k and ".modules_to_save." not in k}
+    source = causal.state_dict() if whole is None else whole
+    state = {k: v for k, v in source.items() if ".lora_" not in k and ".modules_to_save." not in k}
     for name, module in causal.named_modules():
         if isinstance(module, LoraLayer):
             layer: Any = module
-            delta = layer.get_delta_weight(layer.active_adapters[0])
-            weight = layer.get_base_layer().weight
+            adapter = layer.active_adapters[0]
+            if whole is None:
+                delta = layer.get_delta_weight(adapter)
+            else:
+                down, up = (whole[f"{name}.lora_{side}.{adapter}.weight"] for side in "AB")
+                delta = up @ down * layer.scaling[adapter]
+            weight = source[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = weight.detach() + delta.to(weight.dtype)
         elif isinstance(module, ModulesToSaveWrapper):
             trained = module.modules_to_save[module.active_adapters[0]]

@@ -110,7 +110,7 @@ class Policy:
         self.model: Any = model.to(device=self.device)
         self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
         self._check_head()
-        if self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True) and init_optimizer:
+        if self._lora(init_optimizer):
             self.model = apply_lora(self.model, self.cfg["lora"], seed=seed)
         if not init_optimizer:
             self.model.requires_grad_(False)
@@ -129,16 +129,19 @@ class Policy:
     def _refuse_unsupported(self, trained: bool) -> None:
         """Settings that would be read and then not followed."""
         layout = self.cfg["dtensor_cfg"]
-        for key in ("cpu_offload", "sequence_parallel"):
-            if layout[key]:
-                raise ConfigError(
-                    f"dtensor_cfg.{key} is true, which policy {self.name!r} cannot do; leave it at its default"
-                )
-        lora = self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True)
-        sizes = (layout["tensor_parallel_size"], layout["context_parallel_size"])
-        if lora and trained and (layout["fsdp"] or max(sizes) > 1):
+        if layout["cpu_offload"]:
             raise ConfigError(
-                f"policy {self.name!r} has adapters (lora), which no sharded layout takes; use one of them"
+                f"dtensor_cfg.cpu_offload is true, which policy {self.name!r} cannot do; leave it at its default"
+            )
+        if layout["sequence_parallel"] and layout["tensor_parallel_size"] == 1:
+            raise ConfigError(
+                f"{self.name}: dtensor_cfg.sequence_parallel splits sequences over tensor-parallel ranks, but "
+                "tensor_parallel_size is 1; raise it or use context_parallel_size"
+            )
+        sizes = (layout["tensor_parallel_size"], layout["context_parallel_size"])
+        if self._lora(trained) and self.cfg["lora"].get("modules_to_save") and (layout["fsdp"] or max(sizes) > 1):
+            raise ConfigError(
+                f"{self.name}: lora.modules_to_save does not go with a sharded layout; leave it out or use one process"
             )
         if trained and torch.float16 in (self.precision, self._param_dtype(trained)):
             raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
@@ -162,12 +165,14 @@ class Policy:
         if self.mesh is None:
             return None
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
+        layout = self.cfg["dtensor_cfg"]
         return ShardedModel(
-            self.model,
+            unwrap(self.model),
             self.body,
             self.mesh,
-            fsdp=self.cfg["dtensor_cfg"]["fsdp"],
+            fsdp=layout["fsdp"],
             param_dtype=self.precision if narrow else None,
+            sequence_parallel=layout["sequence_parallel"],
         )
 
     @property
@@ -187,6 +192,10 @@ class Policy:
         """Processes over which losses and metrics are summed."""
         return self.dp_group if self.mesh is None else self.mesh.reduce_group
 
+    def _lora(self, trained: bool) -> bool:
+        """Whether this policy trains adapters."""
+        return trained and self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True)
+
     def _param_dtype(self, trained: bool) -> torch.dtype:
         if self.cfg["param_dtype"] is not None:
             return parse_dtype(self.cfg["param_dtype"])
@@ -194,9 +203,8 @@ class Policy:
 
     def _load(self, dtype: torch.dtype, size: int | None, seed: int | None, weights: str | Path | None) -> Any:
         cfg = dict(self.cfg)
-        lora = cfg["lora"] is not None and cfg["lora"].get("enabled", True)
         # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
-        if weights is not None and not lora:
+        if weights is not None and not self._lora(True):
             cfg.update(model_name=str(weights), init="pretrained", model_overrides={})
         return load_model(cfg, dtype=dtype, vocab_size=size, seed=seed)
 
@@ -456,6 +464,8 @@ class Policy:
         if self.sharded is not None and self.optimizer is not None:
             empty_optimizer_state(self.optimizer)
             template = {"optimizer": optimizer_state(self.optimizer, self._trained)}
+            if is_lora(self.model):
+                template["adapter"] = adapter_state(self.model)
         state = load_state(optimizer_path, template=template)
         if (state["optimizer"] is None) != (self.optimizer is None) or (state["adapter"] is None) == is_lora(
             self.model

@@ -70,7 +70,8 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
             "sequence_packing",
             {"sequence_packing": {"enabled": True, "train_mb_tokens": 9}},
         ),
-        ({"fsdp": True}, "adapters", {"lora": {"r": 4}}),
+        ({"fsdp": True}, "modules_to_save", {"lora": {"modules_to_save": ["lm_head"]}}),
+        ({"sequence_parallel": True}, "tensor_parallel_size is 1", {}),
     ):
         with pytest.raises(ConfigError, match=message):
             Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")

@@ -1,4 +1,4 @@
-"""Options of a sharded model take the step that one process takes: learnable projections."""
+"""Options of a sharded model take the step that one process takes: learnable projections, adapters, split sequences."""
 
 from __future__ import annotations
 
@@ -11,24 +11,42 @@ import torch
 
 from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together, whole
 from tests.distributed.test_equality import close
+from tests.models.tiny import QWEN3
 
-TENSOR, FSDP = {"tensor_parallel_size": 2}, {"fsdp": True}
+TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
+LORA = {"lora": {"r": 4, "alpha": 8.0}}
 
 
 def learnable(mode: str, **more: Any) -> Case:
     return Case({"mode": mode, "learnable_projection": True, **more})
 
 
-# name: (case, settings of the policy, processes and layouts)
+# name: (case, settings of the policy)
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "boundary_kl, learnable": (learnable("boundary_kl"), {}),
     "p_kl_norm, learnable": (learnable("p_kl_norm", vocab_topk=16), {}),
     "p_kl, learnable": (learnable("p_kl"), {}),
+    "adapters": (Case(), LORA),
+    "adapters, odd rank": (Case(mbs=1), {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}),
+    "adapters, tied, packed": (Case(packed=True, student=QWEN3), LORA),
+    "Llama": (Case(mbs=1), {}),
+    "Llama, packed": (Case(packed=True), {}),
+    "Qwen3, packed": (Case(packed=True, student=QWEN3), {}),
 }
+PROJECTIONS = [name for name in CASES if "learnable" in name]
+ADAPTERS = [name for name in CASES if name.startswith("adapters")]
+MODELS = ["Llama", "Llama, packed", "Qwen3, packed"]
+
+# name: (processes, layout, cases)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "tensor": (2, TENSOR, [name for name in CASES if "learnable" in name]),
-    "data x tensor": (4, TENSOR, [name for name in CASES if "learnable" in name and not name.startswith("p_kl,")]),
-    "fsdp x tensor": (4, {**FSDP, **TENSOR}, [name for name in CASES if "learnable" in name and "p_kl," not in name]),
+    "tensor": (2, TENSOR, [*PROJECTIONS, *ADAPTERS]),
+    "fsdp": (2, FSDP, ADAPTERS),
+    "context": (2, CONTEXT, ["adapters"]),
+    "sequence": (2, SEQUENCE, [*MODELS, "adapters"]),
+    "data x tensor": (4, TENSOR, ["boundary_kl, learnable", "adapters"]),
+    "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "adapters", "adapters, odd rank"]),
+    "fsdp x sequence": (4, {**FSDP, **SEQUENCE}, ["Llama", "Qwen3, packed"]),
 }
 
 
@@ -38,6 +56,9 @@ def step(case: Case, settings: dict[str, Any], layout: dict[str, Any], rows: tup
     student = student_of(case, layout, settings, extra_parameters=list(loss.parameters()))
     named = (*student.model.named_parameters(), *loss.named_parameters())
     names, gradients = {id(p): name for name, p in named}, {}
+    # adapters start at zero, where half of their gradients are
+    for p in (p for name, p in student.model.named_parameters() if ".lora_B." in name):
+        torch.nn.init.constant_(p, 0.02)
 
     def keep(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -45,8 +66,9 @@ def step(case: Case, settings: dict[str, Any], layout: dict[str, Any], rows: tup
 
     assert student.optimizer is not None
     student.optimizer.register_step_pre_hook(keep)
-    out = student.train(batch(case, rows), loss, teachers=teachers_of(case, layout), mbs=case.mbs)
-    after = student.train(batch(case, rows), loss, teachers=teachers_of(case, layout), mbs=case.mbs, eval_mode=True)
+    teachers = teachers_of(case, {key: value for key, value in layout.items() if key != "fsdp"})
+    out = student.train(batch(case, rows), loss, teachers=teachers, mbs=case.mbs)
+    after = student.train(batch(case, rows), loss, teachers=teachers, mbs=case.mbs, eval_mode=True)
     return {"loss": out["loss"], "norm": out["grad_norm"], "after": after["loss"], "gradients": gradients}
 
 
@@ -89,5 +111,5 @@ def test_the_step_is_that_of_one_process(outcome: Any, layout: str, case: str) -
 
 
 def test_a_projection_has_a_gradient_to_compare() -> None:
-    for name in (n for n in CASES if "learnable" in n):
+    for name in PROJECTIONS:
         assert float(alone(name)["gradients"]["teachers.0.vocab.log_weight"].abs().max()) > 1e-6, name
