@@ -73,6 +73,11 @@ def _template(text: str | None) -> str | None:
         raise ConfigError(f"chat template {text!r} cannot be read: {error}") from error
 
 
+def loader_processes(wanted: int | None) -> int:
+    """Number of loader processes for a ``num_workers`` setting."""
+    return wanted if wanted is not None else 2 * torch.cuda.is_available()
+
+
 def make_loaders(
     config: MasterConfig, collator: CrossTokenizerCollator, train: Any, val: Any | None
 ) -> tuple[StatefulDataLoader, StatefulDataLoader | None]:
@@ -103,7 +108,7 @@ def make_loaders(
                 dataset,
                 batch_size=batch,
                 sampler=sampler,
-                num_workers=config.data.num_workers,
+                num_workers=loader_processes(config.data.num_workers),
                 collate_fn=collator,
                 drop_last=False,
                 # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.

@@ -28,6 +28,8 @@ class HintedSource:
     The model may be the student in the middle of a step: its training flag stays as it is, and no gradient flows.
     """
 
+    runs_model = True
+
     def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
         self.policy, self.vocab_size = policy, policy.vocab_size
         self._live = LiveTeacher(policy, student_fingerprint=student_fingerprint)

@@ -86,7 +86,8 @@ class TracesConfig(_Section):
     on_bad_trace: Literal["error", "skip"] = "error"
     """A trace that the chat template refuses: stop, or leave it out and count it."""
     shuffle: bool = True
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int | None = Field(default=None, ge=0)
+    """As ``data.num_workers``."""
 
 
 class WeightConfig(_Section):

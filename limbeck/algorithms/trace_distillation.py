@@ -19,6 +19,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
+from limbeck.algorithms.run_inputs import loader_processes
 from limbeck.algorithms.self_teacher import HintTeacher, make_other_teacher, make_self_teacher
 from limbeck.algorithms.trace_config import TraceMasterConfig
 from limbeck.algorithms.trace_data import (
@@ -205,7 +206,7 @@ def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceColl
         dataset,
         batch_size=prompts // world,
         sampler=sampler,
-        num_workers=config.traces.num_workers,
+        num_workers=loader_processes(config.traces.num_workers),
         collate_fn=collate,
         # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
         generator=torch.Generator().manual_seed(seed),
@@ -229,9 +230,9 @@ def _resume(
     if step.reference is not None:
         step.reference.load_state_dict(shared["reference"])
     stored = load_state(latest / "train_state" / f"rank_{rank_and_world()[0]}", local=True)
-    loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
-    if stored["dataloader"] is not None:
-        loader.load_state_dict(stored["dataloader"])
+    sampler: Any = loader.sampler
+    sampler.go_to(stored["position"])
+    sampler.set_epoch(state["current_epoch"])
     step.hint_loss.guard.seen = int(stored["guard_seen"])
     restore_rng(stored["rng"])
     return state, Counter(stored["dropped"])
@@ -271,7 +272,7 @@ class _Loop:
                 self._validate(0)
                 self.logger.commit()
             if d.save_start and self.config.checkpointing.enabled and not self.checkpointer.checkpoints():
-                self._save(0, epoch_ended=True)
+                self._save(0)
         if state["total_steps"] >= self.total:
             self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
         self.logger.start_progress(self.total, state["total_steps"])
@@ -294,7 +295,7 @@ class _Loop:
             if ended or last:
                 self._refuse_empty_data()
             stop = self.checkpointer.should_stop()
-            self._after_step(last=last, stop=stop, epoch_ended=ended)
+            self._after_step(last=last, stop=stop)
             if last or stop:
                 return True
         return False
@@ -333,13 +334,13 @@ class _Loop:
         self.logger.log_metrics(metrics, step, "train")
         self.logger.update_progress(step, loss=result["loss"], tokens_per_s=speed)
 
-    def _after_step(self, *, last: bool, stop: bool, epoch_ended: bool) -> None:
+    def _after_step(self, *, last: bool, stop: bool) -> None:
         d, step = self.config.distillation, self.state["total_steps"]
         if (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end):
             self._validate(step)
         self.logger.commit()
         if self.checkpointer.should_save(step, last=last, stop=stop):
-            self._save(step, epoch_ended=epoch_ended)
+            self._save(step)
 
     def _validate(self, step: int) -> None:
         with self.timer.time("validation"):
@@ -351,10 +352,11 @@ class _Loop:
         self.logger.print(f"step {step}: mean log p of {shown or 'nothing: there are no failed or preferred messages'}")
         self.timer.reset()
 
-    def _save(self, step: int, *, epoch_ended: bool) -> None:
+    def _save(self, step: int) -> None:
         # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
         info = {**self.state, **(self.validated[1] if self.validated[0] == step else {})}
         parts = self.parts.step
+        sampler: Any = self.loader.sampler
         with self.checkpointer.saving(step, info) as folder:
             self.parts.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
             shared = {
@@ -364,8 +366,9 @@ class _Loop:
             }
             save_state(folder / "train_state" / "shared", shared)
             state = {
-                # after its last batch an epoch's loader would resume to an empty epoch
-                "dataloader": None if epoch_ended else self.loader.state_dict(),
+                "position": sampler.position(
+                    self.state["current_step"] * self.config.distillation.num_prompts_per_step
+                ),
                 "guard_seen": parts.hint_loss.guard.seen,
                 "dropped": dict(self.dropped),
                 "rng": capture_rng(),

@@ -198,9 +198,9 @@ def _resume(
     # a run that has grown reads what every rank knows: positions are counted over all ranks
     stored = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
     run_folder.check_same_data(stored["data"], _fingerprints(loader, val_loader))
-    loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
-    if stored["dataloader"] is not None:
-        loader.load_state_dict(stored["dataloader"])
+    sampler: Any = loader.sampler
+    sampler.go_to(stored["position"])
+    sampler.set_epoch(state["current_epoch"])
     loss_fn.load_state_dict(stored["loss_fn"])
     restore_rng(stored["rng"])
     return state
@@ -333,7 +333,7 @@ class _Loop:
             if ended or last:
                 self._refuse_empty_data()
             stop = self.checkpointer.should_stop()
-            self._after_step(last=last, stop=stop, epoch_ended=ended)
+            self._after_step(last=last, stop=stop)
             if last or stop:
                 return True
         return False
@@ -374,14 +374,14 @@ class _Loop:
         self.logger.log_metrics(metrics, step, "train")
         self.logger.update_progress(step, loss=result["loss"], tokens_per_s=speed)
 
-    def _after_step(self, *, last: bool, stop: bool, epoch_ended: bool) -> None:
+    def _after_step(self, *, last: bool, stop: bool) -> None:
         d, step = self.config.distillation, self.state["total_steps"]
         due = (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end)
         if due and self.val_loader is not None:
             self._validate(step)
         self.logger.commit()
         if self.checkpointer.should_save(step, last=last, stop=stop):
-            self._save(step, epoch_ended)
+            self._save(step)
 
     def _validate(self, step: int) -> None:
         assert self.val_loader is not None
@@ -398,16 +398,18 @@ class _Loop:
         self.logger.print(f"step {step}: {means.get('bpb', float('nan')):.4f} bits per byte{teacher}")
         self.timer.reset()
 
-    def _save(self, step: int, epoch_ended: bool) -> None:
+    def _save(self, step: int) -> None:
         # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
         measured = self.validated[1] if self.validated[0] == step else {}
         self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
         info = {**self.state, **measured}
+        sampler: Any = self.loader.sampler
         with self.checkpointer.saving(step, info) as folder:
             self.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
             state = {
-                # after its last batch an epoch's loader would resume to an empty epoch
-                "dataloader": None if epoch_ended else self.loader.state_dict(),
+                "position": sampler.position(
+                    self.state["current_step"] * self.config.distillation.num_prompts_per_step
+                ),
                 "loss_fn": self.loss_fn.state_dict(),
                 "rng": capture_rng(),
                 "data": _fingerprints(self.loader, self.val_loader),

@@ -43,7 +43,9 @@ class DataConfig(BaseModel):
     alignment_cache: str | None = None
     """SQLite file that keeps tokenized and aligned texts between epochs and runs (text mode)."""
     shuffle: bool = True
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int | None = Field(default=None, ge=0)
+    """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
+    which must not wait for text, and none elsewhere."""
     append_eos: bool = False
     """Close every document with the tokenizer's end token (text mode)."""
     max_input_seq_length: int = Field(default=2048, ge=1)

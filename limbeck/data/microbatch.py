@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.packing import Bins
+from limbeck.data.pinned import to_device
 from limbeck.data.rank_counts import max_over_ranks, sum_over_ranks
 from limbeck.utils.errors import ConfigError, DataError
 
@@ -39,7 +40,7 @@ class ProcessedInputs:
     cp_buffers: list[torch.Tensor] = field(default_factory=list)
     seq_index: torch.Tensor | None = None
     row_start: torch.Tensor | None = None
-    """LongTensor ``[B]``: flat row of each sample's first token."""
+    """LongTensor ``[B]``, always in main memory: flat row of each sample's first token."""
     document_ids: torch.Tensor | None = None
     """LongTensor ``[1, T]``, packed inputs only: the sample each token belongs to, -1 in the tail of padding."""
 
@@ -76,8 +77,8 @@ class ProcessedInputs:
             kwargs["position_ids"] = self.position_ids
         return {**kwargs, **self.flash_attn_kwargs, **self.vlm_kwargs}
 
-    def to(self, device: torch.device | str | None, non_blocking: bool = False) -> ProcessedInputs:
-        """A copy with every tensor on ``device``; buffers stay the very tensors that the fields hold."""
+    def to(self, device: torch.device | str | None) -> ProcessedInputs:
+        """A copy with the model's tensors on ``device``; buffers stay the very tensors that the fields hold."""
         if device is None:
             return self
         moved: dict[int, torch.Tensor] = {}
@@ -86,7 +87,7 @@ class ProcessedInputs:
             if not isinstance(value, torch.Tensor):
                 return value
             if id(value) not in moved:
-                moved[id(value)] = value.to(device, non_blocking=non_blocking)
+                moved[id(value)] = to_device(value, device)
             return moved[id(value)]
 
         return replace(
@@ -98,7 +99,7 @@ class ProcessedInputs:
         )
 
 
-_TENSOR_FIELDS = ("input_ids", "attention_mask", "position_ids", "seq_index", "row_start", "document_ids")
+_TENSOR_FIELDS = ("input_ids", "attention_mask", "position_ids", "seq_index", "document_ids")
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +46,7 @@ class ShardSampler(Sampler[int]):
         self.length, self.rank, self.world = length, rank, world
         self.seed, self.shuffle, self.even, self.multiple = seed, shuffle, even, multiple
         self.fingerprint = fingerprint
-        self.epoch = 0
+        self.epoch = self.start = 0
         unit = world * multiple
         rounds = length // unit if even == "drop" else -(-length // unit)
         self._per_rank = rounds * multiple
@@ -58,7 +58,35 @@ class ShardSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def position(self, consumed: int) -> dict[str, Any]:
+        """A position: the epoch, and how many records of it all ranks together have used.
+
+        It does not say how many ranks or loader processes there are, so both may change between runs.
+        """
+        names = ("epoch", "seed", "length", "fingerprint")
+        return {"consumed": consumed, **{name: getattr(self, name) for name in names}}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Let iterations start at a position, until another epoch is set.
+
+        Other data, another seed or a number of ranks that does not divide the position is a ``DataError``.
+        """
+        for name in ("length", "fingerprint", "seed"):
+            mine = getattr(self, name)
+            if state[name] != mine:
+                raise DataError(
+                    f"The saved position belongs to other data: its {name} is {state[name]!r}, here it is {mine!r}; "
+                    "resume with the same data, or start a new run folder."
+                )
+        if state["consumed"] % self.world:
+            raise DataError(
+                f"{state['consumed']} records were read, which {self.world} ranks cannot share evenly; "
+                "resume with a number of ranks that divides it."
+            )
+        self.epoch, self.start = int(state["epoch"]), int(state["consumed"]) // self.world
 
     def __len__(self) -> int:
         return self._per_rank
@@ -82,9 +110,12 @@ class ShardIterator(Iterator[int]):
 
     def __init__(self, sampler: ShardSampler) -> None:
         self._sampler = sampler
-        self._epoch = sampler.epoch
+        self._begin()
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        self._epoch, self._yielded = sampler.epoch, sampler.start
         self._order = sampler.order(self._epoch)
-        self._yielded = 0
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -96,29 +127,10 @@ class ShardIterator(Iterator[int]):
         return int(self._order[self._yielded - 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position, counted over all ranks so that their number may change between runs."""
-        return {
-            "epoch": self._epoch,
-            "consumed": self._yielded * self._sampler.world,
-            "seed": self._sampler.seed,
-            "length": self._sampler.length,
-            "fingerprint": self._sampler.fingerprint,
-        }
+        """See ``ShardSampler.position``."""
+        return {**self._sampler.position(self._yielded * self._sampler.world), "epoch": self._epoch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken; another data set, seed or an odd number of ranks is an error."""
-        for name in ("length", "fingerprint", "seed"):
-            mine = getattr(self._sampler, name)
-            if state[name] != mine:
-                raise DataError(
-                    f"The saved position belongs to other data: its {name} is {state[name]!r}, here it is {mine!r}; "
-                    "resume with the same data, or start a new run folder."
-                )
-        if state["consumed"] % self._sampler.world:
-            raise DataError(
-                f"{state['consumed']} records were read, which {self._sampler.world} ranks cannot share evenly; "
-                "resume with a number of ranks that divides it."
-            )
-        self._epoch = self._sampler.epoch = int(state["epoch"])
-        self._order = self._sampler.order(self._epoch)
-        self._yielded = int(state["consumed"]) // self._sampler.world
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``ShardSampler.go_to``."""
+        self._sampler.go_to(state)
+        self._begin()

@@ -6,7 +6,9 @@ it is written while the block is there, and the backward pass only scales it. On
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -271,12 +273,33 @@ def row_block_loss(job: Job, hidden: Tensor, *, check: bool = True) -> Tensor:
     return out
 
 
+_WAITING: ContextVar[list[Tensor] | None] = ContextVar("flags that nobody has read yet", default=None)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[list[Tensor]]:
+    """Losses inside do not wait for their own check. Each adds a flag `[2]` (not finite, contradicting inputs) to the
+    list, which the caller must read before it uses the gradients; the same call outside then tells what is wrong."""
+    flags: list[Tensor] = []
+    token = _WAITING.set(flags)
+    try:
+        yield flags
+    finally:
+        _WAITING.reset(token)
+
+
 def verify(job: Job, total: Tensor, hidden: Tensor) -> None:
     """Refuse a loss that is not finite or was computed from contradicting inputs; the pass's only synchronisation."""
-    flags = torch.stack([~torch.isfinite(total), *job.suspects]).tolist()
-    if any(flags[1:]) and job.explain is not None:
+    suspect = torch.stack(job.suspects).any() if job.suspects else torch.zeros_like(total, dtype=torch.bool)
+    flags = torch.stack((~torch.isfinite(total), suspect))
+    waiting = _WAITING.get()
+    if waiting is not None:
+        waiting.append(flags)
+        return
+    infinite, contradicting = flags.tolist()
+    if contradicting and job.explain is not None:
         job.explain()
-    if flags[0]:
+    if infinite:
         raise_non_finite(job, hidden)
 
 

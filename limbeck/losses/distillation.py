@@ -29,10 +29,10 @@ from limbeck.losses.inputs import (
     MicrobatchLike,
     build_inputs,
     padded_row_start,
+    teacher_chunks,
     teacher_ids_of,
-    teacher_layout,
 )
-from limbeck.losses.layout import build_token_layout
+from limbeck.losses.layout import count_tokens
 from limbeck.losses.leaf import Leaf, Metrics, Mode
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
@@ -178,21 +178,11 @@ class CrossTokenizerDistillationLossFn(nn.Module):
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Local denominators of a global batch: `tokens` and `chunks_i` per teacher, float64 scalars to be summed
         over data-parallel ranks before the first micro-batch."""
-        start = padded_row_start(batch["input_ids"])
-        tokens = build_token_layout(
-            batch["input_ids"], batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start
-        )
-        out = {"tokens": tokens.weight.double().sum()}
+        out = {"tokens": count_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"])}
         for i, teacher in enumerate(self._list()):
-            layout = teacher_layout(
-                batch,
-                i,
-                same_vocabulary=teacher.vocab is None,
-                student_row_start=start,
-                teacher_row_start=padded_row_start(teacher_ids_of(batch, i)),
-                allow_inexact=self.settings.keeps_inexact,
+            out[f"chunks_{i}"] = teacher_chunks(
+                batch, i, same_vocabulary=teacher.vocab is None, allow_inexact=self.settings.keeps_inexact
             )
-            out[f"chunks_{i}"] = torch.tensor(float(layout.num_chunks), dtype=torch.float64)
         return out
 
     def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None]) -> LossInputs:
@@ -396,7 +386,8 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             for term, weight in zip(job.terms, self.weights, strict=True):
                 value = raw.get(f"{term.name}/kl", (zero, zero))[0]
                 static = weight if term.chunk_weight is None else 1.0
-                kd = kd + value * static / counts[f"chunks_{term.index}"].to(zero).clamp(min=1)
+                chunks_of = counts[f"chunks_{term.index}"].to(zero, non_blocking=True)
+                kd = kd + value * static / chunks_of.clamp(min=1)
             out["kl_loss"] = (kd, share)
         for term in job.terms:
             if term.chunk_weight is not None:

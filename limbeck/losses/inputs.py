@@ -17,6 +17,8 @@ from limbeck.losses.layout import (
     build_chunk_layout,
     build_identity_layout,
     build_token_layout,
+    count_tokens,
+    usable_chunks,
 )
 from limbeck.losses.plan import BlockPlan, plan_blocks
 from limbeck.losses.transfer import moved
@@ -69,16 +71,9 @@ def teacher_layout(
 
     Rows for which ``teacher_<i>_sample_mask`` is 0 have no signal of this teacher and give no chunk.
     """
-    prefix = teacher_prefix(batch, teacher)
-    sample_mask = batch["sample_mask"]
-    if f"teacher_{teacher}_sample_mask" in batch:
-        sample_mask = sample_mask * batch[f"teacher_{teacher}_sample_mask"]
+    prefix = _aligned_prefix(batch, teacher, same_vocabulary)
+    sample_mask = _sample_mask(batch, teacher)
     if prefix is None:
-        if not same_vocabulary:
-            raise LossError(
-                f"teacher {teacher} has a projection but the batch has no teacher_{teacher}_input_ids; collate the "
-                "batch with this teacher's tokenizer"
-            )
         return build_identity_layout(
             batch["input_ids"],
             batch["input_lengths"],
@@ -104,6 +99,35 @@ def teacher_layout(
             "give it a projection or copy the ids"
         )
     return layout
+
+
+def _aligned_prefix(batch: Mapping[str, Any], teacher: int, same_vocabulary: bool) -> tuple[str, str] | None:
+    """`teacher_prefix`, which only a teacher of the student's vocabulary may lack."""
+    prefix = teacher_prefix(batch, teacher)
+    if prefix is None and not same_vocabulary:
+        raise LossError(
+            f"teacher {teacher} has a projection but the batch has no teacher_{teacher}_input_ids; collate the "
+            "batch with this teacher's tokenizer"
+        )
+    return prefix
+
+
+def _sample_mask(batch: Mapping[str, Any], teacher: int) -> Tensor:
+    """`[B]`: rows that count and of which this teacher has a signal."""
+    mask: Tensor = batch["sample_mask"]
+    own = f"teacher_{teacher}_sample_mask"
+    return mask * batch[own] if own in batch else mask
+
+
+def teacher_chunks(batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool) -> Tensor:
+    """Number of chunks that `teacher_layout` would hold, float64, without building it."""
+    prefix = _aligned_prefix(batch, teacher, same_vocabulary)
+    mask = _sample_mask(batch, teacher)
+    if prefix is None:
+        return count_tokens(batch["input_lengths"], batch["token_mask"], (mask > 0).double())
+    lengths = (batch["input_lengths"], batch[prefix[0] + "input_lengths"])
+    alignment = AlignmentTensors.from_batch(batch, prefix[1])
+    return usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0].sum(dtype=torch.float64)
 
 
 def padded_row_start(ids: Tensor) -> Tensor:

@@ -110,12 +110,23 @@ class AlignmentTensors:
         return cls(**{n: batch[prefix + n].cpu() for n in names})
 
 
+def _supervised(lengths: Tensor, token_mask: Tensor) -> Tensor:
+    """bool `[B, T]`: tokens under cross-entropy that have a predictor and lie inside their sample."""
+    position = torch.arange(token_mask.shape[1])
+    return (token_mask.cpu() > 0) & (position >= 1) & (position < lengths.cpu()[:, None])
+
+
+def count_tokens(lengths: Tensor, token_mask: Tensor, sample_mask: Tensor) -> Tensor:
+    """Sum of the weights that `build_token_layout` gives, float64."""
+    per_sample = _supervised(lengths, token_mask).sum(1)
+    return (per_sample * sample_mask.cpu().double().clamp(min=0)).sum()
+
+
 def supervised_tokens(
     lengths: Tensor, token_mask: Tensor, sample_mask: Tensor, row_start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sample, token, predicting row) of all tokens under cross-entropy, rows ascending."""
-    position = torch.arange(token_mask.shape[1])
-    keep = (token_mask.cpu() > 0) & (position >= 1) & (position < lengths.cpu()[:, None])
+    keep = _supervised(lengths, token_mask)
     sample, token = (keep & (sample_mask.cpu() > 0)[:, None]).nonzero(as_tuple=True)
     rows = row_start.cpu()[sample] + token - 1
     order = rows.argsort()
@@ -147,6 +158,31 @@ def _tokens_of_chunks(chunk_id: Tensor, lengths: Tensor, width: int) -> tuple[Te
     return sample, token, key, count, torch.bincount(key[unusable], minlength=total)
 
 
+def usable_chunks(
+    alignment: AlignmentTensors,
+    student_lengths: Tensor,
+    teacher_lengths: Tensor,
+    sample_mask: Tensor,
+    *,
+    allow_inexact: bool,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """bool `[B * C]`: which chunks are valid, and both sides' (sample, token, key).
+
+    A chunk is valid when its pair is, both sides are non-empty, every token on both sides has a predictor and lies
+    inside its sample, the bytes agree (unless `allow_inexact`) and the sample counts (`sample_mask > 0`).
+    """
+    width = alignment.pair_valid.shape[1]
+    student = _tokens_of_chunks(alignment.student_chunk_id, student_lengths.cpu(), width)
+    teacher = _tokens_of_chunks(alignment.teacher_chunk_id, teacher_lengths.cpu(), width)
+    valid = alignment.pair_valid.bool() & (sample_mask.cpu() > 0)[:, None]
+    if not allow_inexact:
+        valid = valid & alignment.pair_is_correct.bool()
+    valid = valid.reshape(-1)
+    for *_, count, unusable in (student, teacher):
+        valid = valid & (count > 0) & (unusable == 0)
+    return valid, student[:3], teacher[:3]
+
+
 def build_chunk_layout(
     alignment: AlignmentTensors,
     *,
@@ -159,21 +195,11 @@ def build_chunk_layout(
     sample_mask: Tensor,
     allow_inexact: bool = False,
 ) -> ChunkLayout:
-    """Layout of the valid chunks of a micro-batch.
-
-    A chunk is valid when its pair is, both sides are non-empty, every token on both sides has a predictor and lies
-    inside its sample, the bytes agree (unless `allow_inexact`) and the sample counts (`sample_mask > 0`).
-    """
+    """Layout of the valid chunks of a micro-batch, see `usable_chunks`."""
     batch, width = alignment.pair_valid.shape
-    student = _tokens_of_chunks(alignment.student_chunk_id, student_lengths.cpu(), width)
-    teacher = _tokens_of_chunks(alignment.teacher_chunk_id, teacher_lengths.cpu(), width)
-    valid = alignment.pair_valid.bool() & (sample_mask.cpu() > 0)[:, None]
-    if not allow_inexact:
-        valid = valid & alignment.pair_is_correct.bool()
-    valid = valid.reshape(-1)
-    for _, _, _, count, unusable in (student, teacher):
-        valid = valid & (count > 0) & (unusable == 0)
-
+    valid, student, teacher = usable_chunks(
+        alignment, student_lengths, teacher_lengths, sample_mask, allow_inexact=allow_inexact
+    )
     rows = student_row_start.cpu()[student[0]] + student[1] - 1
     first_row = torch.full((batch * width,), torch.iinfo(torch.int64).max).scatter_reduce(0, student[2], rows, "amin")
     kept = valid.nonzero().squeeze(1)

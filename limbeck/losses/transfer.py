@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from limbeck.data.pinned import to_device
+
 _Tree = TypeVar("_Tree")
 
 
@@ -23,8 +25,7 @@ def moved(tree: _Tree, device: torch.device | str) -> _Tree:
     for dtype in {t.dtype for t in found.values()}:
         same = {key: t for key, t in found.items() if t.dtype == dtype}
         flat = torch.cat([t.reshape(-1) for t in same.values()])
-        flat = flat.pin_memory() if target.type == "cuda" and flat.device.type == "cpu" else flat
-        pieces = flat.to(target, non_blocking=True).split([t.numel() for t in same.values()])
+        pieces = to_device(flat, target).split([t.numel() for t in same.values()])
         new |= {key: piece.view(t.shape) for (key, t), piece in zip(same.items(), pieces, strict=True)}
     out: _Tree = _rebuilt(tree, new)
     return out

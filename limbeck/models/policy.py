@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
+from limbeck.data.pinned import to_device
 from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
 from limbeck.distributed.parallelize import (
     ShardedModel,
@@ -188,6 +189,11 @@ class Policy:
         return self.mesh is None or self.mesh.context_rank == 0
 
     @property
+    def alone(self) -> bool:
+        """Whether no other process takes part in this model's steps."""
+        return self.mesh is None and (self.dp_group is None or current_world() == 1)
+
+    @property
     def reduce_group(self) -> Any:
         """Processes over which losses and metrics are summed."""
         return self.dp_group if self.mesh is None else self.mesh.reduce_group
@@ -234,7 +240,9 @@ class Policy:
                 verify_document_isolation(self.body, vocab_size=self.vocab_size, tolerance=self._tolerance())
         options = self.cfg["compile"]
         if options["enabled"]:
-            self.body.compile(mode=options["mode"], dynamic=options["dynamic"])
+            # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
+            for module in getattr(self.body, "layers", None) or [self.body]:
+                module.compile(mode=options["mode"], dynamic=options["dynamic"])
 
     def _tolerance(self) -> float:
         return 1e-3 if self.precision == torch.float32 else 5e-2
@@ -312,7 +320,8 @@ class Policy:
             eval_mode: loss and metrics only; no gradient, no step.
             gbs: rows per step over all ranks; default: all of ``data``.
             mbs: rows per micro-batch where neither dynamic batching nor packing is on.
-            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``.
+            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``, and ``wait``: for a device
+                that works behind the host.
 
         Returns:
             ``loss`` (global), ``grad_norm`` (before clipping), ``lr``, ``metrics`` (name -> (sum, count), reduced over
@@ -378,20 +387,20 @@ class Policy:
         """(places in the flattened [B * T], hidden rows, next ids) of all real tokens, by micro-batch."""
         self.model.eval()
         width = data[f"{prefix}input_ids"].shape[1]
-        places = torch.arange(data.size, device=self.device)[:, None] * width
+        places = torch.arange(data.size)[:, None] * width
         tagged: BatchedDataDict = BatchedDataDict({**data.data, "_row": torch.arange(data.size)})
         iterator, _ = self.microbatches(tagged, int(self.cfg["logprob_batch_size"]), prefix=prefix, training=False)
         for mb in iterator:
             if mb.is_dummy:
                 self.forward_hidden(mb.processed_inputs)
                 continue
-            ids = mb.data_dict[f"{prefix}input_ids"].to(self.device)
-            lengths = mb.data_dict[f"{prefix}input_lengths"].to(self.device)
+            ids, lengths = mb.data_dict[f"{prefix}input_ids"], mb.data_dict[f"{prefix}input_lengths"]
             assert mb.processed_inputs.row_start is not None
             rows, where = sample_rows(mb.processed_inputs.row_start, lengths, width)
-            hidden = self.forward_hidden(mb.processed_inputs).index_select(0, rows)
-            whole = places[mb.data_dict["_row"].to(self.device)] + torch.arange(width, device=self.device)
-            yield whole.reshape(-1)[where], hidden, next_tokens(ids, lengths).reshape(-1)[where]
+            hidden = self.forward_hidden(mb.processed_inputs).index_select(0, to_device(rows, self.device))
+            whole = (places[mb.data_dict["_row"]] + torch.arange(width)).reshape(-1)[where]
+            following = next_tokens(ids, lengths).reshape(-1)[where]
+            yield to_device(whole, self.device), hidden, to_device(following, self.device)
 
     @torch.no_grad()
     def score(self, data: BatchedDataDict, *, prefix: str = "", k: int = 0) -> Iterator[tuple[Tensor, RowScores]]:

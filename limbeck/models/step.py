@@ -6,10 +6,12 @@ micro-batches and over data-parallel ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import Tensor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
 from limbeck.distributed.exchange import failing_together
+from limbeck.losses.blocks import deferred_checks
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.timer import Timer
 
@@ -160,6 +163,30 @@ def same_names(sums: dict[str, list[Tensor]], group: Any, device: torch.device) 
     return {name: sums.get(name, zeros) for name in sorted(set().union(*lists))}
 
 
+@dataclass
+class _Done:
+    """What is kept of a micro-batch: its loss, the flags that its checks left, and how to compute it again."""
+
+    loss: Tensor
+    flags: list[Tensor]
+    mb: ProcessedMicrobatch
+    again: Callable[[], Any]
+
+
+class _Read(NamedTuple):
+    """What the host learns of a step. bad: some loss is not finite or its inputs contradict each other."""
+
+    loss: float
+    metrics: Sums
+    tokens: int
+    bad: bool
+    norm: float | None
+
+
+def _finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value))
+
+
 class Step:
     """One optimizer step in parts: ``add`` one or more batches, each with a loss of its own, then ``finish``.
 
@@ -174,7 +201,7 @@ class Step:
         self.tokens = self.number = 0
         self.counts: dict[str, Tensor] = {}
         self.valid = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
-        self.losses: list[tuple[Tensor, ProcessedMicrobatch]] = []
+        self.done: list[_Done] = []
         self.rows: list[Any] = []
         self.teachers: list[TeacherSource] = []
         if not eval_mode:
@@ -200,27 +227,29 @@ class Step:
         attach(teachers, self.policy)
         self.teachers += [teacher for teacher in teachers if teacher not in self.teachers]
         iterator, number = self.policy.microbatches(batch, mbs)
-        with torch.set_grad_enabled(not self.eval_mode):
-            for mb in iterator:
-                self.losses.append((self._microbatch(mb, loss_fn, teachers, counts), mb))
+        for mb in iterator:
+            self._microbatch(mb, loss_fn, teachers, counts)
         self.number += number
         self.counts.update(counts)
         self.valid = {name: value + float(prepared[name]) for name, value in self.valid.items()}
         self.rows += list(batch.get("idx") or [])
 
     def finish(self) -> dict[str, Any]:
-        """Check, step, and reduce metrics over ranks; see ``Policy.train`` for the result."""
-        self._check_losses(self.losses)
+        """Collect gradients, wait for the device once, check, step; see ``Policy.train`` for the result."""
         rate = self.policy.optimizer.param_groups[0]["lr"] if self.policy.optimizer else None
-        norm = None if self.eval_mode else self._optimize()
-        metrics, loss, tokens = self._reduce([value for value, _ in self.losses])
+        norm = None if self.eval_mode else self._collect_gradients()
+        with self.timer.time("wait"):
+            read = self._read(norm)
+        self._check(read)
+        if not self.eval_mode:
+            self._optimize()
         self._release()
         return {
-            "loss": loss,
-            "grad_norm": norm,
+            "loss": read.loss,
+            "grad_norm": read.norm,
             "lr": rate,
-            "metrics": metrics,
-            "tokens": tokens,
+            "metrics": read.metrics,
+            "tokens": read.tokens,
             "microbatches": self.number,
             "counts": self.counts,
             **self.valid,
@@ -228,47 +257,75 @@ class Step:
 
     def _microbatch(
         self, mb: ProcessedMicrobatch, loss_fn: Any, teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
-    ) -> Tensor:
-        policy, timer = self.policy, self.timer
-        signals, starts = [], []
-        with timer.time("teacher"):
-            for number, teacher in enumerate(teachers):
-                signal, start = teacher.signal(mb, number, policy.device)
-                signals.append(signal)
-                starts.append(start)
-            inputs = loss_fn.prepare(mb, starts)
-            if policy.mesh is not None and policy.mesh.shape.context > 1:
-                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context)
-        with timer.time("forward"):
-            hidden = policy.forward_hidden(mb.processed_inputs)
-        with timer.time("loss"):
-            loss, metrics = loss_fn.compute(hidden, policy.head(), signals, inputs, counts)
-        if not self.eval_mode:
-            with timer.time("backward"):
-                loss.backward()
+    ) -> None:
+        with torch.set_grad_enabled(not self.eval_mode), deferred_checks() as flags:
+            loss, metrics = self._loss(mb, loss_fn, teachers, counts)
+            if not self.eval_mode:
+                with self.timer.time("backward"):
+                    loss.backward()
         self.add_metrics(metrics)
         # ranks that share rows count them once
-        if not mb.is_dummy and policy.counts_rows:
+        if not mb.is_dummy and self.policy.counts_rows:
             self.tokens += int(mb.data_dict["input_lengths"].sum())
-        return torch.as_tensor(loss).detach()
+        again = functools.partial(self._loss, mb, loss_fn, teachers, counts)
+        self.done.append(_Done(torch.as_tensor(loss).detach(), flags, mb, again))
+
+    def _loss(
+        self, mb: ProcessedMicrobatch, loss_fn: Any, teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
+    ) -> tuple[Tensor, Sums]:
+        """Loss and metrics of one micro-batch. What keeps the device busy is queued first: the teachers that are models
+        and the student; the host then looks up stored signals and lays out the loss while it works."""
+        policy, timer = self.policy, self.timer
+        signals: dict[int, tuple[Any, Tensor | None]] = {}
+
+        def ask(models: bool) -> None:
+            with timer.time("teacher"):
+                for number, teacher in enumerate(teachers):
+                    if getattr(teacher, "runs_model", False) == models:
+                        signals[number] = teacher.signal(mb, number, policy.device)
+
+        ask(models=True)
+        with timer.time("forward"):
+            hidden = policy.forward_hidden(mb.processed_inputs)
+        ask(models=False)
+        with timer.time("loss"):
+            found = [signals[number] for number in range(len(teachers))]
+            inputs = loss_fn.prepare(mb, [start for _, start in found])
+            if policy.mesh is not None and policy.mesh.shape.context > 1:
+                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context)
+            out: tuple[Tensor, Sums] = loss_fn.compute(
+                hidden, policy.head(), [signal for signal, _ in found], inputs, counts
+            )
+        return out
 
     def add_metrics(self, metrics: Sums) -> None:
         """Add (sum, count) pairs to this step's."""
         for name, pair in metrics.items():
-            values = [torch.as_tensor(v, dtype=torch.float64, device=self.policy.device) for v in pair]
+            values = [self._wide(v) for v in pair]
             old = self.sums.get(name)
             self.sums[name] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
 
-    def _check_losses(self, losses: list[tuple[Tensor, ProcessedMicrobatch]]) -> None:
-        bad = [mb for value, mb in losses if not bool(torch.isfinite(value))]
-        # every rank must take the same way out, or the others wait in the gradients' all-reduce for ever
-        if self._any(bool(bad)):
-            rows = bad[0].data_dict.get("idx") if bad else None
-            self._drop_gradients()
-            raise LossError(
-                f"the loss is not finite{'' if rows is None else f' on the samples {list(rows)}'}; the step was not "
-                "taken; lower the learning rate or look at these samples"
-            )
+    def _wide(self, value: Any) -> Tensor:
+        """A number as float64 on the device; one that the host knows is written there, since copying it would wait."""
+        device = self.policy.device
+        if isinstance(value, Tensor) and value.device.type == device.type:
+            return value.double()
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+
+    def _check(self, read: _Read) -> None:
+        """Refuse a step whose loss or gradient is not finite; all ranks come to the same answer."""
+        if not read.bad and (read.norm is None or math.isfinite(read.norm)):
+            return
+        self._drop_gradients()
+        bad = [done for done in self.done if any(bool(flag.any()) for flag in done.flags) or not _finite(done.loss)]
+        if read.bad and self.policy.alone:
+            # the weights are as they were: asked again, the loss itself says what is wrong
+            with torch.no_grad():
+                bad[0].again()
+        rows = list(bad[0].mb.data_dict.get("idx") or []) if bad else []
+        where = f" on the samples {rows or self.rows}" if rows or self.rows else ""
+        what = "the loss is not finite" if read.bad else f"the gradient norm is {read.norm}"
+        raise LossError(f"{what}{where}; the step was not taken; lower the learning rate or look at these samples")
 
     def _drop_gradients(self) -> None:
         if self.policy.optimizer is not None:
@@ -284,14 +341,8 @@ class Step:
             if hasattr(teacher, "release"):
                 teacher.release()
 
-    def _any(self, flag: bool) -> bool:
-        if self.reduce_group is None:
-            return flag
-        value = torch.tensor(float(flag), device=self.policy.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.reduce_group)
-        return bool(value)
-
-    def _optimize(self) -> float:
+    def _collect_gradients(self) -> Tensor:
+        """Sum gradients over ranks and clip them; returns their norm, still on the device."""
         policy = self.policy
         assert policy.optimizer is not None
         with self.timer.time("optimizer"):
@@ -299,19 +350,17 @@ class Step:
             self._sum_gradients(params)
             limit = math.inf if policy.cfg["max_grad_norm"] is None else float(policy.cfg["max_grad_norm"])
             clip = torch.nn.utils.clip_grad_norm_ if policy.sharded is None else policy.sharded.clip
-            norm = clip(params, limit)
-            if not bool(torch.isfinite(norm)):
-                self._drop_gradients()
-                raise LossError(
-                    f"the gradient norm is {float(norm)}{f' on the samples {self.rows}' if self.rows else ''}; the "
-                    "step was not taken; lower the learning rate or look at these samples"
-                )
+            return clip(params, limit)
+
+    def _optimize(self) -> None:
+        policy = self.policy
+        assert policy.optimizer is not None
+        with self.timer.time("optimizer"):
             policy.optimizer.step()
             if policy.scheduler is not None:
                 policy.scheduler.step()
             policy.steps += 1
             policy.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
 
     def _sum_gradients(self, params: list[Tensor]) -> None:
         """Plain data parallelism; a sharded model knows which of its gradients are sums already."""
@@ -326,16 +375,22 @@ class Step:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=self.group)
 
-    def _reduce(self, losses: list[Tensor]) -> tuple[Sums, float, int]:
+    def _read(self, norm: Tensor | None) -> _Read:
+        """Loss, metrics and flags summed over ranks; the one place where a step waits for the device."""
         device = self.policy.device
         self.sums = same_names(self.sums, self.reduce_group, device)
         names = sorted(self.sums)
-        total = torch.stack([value.double() for value in losses]).sum() if losses else torch.zeros((), device=device)
-        flat = [total.reshape(1).double(), torch.tensor([self.tokens], dtype=torch.float64, device=device)]
-        flat += [torch.stack(self.sums[name]) for name in names]
-        values = torch.cat(flat)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        losses = torch.stack([done.loss.double() for done in self.done]) if self.done else zero[None]
+        flags = [flag.any() for done in self.done for flag in done.flags]
+        bad = (~torch.isfinite(losses)).sum() + (torch.stack(flags).sum() if flags else 0)
+        values = torch.stack([losses.sum(), bad.double(), self._wide(self.tokens), *self._flat(names)])
         if self.reduce_group is not None:
             dist.all_reduce(values, group=self.reduce_group)
-        numbers = values.tolist()
-        metrics: Sums = {n: (numbers[2 + 2 * i], numbers[3 + 2 * i]) for i, n in enumerate(names)}
-        return metrics, numbers[0], int(numbers[1])
+        numbers = torch.cat((values, (zero if norm is None else norm.to(zero)).reshape(1))).tolist()
+        loss, bad_count, tokens, *pairs, last = numbers
+        metrics: Sums = {n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)}
+        return _Read(loss, metrics, int(tokens), bool(bad_count), None if norm is None else last)
+
+    def _flat(self, names: list[str]) -> list[Tensor]:
+        return [value for name in names for value in self.sums[name]]

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, process_microbatch
+from limbeck.data.pinned import to_device
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
 from limbeck.losses.inputs import teacher_prefix
@@ -31,6 +33,9 @@ class TeacherSource(Protocol):
 
     A source may also have ``attach(student)`` (it is then told the student's policy before it is asked), ``announce``
     (see ``limbeck.models.step.announce``) and ``release()`` (a step has ended).
+
+    A source with a true ``runs_model`` keeps the device busy, and is asked before the student's forward pass; one that
+    looks its signals up is asked after it, while the device works.
     """
 
     vocab_size: int
@@ -58,6 +63,8 @@ class LiveTeacher:
     ``student_fingerprint``: tokenizer fingerprint of the student. A teacher that reads the student's own ids must have
     the same; ``None`` skips that check (models without a tokenizer).
     """
+
+    runs_model = True
 
     def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
         self.policy = policy
@@ -204,37 +211,38 @@ class CachedTeacher:
         return out
 
 
-def _staged(shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
-    """Rows to be filled and sent to the device: pinned where there is one, so that sending them holds nobody up."""
-    return torch.full(shape, fill, dtype=dtype, pin_memory=torch.cuda.is_available())
-
-
 class _TopKRows:
     """Collects stored rows of one micro-batch; a row without a stored entry keeps the id -1 (empty)."""
 
     def __init__(self, reader: CacheReader, rows: int) -> None:
         self.reader = reader
         k = reader.spec.k
-        self.ids = _staged((rows, k), -1, torch.int32)
-        self.logprobs = _staged((rows, k), 0.0, torch.float16)
-        self.came = _staged((rows,), 0.0, torch.float32)
+        self.ids = _staged((rows, k), torch.int32)
+        self.logprobs = _staged((rows, k), torch.float16)
+        self.came = _staged((rows,), torch.float32)
+        self.filled = np.zeros(rows, bool)
 
     def put(self, start: int, ids: Any) -> None:
         found = self.reader.get(ids)
-        assert found.topk_ids is not None
-        assert found.topk_logprobs is not None
         rows = slice(start, start + len(ids) - 1)
-        # the copies matter: mapped pages are read-only, which torch does not know
-        self.ids[rows] = torch.from_numpy(found.topk_ids.astype("int32"))
-        self.logprobs[rows] = torch.from_numpy(found.topk_logprobs.copy())
-        self.came[rows] = torch.from_numpy(found.next_logprob.copy())
+        for target, stored in (
+            (self.ids, found.topk_ids),
+            (self.logprobs, found.topk_logprobs),
+            (self.came, found.next_logprob),
+        ):
+            assert stored is not None
+            # as numpy arrays: mapped pages are read-only, which torch does not know
+            target.numpy()[rows] = stored
+        self.filled[rows] = True
 
     def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
+        empty = torch.from_numpy(~self.filled)
+        self.ids[empty], self.logprobs[empty], self.came[empty] = -1, 0.0, 0.0
         return TopKSignal(
-            self.ids.to(device, non_blocking=True),
-            self.logprobs.to(device, non_blocking=True).float(),
-            self.came.to(device, non_blocking=True),
-            following.to(device),
+            to_device(self.ids, device),
+            to_device(self.logprobs, device).float(),
+            to_device(self.came, device),
+            to_device(following, device),
             vocab_size=self.reader.spec.vocab_size,
         )
 
@@ -244,13 +252,23 @@ class _HiddenRows:
 
     def __init__(self, reader: CacheReader, rows: int) -> None:
         self.reader = reader
-        self.dtype = torch.bfloat16 if reader.spec.hidden_dtype == "bfloat16" else torch.float16
-        self.hidden = _staged((rows, reader.spec.hidden_size), 0.0, self.dtype)
+        dtype = torch.bfloat16 if reader.spec.hidden_dtype == "bfloat16" else torch.float16
+        self.hidden = _staged((rows, reader.spec.hidden_size), dtype)
+        self.filled = np.zeros(rows, bool)
 
     def put(self, start: int, ids: Any) -> None:
         found = self.reader.get(ids)
         assert found.hidden is not None
-        self.hidden[start : start + len(ids) - 1] = torch.from_numpy(found.hidden.copy()).view(self.dtype)
+        rows = slice(start, start + len(ids) - 1)
+        # as integers: numpy has no bfloat16
+        self.hidden.view(torch.int16).numpy()[rows] = found.hidden.view(np.int16)
+        self.filled[rows] = True
 
     def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
-        return HiddenSignal(self.hidden.to(device, non_blocking=True), owner.head(device), ids.to(device))
+        self.hidden[torch.from_numpy(~self.filled)] = 0
+        return HiddenSignal(to_device(self.hidden, device), owner.head(device), to_device(ids, device))
+
+
+def _staged(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Rows to be filled and sent to the device: pinned where there is one, so that sending them holds nobody up."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())

@@ -105,6 +105,20 @@ def test_resume_continues_with_the_very_next_record(path: str, workers: int, sto
     assert list(resumed) == list(make_loader(make_dataset(path), 0, epoch=5))
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 2)])
+def test_a_position_does_not_depend_on_loader_processes(path: str, before: int, after: int) -> None:
+    expected = list(make_loader(make_dataset(path), 0, epoch=4))
+    loader = make_loader(make_dataset(path), before, epoch=4)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(5)]
+    state = loader.sampler.position(10)
+    resumed = make_loader(make_dataset(path), after)
+    resumed.sampler.go_to(state)
+    assert first + list(resumed) == expected
+    resumed.sampler.set_epoch(5)
+    assert list(resumed) == list(make_loader(make_dataset(path), 0, epoch=5))
+
+
 def test_resume_with_another_number_of_ranks() -> None:
     state = None
     for rank in range(2):

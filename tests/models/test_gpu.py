@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.gpu.loss import synchronisations
 from limbeck.models.cache_build import spec_for, write_cache
 from limbeck.models.policy import Policy
 from limbeck.models.teachers import CachedTeacher, LiveTeacher
@@ -48,3 +49,18 @@ def test_a_cache_from_the_gpu_serves_the_cpu(tmp_path):
     assert losses("cuda", source=stored) == pytest.approx(expected, rel=2e-3)
     on_cpu = Policy(config(QWEN3), tokenizer(340), device="cpu", seed=1, init_optimizer=False)
     assert on_cpu.identity() == policy.identity()
+
+
+@pytest.mark.parametrize("layout", ["fixed", "packed"])
+@pytest.mark.parametrize("kind", ["live", "cached"])
+def test_a_step_waits_for_the_device_once(layout, kind, tmp_path):
+    policy = Policy(config(**LAYOUTS[layout]), tokenizer(300), device="cuda", seed=0)
+    taught = Policy(config(QWEN3), tokenizer(340), device="cuda", seed=1, init_optimizer=False)
+    source = LiveTeacher(taught)
+    if kind == "cached":
+        write_cache(taught, [batch()], tmp_path, spec_for(taught, k=16))
+        source = CachedTeacher(tmp_path)
+    loss = loss_fn()
+    for _ in range(2):
+        policy.train(batch(), loss, teachers=[source], mbs=2)
+    assert synchronisations(lambda: policy.train(batch(), loss, teachers=[source], mbs=2)) == 1
