@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.common import GIB, aligned_batch, load_projection, make_projection, save_row
+from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import process_microbatch
 from limbeck.losses import CrossTokenizerDistillationLossFn
@@ -66,6 +67,7 @@ class Setup:
         cfg = {
             "precision": precision, "train_micro_batch_size": DOCUMENTS, "logprob_batch_size": 4,
             "sequence_packing": {"enabled": self.attention is not None, "train_mb_tokens": DOCUMENTS * self.length},
+            "compile": {"enabled": not self.tiny, "dynamic": self.attention is not None or None},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.0,
                                                                   "fused": self.device == "cuda"}},
         }  # fmt: skip
@@ -74,11 +76,7 @@ class Setup:
         options = {} if self.attention is None else {"attn_implementation": self.attention}
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(base, dtype=dtype, **options)
-        policy = Policy(cfg, None, name=side, device=self.device, init_optimizer=trained, model=model)
-        if not self.tiny:
-            for layer in policy.body.layers:
-                layer.compile(dynamic=self.attention is not None or None)
-        return policy
+        return Policy(cfg, None, name=side, device=self.device, init_optimizer=trained, model=model)
 
     def batch(self, seed: int) -> BatchedDataDict:
         """Documents of full length."""
@@ -115,7 +113,13 @@ def timed(run: Callable[[int], Any], steps: int, warmup: int) -> float:
     for number in range(steps):
         run(number)
     _sync()
-    return (time.perf_counter() - start) / steps
+    return (time.perf_counter() - start) / max(steps, 1)
+
+
+def _compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int) -> dict[str, Any]:
@@ -128,11 +132,15 @@ def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: i
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    seconds = timed(run, steps, warmup)
+    timed(run, 0, warmup)
+    graphs = _compiled_graphs()
+    seconds = timed(run, steps, 0)
     tokens = sum(int(b["input_lengths"].sum()) for b in batches) / len(batches)
     row = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(tokens / seconds), "tokens": tokens, "loss": losses[-1]}
+    row["recompiled"] = _compiled_graphs() - graphs
     if torch.cuda.is_available():
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+        row["synchronisations"] = synchronisations(lambda: run(0))
     return row
 
 

@@ -322,7 +322,7 @@ class _Loop:
     def _epoch(self) -> bool:
         """One pass over the data, or what is left of it; True when the run must stop."""
         state = self.state
-        for batch in self.loader:
+        for batch in self.timer.iterate(self.loader, "data"):
             self._step(batch)
             ended = state["current_step"] >= len(self.loader)
             if ended:
@@ -355,7 +355,7 @@ class _Loop:
             last = self.checkpointer.latest()
             good = f"the last checkpoint is {last.name}" if last else "there is no checkpoint yet"
             raise LossError(f"step {step}: {error}; the batch is kept in {str(kept)!r}, {good}") from error
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start + self.timer.get_timing_metrics("sum").get("data", 0.0)
         state["current_step"] += 1
         state["total_steps"] = step
         state["consumed_samples"] += self.config.distillation.num_prompts_per_step

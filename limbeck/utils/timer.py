@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda v: sum(v) / len(v),
@@ -62,6 +65,17 @@ class Timer:
             yield
         finally:
             self.stop(label)
+
+    def iterate(self, items: Iterable[T], label: str) -> Iterator[T]:
+        """The items, with the time that each of them takes to arrive measured as a section."""
+        source = iter(items)
+        while True:
+            with self.time(label):
+                try:
+                    item = next(source)
+                except StopIteration:
+                    return
+            yield item
 
     def get_elapsed(self, label: str) -> list[float]:
         """All measured durations of a section, in order, in seconds."""

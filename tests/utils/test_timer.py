@@ -45,3 +45,12 @@ def test_synchronize_runs_at_both_ends():
     with timer.time("a"):
         assert len(calls) == 1
     assert len(calls) == 2
+
+
+def test_waiting_for_items_is_measured(monkeypatch):
+    clock = iter([0.0, 1.0, 10.0, 13.0, 20.0, 22.0])
+    monkeypatch.setattr("limbeck.utils.timer.time.perf_counter", lambda: next(clock))
+    timer = Timer()
+    assert list(timer.iterate("ab", "data")) == ["a", "b"]
+    # the last wait ends in nothing
+    assert timer.get_elapsed("data") == [1.0, 3.0, 2.0]
