@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from limbeck.algorithms.master_config import MasterConfig
+from limbeck.distributed.exchange import failing_together
+from limbeck.distributed.mesh import ParallelMesh, current_world, plan_mesh
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
@@ -24,7 +29,19 @@ def connect_servers(config: MasterConfig, tokenizers: list[Any], student: ByteVo
                 f"loss_fn.temperature is {loss.temperature}, but a server gives log-probabilities at 1; set it to 1"
             )
         longest = (lengths[index] if isinstance(lengths, list) else lengths) or config.data.max_input_seq_length
-        found[index] = ServerTeacher(
-            teacher.server, tokenizer, student_fingerprint=student.fingerprint, longest=longest
-        )
+        with failing_together(dist.group.WORLD if current_world() > 1 else None):
+            found[index] = ServerTeacher(
+                teacher.server,
+                tokenizer,
+                student_fingerprint=student.fingerprint,
+                longest=longest,
+                group=_same_rows(config),
+            )
     return found
+
+
+def _same_rows(config: MasterConfig) -> Any:
+    """Processes that will read the same rows as this one; None where it is alone with them."""
+    shape = plan_mesh(config.policy.dtensor_cfg.model_dump(), current_world(), name="policy")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return ParallelMesh.get(shape, device_type).rows_group if shape.same_rows > 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from limbeck.utils.errors import LimbeckError
+
+_GOOD, _BAD = b"+", b"-"
 
 
 def device_of(group: Any) -> torch.device:
@@ -31,6 +33,26 @@ def broadcast_bytes(raw: bytes, group: Any, source: int = 0) -> bytes:
     assert data is not None
     dist.broadcast(data, group=group, group_src=source)
     return data.cpu().numpy().tobytes()
+
+
+def once_for_all(work: Callable[[], bytes], group: Any) -> bytes:
+    """What ``work`` gives on the group's first rank (None: this rank alone), on all of its ranks.
+
+    An error of that rank is one of all: the others raise a ``LimbeckError`` with its text.
+    """
+    if group is None:
+        return work()
+    answer = b""
+    if dist.get_rank(group) == 0:
+        try:
+            answer = _GOOD + work()
+        except Exception as error:
+            broadcast_bytes(_BAD + (str(error) or type(error).__name__).encode(), group)
+            raise
+    answer = broadcast_bytes(answer, group)
+    if answer[:1] == _BAD:
+        raise LimbeckError(answer[1:].decode())
+    return answer[1:]
 
 
 @contextmanager

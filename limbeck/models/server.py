@@ -6,10 +6,12 @@ could not score leave the denominators. See docs/server_teacher.md.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -18,17 +20,26 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.exchange import once_for_all
 from limbeck.losses.signals import Signal, TopKSignal
 from limbeck.models.cache import document_key
 from limbeck.models.scoring import next_tokens
-from limbeck.models.server_answer import ScoredDocument, choices_of, read_choice, request_body
+from limbeck.models.server_answer import (
+    ScoredDocument,
+    choices_of,
+    pack_scores,
+    read_choice,
+    request_body,
+    unpack_scores,
+)
 from limbeck.models.server_client import ServerClient, ServerFailure
-from limbeck.models.server_probe import probe_server
+from limbeck.models.server_probe import ServerFacts, probe_server
 from limbeck.models.teachers import key_prefix
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import DataError, ServerError
 
 if TYPE_CHECKING:
+    from limbeck.models.policy import Policy
     from limbeck.models.server_config import ServerConfig
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +54,8 @@ class ServerTeacher:
         tokenizer: of the teacher; the server's must be the same, which is checked at once.
         student_fingerprint: of the student's tokenizer; a teacher that reads the student's own ids must have the same.
         longest: tokens of the longest row that will be asked for; checked against the server's limit.
+        group: processes that read the same rows: the first of them asks and tells the others. Default: the student's,
+            once ``attach`` has named it.
         client: for tests.
 
     Attributes:
@@ -56,6 +69,7 @@ class ServerTeacher:
         *,
         student_fingerprint: str | None = None,
         longest: int | None = None,
+        group: Any = None,
         client: ServerClient | None = None,
     ) -> None:
         self.config = config
@@ -67,7 +81,9 @@ class ServerTeacher:
         self._same_ids = student_fingerprint in (None, vocab.fingerprint)
         self._found: dict[str, ScoredDocument | ServerFailure] = {}
         self._in_a_row = 0
-        self.facts = probe_server(self.client, config, tokenizer)
+        self._group = group
+        self._retries = 0
+        self.facts = self._probe(tokenizer)
         if longest is not None and self.facts.max_length is not None and longest > self.facts.max_length:
             raise ServerError(
                 f"the server {self.client.url} takes up to {self.facts.max_length} tokens at a time and the run's rows "
@@ -78,6 +94,16 @@ class ServerTeacher:
         """Close the connections."""
         self.client.close()
 
+    def attach(self, student: Policy) -> None:
+        """Learn which processes read the same rows; every rank must call it."""
+        self._group = None if student.mesh is None else student.mesh.rows_group
+
+    def _probe(self, tokenizer: Any) -> ServerFacts:
+        def ask() -> bytes:
+            return json.dumps(asdict(probe_server(self.client, self.config, tokenizer))).encode()
+
+        return ServerFacts(**json.loads(once_for_all(ask, self._group)))
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def score(self, documents: Sequence[Ids]) -> list[ScoredDocument | ServerFailure]:
@@ -86,20 +112,32 @@ class ServerTeacher:
         out: list[Any] = [None] * len(documents)
         with ThreadPoolExecutor(max_workers=min(self.config.concurrency, max(len(groups), 1))) as pool:
             for group, found in zip(
-                groups, pool.map(lambda g: self._group([documents[i] for i in g]), groups), strict=True
+                groups, pool.map(lambda g: self._together([documents[i] for i in g]), groups), strict=True
             ):
                 for place, one in zip(group, found, strict=True):
                     out[place] = one
         return out
 
-    def _group(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
+    def _shared(self, documents: Sequence[Ids]) -> list[ScoredDocument | ServerFailure]:
+        """``score`` by one of the processes that read these rows, told to all of them."""
+
+        def ask() -> bytes:
+            before = self.client.counts["retries"]
+            found = self.score(documents)
+            return pack_scores(found, retries=self.client.counts["retries"] - before)
+
+        found, facts = unpack_scores(once_for_all(ask, self._group))
+        self._retries += facts["retries"]
+        return found
+
+    def _together(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
         """One request; where it fails as a whole, its rows are asked for one by one, so that one cannot spoil all."""
         try:
             return self._request(documents)
         except ServerFailure as failure:
             if len(documents) == 1:
                 return [failure]
-            return [self._group([document])[0] for document in documents]
+            return [self._together([document])[0] for document in documents]
 
     def _request(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
         prompts = [[int(i) for i in d] for d in documents]
@@ -139,7 +177,7 @@ class ServerTeacher:
         """Scores by row, from the announced batch where they are there, otherwise from the server."""
         keys = {row: document_key(ids) for row, ids in rows.items()}
         missing = {key: rows[row] for row, key in keys.items() if key not in self._found}
-        found = dict(zip(missing, self.score(list(missing.values())), strict=True)) if missing else {}
+        found = dict(zip(missing, self._shared(list(missing.values())), strict=True)) if missing else {}
         if keep:
             self._found = {key: self._found[key] for key in set(keys.values()) if key in self._found} | found
         return {row: found[key] if key in found else self._found[key] for row, key in keys.items()}
@@ -149,7 +187,7 @@ class ServerTeacher:
 
         A row that cannot be scored stops the run or is left out, as ``on_failure`` says.
         """
-        before = self.client.counts["retries"]
+        before = self._retries
         # what is kept from the batch before is only of use where a row comes again
         self._found = {key: one for key, one in self._found.items() if isinstance(one, ScoredDocument)}
         rows = self._rows(data, teacher_index)
@@ -164,7 +202,7 @@ class ServerTeacher:
             else:
                 self._in_a_row = 0
         count = float(len(found))
-        retries = float(self.client.counts["retries"] - before)
+        retries = float(self._retries - before)
         return mask, {"rows_failed": (float(failed), count), "retries_per_row": (retries, count)}
 
     def _fail(self, failure: ServerFailure, teacher_index: int, tokens: int) -> None:

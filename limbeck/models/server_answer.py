@@ -6,7 +6,9 @@ older ``echo`` with ``logprobs``, usable where tokens are given as ``token_id:<n
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,3 +133,37 @@ def _read_place(
     ids[:] = [token for token, _ in top]
     logprobs[:] = [min(value, 0.0) for _, value in top]
     return min(came, 0.0)
+
+
+def pack_scores(found: Sequence[ScoredDocument | ServerFailure], **facts: int) -> bytes:
+    """Scores and failures as bytes for another process: length of a JSON head (8 bytes), the head, plain arrays."""
+    rows: list[Any] = []
+    arrays: list[bytes] = []
+    for one in found:
+        if isinstance(one, ServerFailure):
+            rows.append([one.reason, one.detail])
+            continue
+        rows.append(list(one.topk_ids.shape))
+        arrays += [one.topk_ids.tobytes(), one.topk_logprobs.tobytes(), one.next_logprob.tobytes()]
+    head = json.dumps({"rows": rows, **facts}).encode()
+    return b"".join((struct.pack("<Q", len(head)), head, *arrays))
+
+
+def unpack_scores(raw: bytes) -> tuple[list[ScoredDocument | ServerFailure], dict[str, int]]:
+    """What :func:`pack_scores` was given."""
+    at = 8 + int(struct.unpack("<Q", raw[:8])[0])
+    facts = json.loads(raw[8:at])
+
+    def take(dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        nonlocal at
+        found = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape).copy()
+        at += found.nbytes
+        return found
+
+    out: list[ScoredDocument | ServerFailure] = []
+    for row in facts.pop("rows"):
+        if isinstance(row[0], str):
+            out.append(ServerFailure(row[0], row[1]))
+        else:
+            out.append(ScoredDocument(take(np.int32, *row), take(np.float32, *row), take(np.float32, row[0])))
+    return out, facts

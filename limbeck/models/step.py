@@ -60,6 +60,8 @@ def train_on_batches(
     with timer.time("teacher"):
         attach(teachers, policy)
         data, sums = announce(data, teachers, group)
+        if not policy.counts_rows:
+            sums = dict.fromkeys(sums, (0.0, 0.0))
     results = []
     for index in range(max(1, math.ceil(data.size / local))):
         if not eval_mode and _wants_first_pass(loss_fn):
