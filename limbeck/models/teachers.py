@@ -122,7 +122,7 @@ class LiveTeacher:
         if self._joint is None:
             # the student's own inputs serve where both split sequences alike
             same = self._student is None or self._student.context == policy.mesh_shape.context
-            alike = not prefix and same
+            alike = not prefix and same and not policy.cfg["dtensor_cfg"]["sequence_parallel"]
             inputs = theirs.to(policy.device) if alike else self._inputs(data, prefix, packed=theirs.is_packed)
             return policy.forward_hidden(inputs), inputs
         found: list[tuple[Tensor, ProcessedInputs]] = []

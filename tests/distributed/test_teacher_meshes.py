@@ -14,6 +14,7 @@ from tests.distributed.cases import Case, batch, loss_of, step, student_of, teac
 from tests.distributed.test_equality import close
 from tests.models.tiny import LLAMA
 
+SPLIT: dict[str, Any] = {"sequence_parallel": True}
 FSDP: dict[str, Any] = {"fsdp": True}
 EMPTY = ((0, 1, 2, 3, 4, 5), ())
 # four heads of keys, so that four ranks can split them
@@ -41,6 +42,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], list[dict[str, Any]], Case]] = {
     "fsdp, teacher tensor": (2, FSDP, [tp(2)], Case(teachers=("same",), rows=EMPTY)),
     "tensor, teacher context": (2, tp(2), [cp(2)], Case()),
     "tensor, teacher context, same vocabulary": (2, tp(2), [cp(2)], Case({"topk": 9}, teachers=("same",))),
+    "data, teacher split sequences, same vocabulary": (2, {}, [{**tp(2), **SPLIT}], Case(teachers=("same",), mbs=1)),
     "context, teacher tensor": (2, cp(2), [tp(2)], Case({"mode": "gold"})),
     "two teachers, two layouts": (2, {}, [tp(2), FSDP], Case(teachers=("cross", "same"), mbs=1)),
     "data x tensor, teacher tensor 4": (4, tp(2), [tp(4)], Case(**WIDE)),
