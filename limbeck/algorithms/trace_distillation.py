@@ -303,7 +303,8 @@ class _Loop:
     def _step(self, batch: ComposerBatch) -> None:
         state, start = self.state, time.perf_counter()
         step = state["total_steps"] + 1
-        self.dropped.update(batch["dropped"])
+        if self.parts.student.counts_records:
+            self.dropped.update(batch["dropped"])
         factors = self.weights.at(state["total_steps"])
         try:
             result = self.parts.step(batch, factors, monitored=self.parts.step.monitor.due(step), timer=self.timer)

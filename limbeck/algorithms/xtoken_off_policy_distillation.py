@@ -425,8 +425,9 @@ class _Loop:
             )
 
     def _count_dropped(self, batch: BatchedDataDict) -> None:
-        for counts in batch.get("dropped", []):
-            self.dropped.update(counts)
+        if self.student.counts_records:
+            for counts in batch.get("dropped", []):
+                self.dropped.update(counts)
 
     def _report_dropped(self) -> None:
         dropped = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +56,14 @@ def explicit_attention_mask(
 
 
 @torch.no_grad()
-def verify_document_isolation(model: Any, *, vocab_size: int, tolerance: float = 0.05) -> float:
+def verify_document_isolation(
+    model: Any,
+    *,
+    vocab_size: int,
+    tolerance: float = 0.05,
+    run: Callable[[dict[str, Any]], torch.Tensor] | None = None,
+    layout: Mapping[str, Any] | None = None,
+) -> float:
     """Check on three tiny packed documents that none of them reaches another.
 
     Models whose layers carry state along the sequence (linear attention, state spaces) or that build their own masks
@@ -67,6 +75,9 @@ def verify_document_isolation(model: Any, *, vocab_size: int, tolerance: float =
         model: a causal model that takes ``ProcessedInputs.model_kwargs()`` and returns logits or hidden states.
         vocab_size: ids below this are drawn.
         tolerance: allowed share of the reference movement; mixing models show about 1, isolated ones 0 up to rounding.
+        run: from the model's keyword arguments to its hidden states ``[1, T, h]``, for a model that is not simply
+            called, such as one whose sequences are split over ranks (all of which must make this check).
+        layout: the policy's ``dtensor_cfg``, which says into how many pieces a sequence must be cut.
 
     Returns:
         The measured share.
@@ -84,7 +95,11 @@ def verify_document_isolation(model: Any, *, vocab_size: int, tolerance: float =
 
     def outputs(rows: torch.Tensor) -> torch.Tensor:
         batch: BatchedDataDict = BatchedDataDict(input_ids=rows, input_lengths=torch.tensor(lengths))
-        result = model(**process_microbatch(batch, None, True, {}, 1, device=device).model_kwargs())
+        cfg, ranks = {"dtensor_cfg": layout or {}}, int((layout or {}).get("context_parallel_size", 1))
+        kwargs = process_microbatch(batch, None, True, cfg, ranks, device=device).model_kwargs()
+        if run is not None:
+            return run(kwargs)[0].float()
+        result = model(**kwargs)
         states = result.logits if getattr(result, "logits", None) is not None else result.last_hidden_state
         return states[0].float()
 

@@ -289,17 +289,13 @@ def process_microbatch(
     if vlm_kwargs and (enable_seq_packing or cp_size > 1):
         other = "sequence packing" if enable_seq_packing else f"context parallelism (size {cp_size})"
         raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
-    if enable_seq_packing and cp_size > 1:
-        raise ConfigError(
-            f"Sequence packing does not go with context parallelism (size {cp_size}), which would cut documents; "
-            "switch sequence_packing.enabled off or set context_parallel_size to 1."
-        )
     multiple = _length_multiple(cfg, cp_size)
     pad_id = _pad_id(tokenizer)
     if enable_seq_packing:
         rounding = int(option(cfg, "sequence_packing", "sequence_length_round", 1))
-        return _packed(ids, lengths, math.lcm(multiple, rounding), pad_id).to(device)
-    inputs = _padded(ids, lengths, _padded_width(ids, lengths, cfg, multiple), pad_id)
+        inputs = _packed(ids, lengths, math.lcm(multiple, rounding), pad_id)
+    else:
+        inputs = _padded(ids, lengths, _padded_width(ids, lengths, cfg, multiple), pad_id)
     if vlm_kwargs:
         # Multimodal models derive positions from the media grid.
         inputs = replace(inputs, position_ids=None, vlm_kwargs=vlm_kwargs)
@@ -413,10 +409,10 @@ def _pad_id(tokenizer: Any) -> int:
 
 
 def _length_multiple(cfg: Any, cp_size: int) -> int:
-    multiple = 2 * cp_size if cp_size > 1 else 1
-    if option(cfg, "dtensor_cfg", "sequence_parallel", False):
-        multiple = math.lcm(multiple, int(option(cfg, "dtensor_cfg", "tensor_parallel_size", 1)))
-    return multiple
+    split = bool(option(cfg, "dtensor_cfg", "sequence_parallel", False))
+    parts = int(option(cfg, "dtensor_cfg", "tensor_parallel_size", 1)) if split else 1
+    # a context-parallel rank has two pieces, which tensor-parallel ranks may cut once more
+    return cp_size * math.lcm(2, parts) if cp_size > 1 else parts
 
 
 def _padded_width(ids: torch.Tensor, lengths: torch.Tensor, cfg: Any, multiple: int) -> int:

@@ -5,15 +5,15 @@ are shared evenly. Keys and values are gathered per layer (their gradients are s
 stay. The last hidden states are gathered too, R x h, after which rows are where a single process would have them: the
 next-token shift and chunks that straddle ranks need no care, and each rank takes its share of the loss's blocks.
 
-`SequenceSplit` is the interface: a body and its inputs in, whole hidden states out. This one runs on any backend; an
-engine that exchanges keys and values in a ring (torch's own on accelerators) can take its place.
+`SequenceSplit` is the interface: a body and its inputs in, whole hidden states out. `GatheredAttention` runs on any
+backend and knows packed documents and sliding windows; `limbeck.distributed.ring_attention` has torch's own ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from limbeck.losses.peers import Peers
 from limbeck.utils.errors import ConfigError
+from limbeck.utils.varlen_kernel import varlen_kernel
 
 ATTENTION_NAME = "limbeck_context"
+_BAND_ROWS = 512
+"""Queries that share one mask of a sliding window, at least; the mask is as wide as they and the window together."""
 
 
 class SequenceSplit(Protocol):
@@ -33,6 +37,25 @@ class SequenceSplit(Protocol):
     def run(self, body: Any, kwargs: dict[str, Any]) -> Tensor:
         """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has."""
         ...
+
+
+class ContextPeers(Peers):
+    """The ranks of a context-parallel group, among which a micro-batch's loss is shared out."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    @torch.no_grad()
+    def _reduced(self, values: Tensor, op: Any) -> Tensor:
+        out = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op=op, group=self.group)
+        return out
+
+    def maximum(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -56,7 +79,60 @@ class _GatherSequence(torch.autograd.Function):
         return out, None, None
 
 
-_ACTIVE: ContextVar[GatheredAttention | None] = ContextVar("active split", default=None)
+@dataclass(frozen=True)
+class Span:
+    """Queries `[first, end)` of one document; they see keys `[low, end)`, those after themselves excepted."""
+
+    first: int
+    end: int
+    low: int
+
+
+def query_spans(piece: tuple[int, int], borders: Sequence[int], window: int | None, step: int | None) -> list[Span]:
+    """Spans of the queries in a piece `[start, end)` of a sequence, in order.
+
+    Args:
+        borders: where documents start and end, from 0 to the sequence's length.
+        window: keys that a query sees, itself included; None: all of its document.
+        step: longest span; None: a whole document's share of the piece.
+    """
+    out = []
+    for low, high in itertools.pairwise(borders):
+        first, end = max(piece[0], low), min(piece[1], high)
+        for start in range(first, end, step or max(end - first, 1)):
+            stop = end if step is None else min(start + step, end)
+            out.append(Span(start, stop, low if window is None else max(low, start - window + 1)))
+    return out
+
+
+@dataclass
+class SplitSequences:
+    """The sequences of one forward pass: whose they are, how long, and where packed documents start and end."""
+
+    split: GatheredAttention
+    length: int
+    borders: list[int]
+    _tables: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents."""
+        return len(self.borders) > 2
+
+    def piece(self, number: int) -> tuple[int, int]:
+        """First and last (excluded) position of a piece."""
+        size = self.length // (2 * self.split.ranks)
+        return number * size, (number + 1) * size
+
+    def tables(self, spans: Sequence[Span], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cumulative lengths of queries and keys over the spans of `rows` sequences; made once for all layers."""
+        key = (tuple(spans), rows)
+        if key not in self._tables:
+            lengths = [[s.end - s.first for s in spans] * rows, [s.end - s.low for s in spans] * rows]
+            sums = [list(itertools.accumulate(side, initial=0)) for side in lengths]
+            table = torch.tensor(sums, dtype=torch.int32).to(device)
+            self._tables[key] = (table[0], table[1])
+        return self._tables[key]
 
 
 class GatheredAttention:
@@ -81,26 +157,112 @@ class GatheredAttention:
         AttentionInterface.register(ATTENTION_NAME, attend)
         body.config._attn_implementation = ATTENTION_NAME
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        token = _ACTIVE.set(self)
-        try:
-            yield
-        finally:
-            _ACTIVE.reset(token)
-
     def run(self, body: Any, kwargs: dict[str, Any]) -> Tensor:
-        """See `SequenceSplit`. The length must be a multiple of twice the number of ranks."""
+        """See `SequenceSplit`. The length must be a multiple of twice the number of ranks.
+
+        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence.
+        """
         ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
         if ids.shape[1] % (2 * self.ranks):
             raise ConfigError(f"sequences of {ids.shape[1]} tokens cannot be cut into {2 * self.ranks} equal pieces")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        inputs = {**kwargs, "input_ids": self.own(ids), "position_ids": self.own(positions), "attention_mask": None}
-        with self.active():
-            hidden = body(**inputs).last_hidden_state
+        borders = kwargs.get("cu_seq_lens_q")
+        known = [0, ids.shape[1]] if borders is None else borders.tolist()
+        inputs = {key: value for key, value in kwargs.items() if not key.startswith(("cu_seq_lens", "max_length"))}
+        inputs |= {"input_ids": self.own(ids), "position_ids": self.own(positions), "attention_mask": None}
+        # an argument, not a variable of the context: recomputed activations must see it too, in whatever thread
+        hidden = body(**inputs, sequences=SplitSequences(self, ids.shape[1], known)).last_hidden_state
         out: Tensor = _GatherSequence.apply(hidden, self, 1)
         return out
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: SplitSequences,
+        *,
+        window: int | None,
+        scaling: float | None,
+        dropout: float,
+    ) -> Tensor:
+        """This rank's queries `[B, H, T / n, D]` to the keys and values `[B, H_kv, T / n, D]` of all ranks:
+        `[B, H, T / n, D]`. Each piece sees no more than what precedes it, so no mask of T x T is made."""
+        key, value = (_GatherSequence.apply(x, self, 2) for x in (key, value))
+        kernel = varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+        flash = kernel is not None and not dropout and (window is None or kernel.takes_windows)
+        flash = flash and (sequences.packed or window is not None)
+        if not flash and key.shape[1] != query.shape[1]:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        outputs = []
+        for number, part in zip(self.pieces(), query.chunk(2, 2), strict=True):
+            piece = sequences.piece(number)
+            if flash:
+                spans = query_spans(piece, sequences.borders, window, None)
+                outputs.append(_by_kernel(part, key, value, spans, sequences, window=window, scaling=scaling))
+            else:
+                step = None if window is None else max(window, _BAND_ROWS)
+                spans = query_spans(piece, sequences.borders, window, step)
+                outputs.append(_by_span(part, key, value, spans, window=window, scaling=scaling, dropout=dropout))
+        return torch.cat(outputs, 2)
+
+
+def _by_kernel(
+    part: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Sequence[Span],
+    sequences: SplitSequences,
+    *,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """One call of the variable-length kernel. The keys of a piece's documents follow each other, so they are a slice;
+    queries stand at the end of their keys, which is how the kernel understands "causal"."""
+    rows, low, end = part.shape[0], spans[0].low, spans[-1].end
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (part, key[:, :, low:end], value[:, :, low:end])]
+    longest = (max(s.end - s.first for s in spans), max(s.end - s.low for s in spans))
+    kernel = varlen_kernel()
+    assert kernel is not None
+    borders = sequences.tables(spans, rows, part.device)
+    out = kernel(flat[0], flat[1], flat[2], borders, longest, scale=scaling, window=window)
+    return out.unflatten(0, (rows, part.shape[2])).transpose(1, 2)
+
+
+def _keys_of(values: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """What each span sees of keys or values `[B, H, T, D]`."""
+    if all(a.end == b.low for a, b in itertools.pairwise(spans)):
+        # one split, whose gradient is one concatenation, where slices would each fill a whole sequence with zeros
+        return values[:, :, spans[0].low : spans[-1].end].split([s.end - s.low for s in spans], 2)
+    return [values[:, :, s.low : s.end] for s in spans]
+
+
+def _by_span(
+    part: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Sequence[Span],
+    *,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """One call of torch's attention per span."""
+    outputs = []
+    queries = part.split([s.end - s.first for s in spans], 2)
+    for span, some, keys, values in zip(spans, queries, _keys_of(key, spans), _keys_of(value, spans), strict=True):
+        rows, columns = span.end - span.first, span.end - span.low
+        mask: Any = causal_lower_right(rows, columns)
+        if window is not None and columns > window:
+            behind = torch.arange(span.first, span.end, device=part.device)[:, None]
+            behind = behind - torch.arange(span.low, span.end, device=part.device)
+            mask = (behind >= 0) & (behind < window)
+        outputs.append(
+            F.scaled_dot_product_attention(some, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def attend(
@@ -111,26 +273,16 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    sequences: SplitSequences | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of this rank's queries `[B, heads, T / n, d]` to the keys and values of the whole sequence.
-
-    Returns `[B, T / n, heads, d]`. Each piece attends to its prefix only, so no mask of T x T is made.
-    """
-    split = _ACTIVE.get()
-    if split is None:
+    """Causal attention of this rank's queries `[B, heads, T / n, d]` to the keys and values of the whole sequence, as
+    a transformers attention function: `[B, T / n, heads, d]`."""
+    if sequences is None:
         raise ConfigError("this model attends over context-parallel ranks; run it through its policy")
-    key, value = (_GatherSequence.apply(x, split, 2) for x in (key, value))
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    length = query.shape[2] // 2
-    outputs = []
-    for piece, part in zip(split.pieces(), query.chunk(2, 2), strict=True):
-        end = (piece + 1) * length
-        bias: Any = causal_lower_right(length, end)
-        out = F.scaled_dot_product_attention(
-            part, key[:, :, :end], value[:, :, :end], attn_mask=bias, dropout_p=dropout, scale=scaling
-        )
-        outputs.append(out)
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    window = None if sliding_window is None or sliding_window >= sequences.length else sliding_window
+    # rotary embeddings leave queries and keys wide under autocast; only narrow ones need travel
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out = sequences.split.attend(query, key, value, sequences, window=window, scaling=scaling, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None

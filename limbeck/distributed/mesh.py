@@ -105,9 +105,11 @@ def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None,
             f"{name}: tensor parallelism does not know models of type {kind!r}, for which transformers has no plan of "
             "plain column and row splits; set tensor_parallel_size to 1 and use dtensor_cfg.fsdp"
         )
-    if shape.context > 1 and _has_window(read):
+    odd = sorted(set(read("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if shape.context > 1 and odd:
         raise ConfigError(
-            f"{name}: context parallelism does not support sliding-window attention; set context_parallel_size to 1"
+            f"{name}: context parallelism knows full and sliding-window attention, not layers of type {odd[0]!r}; "
+            "set context_parallel_size to 1"
         )
     heads = read("num_attention_heads")
     numbers = {
@@ -122,13 +124,6 @@ def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None,
                 f"{name}: tensor_parallel_size {shape.tensor} does not divide the model's {what} {number}; "
                 "choose a size that does"
             )
-
-
-def _has_window(read: Any) -> bool:
-    kinds = read("layer_types")
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return read("sliding_window") is not None and bool(read("use_sliding_window", True))
 
 
 _MESHES: dict[tuple[str, MeshShape, int], ParallelMesh] = {}

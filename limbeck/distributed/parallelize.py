@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from limbeck.distributed.context_parallel import GatheredAttention, SequenceSplit
+from limbeck.distributed.context_parallel import SequenceSplit
 from limbeck.distributed.mesh import ParallelMesh
+from limbeck.distributed.ring_attention import split_attention
 from limbeck.distributed.tensor_plan import TensorSplit
 from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.vocab_axis import WHOLE, VocabAxis
@@ -33,6 +34,7 @@ class ShardedModel:
         fsdp: shard parameters, gradients and optimizer state over data x context.
         param_dtype: type in which sharded parameters are gathered for the computation; None: their own.
         sequence_parallel: split hidden states between layers over the tensor-parallel ranks.
+        context_attention: ``auto``, ``gather`` or ``ring``, see `split_attention`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ShardedModel:
         fsdp: bool,
         param_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
+        context_attention: str = "auto",
     ) -> None:
         self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
         self._head: Any = model.get_output_embeddings()
@@ -65,8 +68,9 @@ class ShardedModel:
             self._head.weight = model.get_input_embeddings().weight
         self.split: SequenceSplit | None = None
         if mesh.context_group is not None:
-            self.split = GatheredAttention(mesh.context_group)
-            self.split.install(body)
+            found = split_attention(context_attention, mesh.context_group, mesh.device_mesh.device_type)
+            found.install(body)
+            self.split = found
         self._leaf: Tensor | None = None
         self._whole: Tensor | None = None
         self._axis: VocabAxis | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.layout import ChunkLayout, TokenLayout
 from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
+from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
 from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, compute_dtype
 from limbeck.losses.vocab_axis import WHOLE
@@ -97,6 +98,7 @@ class Job:
     terms: list[Term]
     metrics: Metrics = field(default_factory=dict)
     columns: ColumnPlan | None = None  # given: the kernels do the work, see blocks_fast.py
+    peers: Peers = ALONE
     suspects: list[Tensor] = field(default_factory=list)  # flags on the device: the inputs contradict each other
     explain: Callable[[], object] | None = None  # raises the error that belongs to such a flag
 

@@ -78,22 +78,21 @@ class _Pass:
             return weight
         if term.mode.columns is None:
             term.mode.columns = self._top_columns(signal, weight, term)
-        return weight if term.mode.columns is None else weight.index_select(0, term.mode.columns)
+        return weight.index_select(0, term.mode.columns)
 
-    def _top_columns(self, signal: HiddenSignal, weight: Tensor, term: Term) -> Tensor | None:
+    def _top_columns(self, signal: HiddenSignal, weight: Tensor, term: Term) -> Tensor:
         """`teacher_scores.top_columns` on vocabulary-major blocks."""
         rows = term.layout.teacher_rows
-        best: Tensor | None = None
+        best = torch.full((weight.shape[0],), -torch.inf, device=weight.device)
         step = max((padded(b.teacher.width) for b in self.blocks if b.teacher is not None), default=1)
         for start in range(0, rows.numel(), step):
             some = rows[start : start + step]
             # a repeated row changes no maximum, and keeps the width a multiple of what products like
             some = torch.cat((some, some[-1:].expand(padded(some.numel()) - some.numel())))
             inputs = signal.hidden.detach().index_select(0, some).to(weight.dtype)
-            top = self._product("teacher", weight, inputs).amax(1).float()
-            best = top if best is None else torch.maximum(best, top)
-        k = term.mode.vocab_topk
-        return None if best is None else best.topk(min(k, best.numel())).indices.sort().values
+            best = torch.maximum(best, self._product("teacher", weight, inputs).amax(1).float())
+        best = self.job.peers.maximum(best)
+        return best.topk(min(term.mode.vocab_topk, best.numel())).indices.sort().values
 
     # ---- one side of a block ----
 

@@ -34,6 +34,7 @@ from limbeck.losses.inputs import (
 )
 from limbeck.losses.layout import count_tokens
 from limbeck.losses.leaf import Leaf, Metrics, Mode
+from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
 from limbeck.losses.share import share_of
@@ -201,19 +202,14 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         device = self.scale.distillation.device
         return inputs.to(device) if device.type == "cuda" else inputs
 
-    def share(self, inputs: LossInputs, part: int, parts: int) -> LossInputs:
-        """One of `parts` ranks' share of a micro-batch that all of them have prepared."""
-        own = share_of(inputs.to("cpu"), part, parts, self.block_rows)
+    def share(self, inputs: LossInputs, part: int, parts: int, peers: Peers = ALONE) -> LossInputs:
+        """One of `parts` ranks' share of a micro-batch that all of them have prepared; peers: all of these ranks."""
+        own = share_of(inputs.to("cpu"), part, parts, self.block_rows, peers)
         own.columns = self._plan_columns(own)
         return own
 
     def check_layout(self, *, context: int, tensor: int) -> None:
-        """Refuse, before anything is computed, what this loss cannot do on split sequences or vocabularies."""
-        settings = self.settings
-        scored = settings.teacher_scoring != "static" or settings.teacher_combination == "select_teacher"
-        if context > 1 and (settings.mode == "p_kl" or (scored and self.num_teachers > 1)):
-            what = "mode 'p_kl' chooses columns" if settings.mode == "p_kl" else "scoring teachers looks"
-            raise ConfigError(f"{what} over whole micro-batches, which context parallelism splits; use another setting")
+        """Split sequences and vocabularies are both understood, whatever the settings."""
 
     def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
         """Column order for the kernels, where they may come to be used."""
@@ -249,9 +245,10 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
         columns = fast_path.usable_columns(self.settings, inputs, student_hidden, student_head, signals, terms)
         if columns is None:
-            self._choose_columns(terms)
+            self._choose_columns(terms, inputs.peers)
         plan = inputs.plan if columns is None else columns.plan
         job = Job(student_head, plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms, columns=columns)
+        job.peers = inputs.peers
         job.suspects, job.explain = suspects, lambda: self._compare_ids(signals, inputs, defer=False)
         loss = row_block_loss(job, student_hidden, check=False)
         metrics = self._metrics(job, loss.detach(), inputs, counts)
@@ -329,14 +326,14 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         if settings.teacher_combination == "averaged_logits":
             terms = self._averaged(terms)
         elif len(terms) > 1 and (settings.teacher_scoring != "static" or settings.teacher_combination != "sum"):
-            self._weigh(terms, inputs.num_samples)
+            self._weigh(terms, inputs.num_samples, inputs.peers)
         return terms
 
-    def _choose_columns(self, terms: list[Term]) -> None:
+    def _choose_columns(self, terms: list[Term], peers: Peers) -> None:
         """P-KL's columns K, before the first block."""
         for term in terms:
             if self.settings.mode == "p_kl" and term.mode.vocab is not None:
-                term.mode.columns = top_columns(term, self.settings.vocab_topk, self.block_rows)
+                term.mode.columns = top_columns(term, self.settings.vocab_topk, self.block_rows, peers)
 
     def _averaged(self, terms: list[Term]) -> list[Term]:
         first = terms[0]
@@ -352,11 +349,11 @@ class CrossTokenizerDistillationLossFn(nn.Module):
             raise LossError("top-k teachers have no logits to average; use live teachers or teacher_combination 'sum'")
         return [first]
 
-    def _weigh(self, terms: list[Term], num_samples: int) -> None:
+    def _weigh(self, terms: list[Term], num_samples: int, peers: Peers) -> None:
         settings = self.settings
         select = settings.teacher_combination == "select_teacher"
         kind = "ce" if select or settings.teacher_scoring == "static" else settings.teacher_scoring
-        scores = torch.stack([sample_scores(t, kind, num_samples, self.block_rows) for t in terms])
+        scores = torch.stack([sample_scores(t, kind, num_samples, self.block_rows, peers) for t in terms])
         weights = sample_weights(scores, settings.scoring_alpha, select=select)
         for term, weight in zip(terms, weights, strict=True):
             assert term.layout.sample is not None

@@ -20,6 +20,7 @@ from limbeck.losses.layout import (
     count_tokens,
     usable_chunks,
 )
+from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockPlan, plan_blocks
 from limbeck.losses.transfer import moved
 from limbeck.utils.errors import LossError
@@ -42,6 +43,7 @@ class LossInputs:
     num_samples: int
     num_tokens: float  # sum of the cross-entropy weights
     columns: ColumnPlan | None = None  # the same rows in the order of the kernels, where they may be used
+    peers: Peers = ALONE  # ranks that have the rest of the micro-batch
 
     def to(self, device: torch.device | str) -> LossInputs:
         if self.tokens.rows.device == torch.device(device):

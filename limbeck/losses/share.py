@@ -8,11 +8,15 @@ import numpy as np
 
 from limbeck.losses.inputs import LossInputs
 from limbeck.losses.layout import ChunkLayout, TokenLayout
+from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockSpan, plan_blocks
 
 
-def share_of(inputs: LossInputs, part: int, parts: int, block_rows: int) -> LossInputs:
-    """The `part`-th of `parts` shares of `inputs` (on the CPU); together they hold every token and chunk once."""
+def share_of(inputs: LossInputs, part: int, parts: int, block_rows: int, peers: Peers = ALONE) -> LossInputs:
+    """The `part`-th of `parts` shares of `inputs` (on the CPU); together they hold every token and chunk once.
+
+    peers: the ranks that take the other shares.
+    """
     rows = int(inputs.plan.rows.numel())
     fine = plan_blocks(inputs.tokens, inputs.layouts, max(1, -(-rows // (4 * parts)))).blocks
     owner = np.array([block.rows[0] * parts // max(rows, 1) for block in fine], np.int64)
@@ -26,6 +30,7 @@ def share_of(inputs: LossInputs, part: int, parts: int, block_rows: int) -> Loss
         plan=plan_blocks(tokens, layouts, block_rows),
         num_tokens=float(tokens.weight.double().sum()),
         columns=None,
+        peers=peers,
     )
 
 

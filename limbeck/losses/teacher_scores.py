@@ -14,9 +14,9 @@ from torch import Tensor
 from limbeck.losses.blocks import Term
 from limbeck.losses.divergences import tail_log_prob
 from limbeck.losses.leaf import TeacherScores
+from limbeck.losses.peers import Peers
 from limbeck.losses.plan import ChunkSpan
 from limbeck.losses.settings import Scoring
-from limbeck.losses.vocab_axis import WHOLE
 
 
 def _teacher_blocks(term: Term, block_rows: int) -> Iterator[tuple[slice, TeacherScores]]:
@@ -27,18 +27,19 @@ def _teacher_blocks(term: Term, block_rows: int) -> Iterator[tuple[slice, Teache
 
 
 @torch.no_grad()
-def top_columns(term: Term, k: int, block_rows: int) -> Tensor | None:
+def top_columns(term: Term, k: int, block_rows: int, peers: Peers) -> Tensor:
     """P-KL's K: the k teacher tokens with the greatest raw logit at any aligned row, ascending ids `[K]`.
 
-    Keeps only the column maximum between blocks. None where no row is aligned.
+    Keeps only the column maximum between blocks, and takes it over the ranks that share the micro-batch.
     """
-    best: Tensor | None = None
-    axis = WHOLE
+    # the logits of no row tell how many columns are here, also to a rank that has none
+    none = term.scores(ChunkSpan((0, 0), (0, 0), (0, 0)))
+    assert none.logits is not None
+    best = none.logits.new_full((none.logits.shape[1],), -torch.inf)
     for _, scores in _teacher_blocks(term, block_rows):
         assert scores.logits is not None
-        top, axis = scores.logits.amax(0), scores.axis
-        best = top if best is None else torch.maximum(best, top)
-    return None if best is None else axis.topk(best[None], k)[1][0].sort().values
+        best = torch.maximum(best, scores.logits.amax(0))
+    return none.axis.topk(peers.maximum(best)[None], k)[1][0].sort().values
 
 
 def _row_scores(scores: TeacherScores, ids: Tensor, kind: Scoring) -> Tensor:
@@ -57,11 +58,11 @@ def _row_scores(scores: TeacherScores, ids: Tensor, kind: Scoring) -> Tensor:
 
 
 @torch.no_grad()
-def sample_scores(term: Term, kind: Scoring, num_samples: int, block_rows: int) -> Tensor:
+def sample_scores(term: Term, kind: Scoring, num_samples: int, block_rows: int, peers: Peers) -> Tensor:
     """Mean score of each sample under one teacher, `[B]`; -inf for samples without an aligned chunk.
 
     Entropy and max_prob are means over teacher tokens; -ce is per *student* token, so that teachers whose tokens
-    differ in length are compared on the same text.
+    differ in length are compared on the same text. A sample's rows may lie with several ranks.
     """
     layout = term.layout
     assert layout.sample is not None
@@ -74,6 +75,7 @@ def sample_scores(term: Term, kind: Scoring, num_samples: int, block_rows: int) 
         total.index_add_(0, layout.sample[layout.teacher_chunk], torch.cat(rows))
         owner = layout.student_chunk if kind == "ce" else layout.teacher_chunk
         count.index_add_(0, layout.sample[owner], torch.ones_like(owner, dtype=total.dtype))
+    total, count = peers.sum(torch.stack((total, count)))
     return (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf)
 
 

@@ -154,10 +154,6 @@ class Policy:
         if shape.same_rows > 1:
             numbers = model_numbers(self.cfg, size) if model is None else model.config
             check_model(numbers, shape, name=self.name)
-        if shape.context > 1 and packing_enabled(self.cfg):
-            raise ConfigError(
-                f"{self.name}: sequence_packing does not go with context_parallel_size {shape.context}; drop one"
-            )
         if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
             return None
         return ParallelMesh.get(shape, self.device.type)
@@ -172,6 +168,7 @@ class Policy:
             self.body,
             self.mesh,
             fsdp=layout["fsdp"],
+            context_attention=layout["context_parallel_attention"],
             param_dtype=self.precision if narrow else None,
             sequence_parallel=layout["sequence_parallel"],
         )
@@ -182,6 +179,11 @@ class Policy:
         if self.mesh is not None:
             return self.mesh.shape
         return MeshShape(data=1 if self.dp_group is None else current_world())
+
+    @property
+    def counts_records(self) -> bool:
+        """Whether this rank speaks for what was read, among all that read the same: their counts add up over a run."""
+        return self.mesh is None or (self.mesh.context_rank, self.mesh.tensor_rank) == (0, 0)
 
     @property
     def counts_rows(self) -> bool:
@@ -237,7 +239,13 @@ class Policy:
             from limbeck.data.document_mask import verify_document_isolation
 
             with self.autocast():
-                verify_document_isolation(self.body, vocab_size=self.vocab_size, tolerance=self._tolerance())
+                verify_document_isolation(
+                    self.body,
+                    vocab_size=self.vocab_size,
+                    tolerance=self._tolerance(),
+                    run=self._hidden,
+                    layout=self.cfg["dtensor_cfg"],
+                )
         options = self.cfg["compile"]
         if options["enabled"]:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
@@ -273,14 +281,16 @@ class Policy:
 
     def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
         """Hidden states of one forward pass as flat rows [R, h]."""
-        kwargs = inputs.model_kwargs(drop_padding_mask=True)
         with self.autocast():
-            if self.sharded is not None and self.sharded.split is not None:
-                hidden = self.sharded.split.run(self.body, kwargs)
-            else:
-                hidden = self.body(**kwargs).last_hidden_state
-        flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
-        return flat
+            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True))
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _hidden(self, kwargs: dict[str, Any]) -> Tensor:
+        """Last hidden states [B, T, h] of whole sequences, which may be split over ranks on the way."""
+        if self.sharded is not None and self.sharded.split is not None:
+            return self.sharded.split.run(self.body, kwargs)
+        hidden: Tensor = self.body(**kwargs).last_hidden_state
+        return hidden
 
     def microbatches(
         self, data: BatchedDataDict, mbs: int, *, prefix: str = "", training: bool = True

@@ -32,6 +32,9 @@ class DTensorConfig(_Strict):
     activation_checkpointing: bool = False
     tensor_parallel_size: int = Field(default=1, ge=1)
     context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
+    """How ranks that share a sequence attend: to gathered keys and values, or to those that torch's ring brings them,
+    layer by layer where it can (full attention, no packing). auto: the ring on accelerators, otherwise gather."""
     fsdp: bool = False
     """Shard parameters, gradients and optimizer state over the data- and context-parallel processes (FSDP2)."""
 

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
         "activation_checkpointing": False,
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
+        "context_parallel_attention": "auto",
         "fsdp": False,
     },
     "dynamic_batching": dict(_BATCHING),

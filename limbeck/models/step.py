@@ -19,6 +19,7 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.distributed.context_parallel import ContextPeers
 from limbeck.distributed.exchange import failing_together
 from limbeck.losses.blocks import deferred_checks
 from limbeck.utils.errors import ConfigError, DataError, LossError
@@ -294,7 +295,8 @@ class Step:
             found = [signals[number] for number in range(len(teachers))]
             inputs = loss_fn.prepare(mb, [start for _, start in found])
             if policy.mesh is not None and policy.mesh.shape.context > 1:
-                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context)
+                peers = ContextPeers(policy.mesh.context_group)
+                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context, peers)
             out: tuple[Tensor, Sums] = loss_fn.compute(
                 hidden, policy.head(), [signal for signal, _ in found], inputs, counts
             )

@@ -156,6 +156,18 @@ def test_context_parallel_buffers() -> None:
     assert inputs.row_start.tolist() == [0, 8]
 
 
+def test_packed_documents_may_be_cut_by_context_parallelism() -> None:
+    cfg = {"sequence_packing": {"enabled": True, "sequence_length_round": 6}}
+    inputs = process_microbatch(make_batch([3, 4]), Tokenizer(), True, cfg, 2)
+    # a multiple of 6 and of 2 x 2; the tail is a document of its own, and the borders are those of the whole sequence
+    assert inputs.input_ids.shape == (1, 12)
+    assert inputs.flash_attn_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 7, 12]
+    assert inputs.has_context_parallel
+    assert inputs.attention_mask is None
+    assert inputs.row_start is not None
+    assert inputs.row_start.tolist() == [0, 3]
+
+
 def test_sequence_parallel_rounds_the_width() -> None:
     cfg = {"dtensor_cfg": {"sequence_parallel": True, "tensor_parallel_size": 5}}
     assert process_microbatch(make_batch([3, 4]), None, False, cfg, 1).seq_len == 10
@@ -203,8 +215,6 @@ def test_multimodal_passes_through_fixed_batches_only() -> None:
 
 def test_refusals() -> None:
     batch = make_batch([3, 4])
-    with pytest.raises(ConfigError, match="Sequence packing does not go with context parallelism"):
-        process_microbatch(batch, None, True, {}, 2)
     with pytest.raises(ConfigError, match="both true"):
         get_microbatch_iterator(batch, {**DYNAMIC, **PACKED}, 1, None, None)
     with pytest.raises(ConfigError, match="train_mb_tokens is not set"):

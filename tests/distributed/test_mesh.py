@@ -10,10 +10,9 @@ import pytest
 from limbeck.distributed import mesh
 from limbeck.distributed.joint_rows import places_met
 from limbeck.distributed.mesh import MeshShape, check_model, plan_cluster, plan_mesh
-from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
-from tests.models.tiny import LLAMA, config, projection, tokenizer
+from tests.models.tiny import LLAMA, config, tokenizer
 
 PLAIN = {"tensor_parallel_size": 1, "context_parallel_size": 1}
 
@@ -43,8 +42,7 @@ def test_sizes_that_do_not_divide_the_world() -> None:
         ({"intermediate_size": 49}, MeshShape(tensor=2), "intermediate_size 49"),
         ({"model_type": "gpt2"}, MeshShape(tensor=2), "tensor parallelism does not know models of type 'gpt2'"),
         ({"model_type": "mamba"}, MeshShape(context=2), "context parallelism does not know models of type 'mamba'"),
-        ({"model_type": "mistral", "sliding_window": 64}, MeshShape(context=2), "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, MeshShape(context=2), "sliding-window"),
+        ({"layer_types": ["full_attention", "linear"]}, MeshShape(context=2), "not layers of type 'linear'"),
     ],
 )
 def test_models_that_cannot_be_split(change: dict[str, Any], shape: MeshShape, message: str) -> None:
@@ -57,6 +55,8 @@ def test_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(numbers, MeshShape(context=2, tensor=2))
     check_model(SimpleNamespace(**numbers), MeshShape(tensor=2))
     check_model({"model_type": "gpt2"}, MeshShape(data=8))
+    check_model({**numbers, "model_type": "mistral", "sliding_window": 64}, MeshShape(context=2))
+    check_model({**numbers, "layer_types": ["full_attention", "sliding_attention"]}, MeshShape(context=2))
 
 
 def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +65,6 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
     for layout, message, more in (
         ({"tensor_parallel_size": 3}, "does not divide the 4 processes", {}),
         ({"tensor_parallel_size": 4}, "num_key_value_heads 2", {}),
-        (
-            {"context_parallel_size": 2},
-            "sequence_packing",
-            {"sequence_packing": {"enabled": True, "train_mb_tokens": 9}},
-        ),
         ({"fsdp": True}, "modules_to_save", {"lora": {"modules_to_save": ["lm_head"]}}),
         ({"sequence_parallel": True}, "tensor_parallel_size is 1", {}),
     ):
@@ -83,17 +78,6 @@ def test_which_rows_meet_in_a_teachers_block() -> None:
     assert [places_met(MeshShape(1, 1, 4), MeshShape(2, 2, 1), block) for block in (0, 1)] == [[0], [0]]
     odd = MeshShape(3, 1, 4), MeshShape(4, 1, 3)
     assert [places_met(*odd, block) for block in range(4)] == [[0], [0, 1], [1, 2], [2]]
-
-
-def test_losses_that_look_at_whole_microbatches() -> None:
-    def loss(**settings: Any) -> CrossTokenizerDistillationLossFn:
-        return CrossTokenizerDistillationLossFn(settings, projections=[projection(), projection()])
-
-    loss().check_layout(context=2, tensor=2)
-    loss(mode="p_kl").check_layout(context=1, tensor=2)
-    for settings in ({"mode": "p_kl"}, {"teacher_scoring": "ce"}, {"teacher_combination": "select_teacher"}):
-        with pytest.raises(ConfigError, match="whole micro-batches"):
-            loss(**settings).check_layout(context=2, tensor=1)
 
 
 def test_data_rank() -> None:
