@@ -237,7 +237,10 @@ class Policy:
                 unwrap(self.model).enable_input_require_grads()
         if packing_enabled(self.cfg):
             from limbeck.data.document_mask import verify_document_isolation
+            from limbeck.models.varlen import choose_attention
 
+            if self.sharded is None or self.sharded.split is None:
+                choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
             with self.autocast():
                 verify_document_isolation(
                     self.body,
@@ -281,8 +284,12 @@ class Policy:
 
     def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
         """Hidden states of one forward pass as flat rows [R, h]."""
+        kwargs = inputs.model_kwargs(drop_padding_mask=True)
+        if self.mesh is None and not inputs.is_packed:
+            # rows that all start at 0: given positions, transformers would look for packed documents and so wait
+            kwargs.pop("position_ids", None)
         with self.autocast():
-            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True))
+            hidden = self._hidden(kwargs)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _hidden(self, kwargs: dict[str, Any]) -> Tensor:

@@ -1,10 +1,8 @@
 """Attention over packed documents with torch's variable-length flash kernel, as a transformers attention function.
 
 A dense mask over a packed sequence costs the square of its whole length; this costs the sum of the documents' squares.
-Needs a CUDA device and a torch with `torch.nn.attention.varlen`; use it as
-
-    policy:
-      attn_implementation: limbeck_varlen
+Needs a CUDA device, a narrow type and a torch with `torch.nn.attention.varlen`. Packed models that can use it do so by
+themselves; `policy.attn_implementation: limbeck_varlen` demands it.
 """
 
 from __future__ import annotations
@@ -65,6 +63,13 @@ def varlen_attention(
     return out.unflatten(0, (rows, length)), None
 
 
+def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, device: torch.device) -> None:
+    """Let a model of packed documents attend by the variable-length kernel where it can and nothing else is `wanted`."""
+    usable = device.type == "cuda" and precision in (torch.bfloat16, torch.float16)
+    if wanted is None and usable and varlen_kernel() is not None:
+        model.set_attn_implementation(register_varlen_attention())
+
+
 def register_varlen_attention() -> str:
     """Make the function known to transformers and return its name for `attn_implementation`."""
     if varlen_kernel() is None:
@@ -72,12 +77,7 @@ def register_varlen_attention() -> str:
             f"torch {torch.__version__} has no variable-length attention; leave attn_implementation at its default"
         )
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
+    # no mask function beside it: transformers then makes no mask, and does not wait for the device to see if it must
     AttentionInterface.register(NAME, varlen_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
