@@ -235,28 +235,33 @@ class Policy:
             unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
             if is_lora(self.model):
                 unwrap(self.model).enable_input_require_grads()
+        self._packs = False
         if packing_enabled(self.cfg):
-            from limbeck.data.document_mask import verify_document_isolation
-            from limbeck.models.varlen import choose_attention
-
-            if self.sharded is None or self.sharded.split is None:
-                choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
-            with self.autocast():
-                verify_document_isolation(
-                    self.body,
-                    vocab_size=self.vocab_size,
-                    tolerance=self._tolerance(),
-                    run=self._hidden,
-                    layout=self.cfg["dtensor_cfg"],
-                )
+            self.allow_packing()
         options = self.cfg["compile"]
         if options["enabled"]:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
             for module in getattr(self.body, "layers", None) or [self.body]:
                 module.compile(mode=options["mode"], dynamic=options["dynamic"])
 
-    def _tolerance(self) -> float:
-        return 1e-3 if self.precision == torch.float32 else 5e-2
+    def allow_packing(self) -> None:
+        """Attend within packed documents by the fastest function that there is, and verify once that it does."""
+        from limbeck.data.document_mask import verify_document_isolation
+        from limbeck.models.varlen import choose_attention
+
+        if self._packs:
+            return
+        if self.sharded is None or self.sharded.split is None:
+            choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
+        with self.autocast():
+            verify_document_isolation(
+                self.body,
+                vocab_size=self.vocab_size,
+                tolerance=1e-3 if self.precision == torch.float32 else 5e-2,
+                run=self._hidden,
+                layout=self.cfg["dtensor_cfg"],
+            )
+        self._packs = True
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

@@ -119,6 +119,8 @@ class LiveTeacher:
     def _forward(self, microbatch: ProcessedMicrobatch, prefix: str) -> tuple[Tensor, ProcessedInputs]:
         """Hidden states of this rank's rows, and the inputs that they belong to."""
         policy, data, theirs = self.policy, microbatch.data_dict, microbatch.processed_inputs
+        if theirs.is_packed:
+            policy.allow_packing()
         if self._joint is None:
             # the student's own inputs serve where both split sequences alike
             same = self._student is None or self._student.context == policy.mesh_shape.context

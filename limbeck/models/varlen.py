@@ -64,9 +64,11 @@ def varlen_attention(
 
 
 def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, device: torch.device) -> None:
-    """Let a model of packed documents attend by the variable-length kernel where it can and nothing else is `wanted`."""
-    usable = device.type == "cuda" and precision in (torch.bfloat16, torch.float16)
-    if wanted is None and usable and varlen_kernel() is not None:
+    """Let a model of packed documents attend by this function where it can and nothing else is `wanted`."""
+    kernel = varlen_kernel()
+    if wanted is not None or kernel is None or device.type != "cuda" or precision == torch.float32:
+        return
+    if kernel.takes_windows or getattr(model.config, "sliding_window", None) is None:
         model.set_attn_implementation(register_varlen_attention())
 
 

@@ -54,8 +54,11 @@ def test_a_cache_from_the_gpu_serves_the_cpu(tmp_path):
 @pytest.mark.parametrize("layout", ["fixed", "packed"])
 @pytest.mark.parametrize("kind", ["live", "cached"])
 def test_a_step_waits_for_the_device_once(layout, kind, tmp_path):
-    policy = Policy(config(**LAYOUTS[layout]), tokenizer(300), device="cuda", seed=0)
-    taught = Policy(config(QWEN3), tokenizer(340), device="cuda", seed=1, init_optimizer=False)
+    narrow = {"precision": "bfloat16"}
+    policy = Policy(config(**LAYOUTS[layout], **narrow), tokenizer(300), device="cuda", seed=0)
+    taught = Policy(
+        config(QWEN3, **narrow, **LAYOUTS[layout]), tokenizer(340), device="cuda", seed=1, init_optimizer=False
+    )
     source = LiveTeacher(taught)
     if kind == "cached":
         write_cache(taught, [batch()], tmp_path, spec_for(taught, k=16))
