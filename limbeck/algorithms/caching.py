@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.models.cache import CacheWriter, estimate_bytes
-from limbeck.models.cache_build import spec_for, write_cache
+from limbeck.models.cache_build import server_spec, spec_for, write_cache
 from limbeck.models.policy import Policy
+from limbeck.models.server import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
@@ -45,10 +48,19 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
                 say(f"teacher {index}: {done}/{job.records} records, {writer.documents} stored")
 
         writer = job.write(index, rank, world, on_batch)
-        size = job.estimated_bytes(index)
-        folder = str(job.folder(index))
-        out.append({"teacher": index, "folder": folder, "documents": writer.documents, "estimated_bytes": size})
+        out.append(job.summary(index, writer.documents, job.failures(index)))
+        if failed := out[-1]["failed"]:
+            say(f"teacher {index}: {describe_failures(failed)}")
     return out
+
+
+def describe_failures(failed: Mapping[str, int]) -> str:
+    """One line about documents that a server could not score."""
+    reasons = ", ".join(f"{reason}: {number}" for reason, number in sorted(failed.items()))
+    return (
+        f"{sum(failed.values())} documents could not be scored ({reasons}), so the cache is not complete; "
+        "run the same command again to ask for them once more"
+    )
 
 
 class CacheJob:
@@ -62,18 +74,16 @@ class CacheJob:
         self.wanted = [i for i, t in enumerate(config.all_teachers) if t.cache is not None]
         if not self.wanted:
             raise ConfigError("no teacher has a cache folder; set teacher.cache to where its signals shall be stored")
-        remote = [i for i in self.wanted if config.all_teachers[i].server is not None]
-        if remote:
-            raise ConfigError(
-                f"teacher {remote[0]} has both a server and a cache; 'limbeck cache' computes with the weights, so "
-                "leave out one of them"
-            )
+        for index in self.wanted:
+            if config.all_teachers[index].server is not None and config.all_teachers[index].cache_kind != "topk":
+                raise ConfigError(f"teacher {index}: a server gives no hidden states; set cache_kind to topk")
         student_tokenizer, self.tokenizers = load_tokenizers(config)
         vocab = ByteVocab.from_tokenizer(student_tokenizer)
         foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in self.tokenizers]
         self.collator = make_collator(config, student_tokenizer, foreign)
         self.datasets = [d for d in load_datasets(config) if d is not None]
         self.records = sum(len(d) for d in self.datasets)
+        self._servers: dict[int, ServerTeacher] = connect_servers(config, self.tokenizers, vocab, to_cache=True)
         self._policies: dict[int, Policy] = {}
         self._tokens: dict[int, int] = {}
 
@@ -81,17 +91,30 @@ class CacheJob:
         """Where the cache of a teacher lies."""
         return Path(str(self.config.all_teachers[index].cache))
 
-    def policy(self, index: int) -> Policy:
-        """The teacher itself, loaded when it is first asked for."""
+    def teacher(self, index: int) -> Policy | ServerTeacher:
+        """The teacher itself; a model is loaded when it is first asked for."""
+        if index in self._servers:
+            return self._servers[index]
         if index not in self._policies:
             self._policies[index] = live_teacher(self.config, index, self.tokenizers[index])
         return self._policies[index]
+
+    def failures(self, index: int) -> Counter[str]:
+        """Documents that a teacher's server could not score so far, by reason."""
+        return Counter(self._servers[index].failures) if index in self._servers else Counter()
+
+    def summary(self, index: int, documents: int, failed: Mapping[str, int]) -> dict[str, Any]:
+        """What is told of one cache; ``failed``: documents that are missing, by reason."""
+        size, folder = self.estimated_bytes(index), str(self.folder(index))
+        told = {"teacher": index, "folder": folder, "documents": documents, "estimated_bytes": size}
+        return {**told, "failed": dict(failed)}
 
     def estimated_bytes(self, index: int) -> int | None:
         """Size of the whole cache; None for hidden states of a teacher that is not loaded."""
         own, vocab = self.config.all_teachers[index], ByteVocab.from_tokenizer(self.tokenizers[index])
         if own.cache_kind == "topk":
-            return estimate_bytes(self.tokens(index), k=min(own.cache_k, vocab.size), vocab_size=vocab.size)
+            k = own.cache_k if own.server is None else own.server.k
+            return estimate_bytes(self.tokens(index), k=min(k, vocab.size), vocab_size=vocab.size)
         if index not in self._policies:
             return None
         width = int(self._policies[index].body.config.get_text_config().hidden_size)
@@ -108,9 +131,15 @@ class CacheJob:
         self, index: int, rank: int, world: int, on_batch: Callable[[int, CacheWriter], None] | None = None
     ) -> CacheWriter:
         """Store one part; ``on_batch(records of this part so far, writer)`` is called after every batch."""
-        own, policy = self.config.all_teachers[index], self.policy(index)
+        own, teacher = self.config.all_teachers[index], self.teacher(index)
         hidden = own.cache_kind == "hidden"
-        size = self.config.distillation.val_batch_size
+        if isinstance(teacher, Policy):
+            spec = spec_for(teacher, k=None if hidden else own.cache_k, hidden=hidden)
+            size = self.config.distillation.val_batch_size
+        else:
+            spec = server_spec(teacher)
+            # as many as the server is asked for at once
+            size = teacher.config.concurrency * teacher.config.prompts_per_request
         done = 0
 
         def after(writer: CacheWriter) -> None:
@@ -120,10 +149,10 @@ class CacheJob:
                 on_batch(done, writer)
 
         return write_cache(
-            policy,
+            teacher,
             self._batches(size, rank, world),
             self.folder(index),
-            spec_for(policy, k=None if hidden else own.cache_k, hidden=hidden),
+            spec,
             teacher_index=index,
             rank=rank,
             world_size=world,

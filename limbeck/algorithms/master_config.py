@@ -39,11 +39,12 @@ class TeacherConfig(PolicyConfig):
     cache: str | None = None
     """Folder written by ``limbeck cache``: train from stored signals, without the teacher's weights."""
     cache_k: int = Field(default=128, ge=1)
-    """Most likely tokens that ``limbeck cache`` stores per position."""
+    """Most likely tokens that ``limbeck cache`` stores per position; with a server it stores ``server.k``."""
     cache_kind: Literal["topk", "hidden"] = "topk"
     """What ``limbeck cache`` stores: top-k lists, or hidden states with the head."""
     server: ServerConfig | None = None
-    """A server that scores for this teacher, instead of weights in this process; only its tokenizer is loaded here."""
+    """A server that scores for this teacher, instead of weights in this process; only its tokenizer is loaded here.
+    With ``cache``: ``limbeck cache`` fills it from the server, and training reads the cache alone."""
 
     @model_validator(mode="before")
     @classmethod

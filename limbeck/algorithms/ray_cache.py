@@ -7,11 +7,13 @@ and one whose worker died goes on after its last whole document.
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from limbeck.algorithms.caching import CacheJob
+from limbeck.algorithms.caching import CacheJob, describe_failures
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.distributed.ray_launch import connected, number_of_workers, worker_resources
 from limbeck.models.cache import CacheReader
@@ -32,11 +34,13 @@ def cache_on_ray(config: MasterConfig, *, say: Say = print) -> list[dict[str, An
             parts = parts_of(job, index)
             open_parts = [part for part in range(parts) if not part_is_complete(job, index, part)]
             say(f"{job.describe(index)}; {len(open_parts)} of {parts} parts are to be done by {workers} workers")
+            failed: Counter[str] = Counter()
             if open_parts:
-                _run(config, index, open_parts, parts, workers, needs, say)
-            reader = CacheReader(job.folder(index))
-            folder, size = str(job.folder(index)), job.estimated_bytes(index)
-            out.append({"teacher": index, "folder": folder, "documents": len(reader), "estimated_bytes": size})
+                failed = _run(config, index, open_parts, parts, workers, needs, say)
+            reader = CacheReader(job.folder(index), allow_incomplete=bool(failed))
+            out.append(job.summary(index, len(reader), failed))
+            if failed:
+                say(f"teacher {index}: {describe_failures(failed)}")
     return out
 
 
@@ -56,7 +60,8 @@ def part_is_complete(job: CacheJob, index: int, part: int) -> bool:
 
 def _run(
     config: MasterConfig, index: int, parts: list[int], total: int, workers: int, needs: dict[str, float], say: Say
-) -> None:
+) -> Counter[str]:
+    """Have the parts stored; documents that could not be scored, by reason."""
     import ray.data
 
     context = ray.data.DataContext.get_current()
@@ -70,10 +75,15 @@ def _run(
         num_cpus=needs["CPU"],
         num_gpus=needs.get("GPU", 0),
     )
+    failed: Counter[str] = Counter()
     for done, row in enumerate(results.iter_rows(), 1):
         if row["error"]:
             raise CacheError(str(row["error"]))
-        say(f"teacher {index}: part {row['part']} complete with {row['documents']} documents ({done}/{len(parts)})")
+        lost = json.loads(row["failed"])
+        failed.update(lost)
+        state = "left with" if lost else "complete with"
+        say(f"teacher {index}: part {row['part']} {state} {row['documents']} documents ({done}/{len(parts)})")
+    return failed
 
 
 class PartCacher:
@@ -89,14 +99,18 @@ class PartCacher:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         parts = [int(part) for part in batch["part"]]
-        documents, errors = [], []
+        documents, errors, failed = [], [], []
         for part in parts:
+            lost: Counter[str] = Counter()
             try:
                 self.job = self.job or CacheJob(self.config)
+                before = self.job.failures(self.index)
                 documents.append(self.job.write(self.index, part, self.total).documents)
+                lost = self.job.failures(self.index) - before
                 errors.append("")
             except LimbeckError as error:
                 # given back and not raised: Ray would try the same part again and again
                 documents.append(0)
                 errors.append(str(error))
-        return {"part": parts, "documents": documents, "error": errors}
+            failed.append(json.dumps(lost))
+        return {"part": parts, "documents": documents, "error": errors, "failed": failed}

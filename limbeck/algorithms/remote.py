@@ -14,17 +14,22 @@ from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
 
-def connect_servers(config: MasterConfig, tokenizers: list[Any], student: ByteVocab) -> dict[int, Any]:
-    """A ``ServerTeacher`` for every teacher of the run file that has a server and no cache, by its number."""
+def connect_servers(
+    config: MasterConfig, tokenizers: list[Any], student: ByteVocab, *, to_cache: bool = False
+) -> dict[int, Any]:
+    """A ``ServerTeacher`` for every teacher of the run file that has a server and no cache, by its number.
+
+    ``to_cache``: for those that have both instead. Each process then asks for rows of its own.
+    """
     found: dict[int, Any] = {}
     lengths = config.data.max_teacher_seq_length
     for index, (teacher, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
-        if teacher.server is None or teacher.cache is not None:
+        if teacher.server is None or (teacher.cache is not None) != to_cache:
             continue
         from limbeck.models.server import ServerTeacher
 
         loss = config.loss_fn
-        if loss.temperature != 1.0:
+        if loss.temperature != 1.0 and not to_cache:
             raise ConfigError(
                 f"loss_fn.temperature is {loss.temperature}, but a server gives log-probabilities at 1; set it to 1"
             )
@@ -35,7 +40,7 @@ def connect_servers(config: MasterConfig, tokenizers: list[Any], student: ByteVo
                 tokenizer,
                 student_fingerprint=student.fingerprint,
                 longest=longest,
-                group=_same_rows(config),
+                group=None if to_cache else _same_rows(config),
             )
     return found
 

@@ -1,4 +1,4 @@
-"""Filling a teacher cache from batches of token ids."""
+"""Filling a teacher cache from batches of token ids, with a model in memory or one behind a server."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.models.cache import CacheSpec, CacheWriter, document_key
 from limbeck.models.cache_head import HEAD_NAME, save_head
 from limbeck.models.policy import Policy
 from limbeck.models.scoring import score_rows
+from limbeck.models.server import ServerTeacher
+from limbeck.models.server_answer import ScoredDocument
 from limbeck.models.teachers import key_prefix
 from limbeck.utils.errors import CacheError
 
@@ -41,8 +46,19 @@ def spec_for(
     )
 
 
+def server_spec(server: ServerTeacher) -> CacheSpec:
+    """What a cache filled from a server looks like. A server shows no weights, so its model's name stands for them."""
+    return CacheSpec(
+        kind="topk",
+        vocab_size=server.vocab_size,
+        teacher_fingerprint=server.fingerprint,
+        model_identity={"server_model": server.facts.model},
+        k=server.k,
+    )
+
+
 def write_cache(
-    policy: Policy,
+    teacher: Policy | ServerTeacher,
     batches: Iterable[BatchedDataDict],
     folder: str | Path,
     spec: CacheSpec,
@@ -57,46 +73,70 @@ def write_cache(
 
     ``batches``: collated batches; the teacher's ids are read under its own keys, or the student's where it has none.
     Samples with a mask of 0 are left out. ``on_batch`` is called after every batch (progress). Run it again after a
-    kill: documents that are stored are not computed twice.
+    kill: documents that are stored are not computed twice. A part that lacks documents which a server could not score
+    (``on_failure: skip``) is not complete: they are asked for again the next time.
     """
     writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, **writer_options)
+    whole = True
     try:
         if spec.kind == "hidden" and rank == 0 and not (Path(folder) / HEAD_NAME).exists():
-            save_head(folder, policy.head())
+            assert isinstance(teacher, Policy)
+            save_head(folder, teacher.head())
         for batch in batches:
-            _add_batch(policy, writer, batch, key_prefix(batch, teacher_index))
+            documents = _missing(writer, batch, key_prefix(batch, teacher_index))
+            if isinstance(teacher, ServerTeacher):
+                whole = _add_from_server(teacher, writer, documents, teacher_index) and whole
+            elif documents:
+                _add_from_model(teacher, writer, documents)
             if on_batch is not None:
                 on_batch(writer)
     except BaseException:
         writer.close()
         raise
-    writer.close(complete=True)
+    writer.close(complete=whole)
     return writer
 
 
-def _add_batch(policy: Policy, writer: CacheWriter, batch: BatchedDataDict, prefix: str) -> None:
-    ids, lengths = batch[f"{prefix}input_ids"], batch[f"{prefix}input_lengths"].tolist()
-    wanted: dict[str, int] = {}
+def _missing(writer: CacheWriter, batch: BatchedDataDict, prefix: str) -> list[Tensor]:
+    """Token ids of the samples that count and are not stored, each once."""
+    ids, lengths = batch[f"{prefix}input_ids"].cpu(), batch[f"{prefix}input_lengths"].tolist()
+    wanted: dict[str, Tensor] = {}
     for row, n in enumerate(lengths):
-        tokens = ids[row, :n].cpu().numpy()
-        if n >= 2 and float(batch["sample_mask"][row]) > 0 and not writer.has(tokens):
-            wanted.setdefault(document_key(tokens), row)
-    if not wanted:
-        return
-    rows = sorted(wanted.values())
-    width = max(lengths[row] for row in rows)
-    short: BatchedDataDict = BatchedDataDict(
-        input_ids=ids[rows, :width], input_lengths=batch[f"{prefix}input_lengths"][rows]
+        tokens = ids[row, :n]
+        if n >= 2 and float(batch["sample_mask"][row]) > 0 and not writer.has(tokens.numpy()):
+            wanted.setdefault(document_key(tokens.numpy()), tokens)
+    return list(wanted.values())
+
+
+def _add_from_model(policy: Policy, writer: CacheWriter, documents: list[Tensor]) -> None:
+    rows: BatchedDataDict = BatchedDataDict(
+        input_ids=pad_sequence(documents, batch_first=True), input_lengths=torch.tensor([len(d) for d in documents])
     )
-    hidden = policy.get_hidden(short)
+    hidden = policy.get_hidden(rows)
     head = policy.head()
-    for place, row in enumerate(rows):
-        tokens = ids[row, : lengths[row]]
-        states = hidden[place, : lengths[row] - 1]
+    for place, tokens in enumerate(documents):
+        states = hidden[place, : len(tokens) - 1]
         scores = score_rows(states, head, tokens[1:].to(states.device), k=writer.spec.k)
         arrays = {"next_logprob": scores.next_logprob, "logsumexp": scores.logsumexp}
         if writer.spec.kind == "topk":
             arrays |= {"topk_ids": scores.topk_ids, "topk_logprobs": scores.topk_logprobs}
         else:
             arrays["hidden"] = states.to(_HIDDEN[writer.spec.hidden_dtype]).view(torch.uint16)
-        writer.add(tokens.cpu().numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
+        writer.add(tokens.numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
+
+
+def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list[Tensor], teacher_index: int) -> bool:
+    """Whether all documents were scored. What came is stored before a failure may end the run."""
+    found = server.score([tokens.numpy() for tokens in documents])
+    for tokens, one in zip(documents, found, strict=True):
+        if isinstance(one, ScoredDocument):
+            writer.add(
+                tokens.numpy(),
+                topk_ids=one.topk_ids,
+                topk_logprobs=one.topk_logprobs,
+                next_logprob=one.next_logprob,
+                # log-probabilities are normalised already
+                logsumexp=np.zeros_like(one.next_logprob),
+            )
+    settled = [server.settle(one, teacher_index, len(d)) for d, one in zip(documents, found, strict=True)]
+    return all(settled)

@@ -8,7 +8,8 @@ document, a run of plain little-endian arrays (see ``RecordLayout``) that starts
     logsumexp      float32 [n - 1]    of the teacher's logits over its vocabulary
     then           topk ids [n - 1, k] and topk log-probs float16 [n - 1, k], or hidden states [n - 1, h]
 
-Row t predicts token t + 1, so the last token has no row. Nothing in it is executable; a reader maps the file.
+Row t predicts token t + 1, so the last token has no row. A place of a top-k list may be empty (a server's token that
+the tokenizer lacks): its id is -1, or 65535 in two bytes. Nothing in it is executable; a reader maps the file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_HEADER = 1 << 20
 ALIGN = 8
 PREFIXES = (16, 64, 256, 1024, 4096, 16384)
 KINDS = ("topk", "hidden")
+EMPTY = 0xFFFF
 HIDDEN_DTYPES = ("bfloat16", "float16")
 
 
@@ -46,7 +48,7 @@ class CacheSpec:
     teacher_fingerprint: str
     """Fingerprint of the teacher's tokenizer."""
     model_identity: dict[str, str] = field(default_factory=dict)
-    """Hashes of the teacher's configuration and weights."""
+    """Hashes of the teacher's configuration and weights, or the name of a served model."""
     k: int = 0
     hidden_size: int = 0
     hidden_dtype: str = "bfloat16"
@@ -103,7 +105,7 @@ class RecordLayout:
     """Where the arrays of a document of n tokens lie inside its record."""
 
     def __init__(self, spec: CacheSpec, n: int) -> None:
-        rows = n - 1
+        rows, self._spec = n - 1, spec
         parts: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
             ("ids", np.dtype("<i4"), (n,)),
             ("next_logprob", np.dtype("<f4"), (rows,)),
@@ -133,8 +135,18 @@ class RecordLayout:
             value = np.asarray(arrays[name])
             if value.shape != shape:
                 raise CacheError(f"cache array {name} has shape {value.shape}, the document needs {shape}")
+            if name == "topk_ids" and dtype.itemsize == 2:
+                value = self._two_bytes(value)
             chunks.append(np.ascontiguousarray(value, dtype=dtype).tobytes())
         return b"".join(chunks).ljust(self.size, b"\0")
+
+    def _two_bytes(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        empty = ids < 0
+        if not empty.any():
+            return ids
+        if self._spec.vocab_size > EMPTY:
+            raise CacheError(f"an empty place cannot be stored for a vocabulary of {self._spec.vocab_size} tokens")
+        return np.where(empty, EMPTY, ids)
 
     def views(self, record: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of a record (``size`` bytes), without a copy."""

@@ -75,7 +75,7 @@ class ServerTeacher:
         self.config = config
         self.client = client or ServerClient(config)
         vocab = ByteVocab.from_tokenizer(tokenizer)
-        self.vocab_size = vocab.size
+        self.vocab_size, self.fingerprint = vocab.size, vocab.fingerprint
         self.k = min(config.k, vocab.size)
         self.failures: Counter[str] = Counter()
         self._same_ids = student_fingerprint in (None, vocab.fingerprint)
@@ -195,15 +195,20 @@ class ServerTeacher:
         mask = torch.ones(data["sample_mask"].shape, dtype=torch.float32, device=data["sample_mask"].device)
         failed = 0
         for row, one in found.items():
-            if isinstance(one, ServerFailure):
-                self._fail(one, teacher_index, len(rows[row]))
+            if not self.settle(one, teacher_index, len(rows[row])):
                 mask[row] = 0.0
                 failed += 1
-            else:
-                self._in_a_row = 0
         count = float(len(found))
         retries = float(self._retries - before)
         return mask, {"rows_failed": (float(failed), count), "retries_per_row": (retries, count)}
+
+    def settle(self, one: ScoredDocument | ServerFailure, teacher_index: int, tokens: int) -> bool:
+        """Whether a row of so many tokens was scored; a failure is counted or stops the run, as ``on_failure`` says."""
+        if isinstance(one, ServerFailure):
+            self._fail(one, teacher_index, tokens)
+            return False
+        self._in_a_row = 0
+        return True
 
     def _fail(self, failure: ServerFailure, teacher_index: int, tokens: int) -> None:
         self.failures[failure.reason] += 1
@@ -255,11 +260,9 @@ class ServerTeacher:
         out = torch.zeros(data[f"{prefix}input_ids"].shape, dtype=torch.float32)
         rows = self._rows(data, teacher_index)
         for row, one in self._fetch(rows, keep=False).items():
-            if isinstance(one, ServerFailure):
-                self._fail(one, teacher_index, len(rows[row]))
+            if not self.settle(one, teacher_index, len(rows[row])):
                 out[row] = torch.nan
-            else:
-                self._in_a_row = 0
+            elif isinstance(one, ScoredDocument):
                 out[row, 1 : one.next_logprob.shape[0] + 1] = torch.from_numpy(one.next_logprob)
         return out
 

@@ -240,6 +240,8 @@ class _TopKRows:
     def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
         empty = torch.from_numpy(~self.filled)
         self.ids[empty], self.logprobs[empty], self.came[empty] = -1, 0.0, 0.0
+        # an empty place that took two bytes
+        self.ids.masked_fill_(self.ids >= self.reader.spec.vocab_size, -1)
         return TopKSignal(
             to_device(self.ids, device),
             to_device(self.logprobs, device).float(),

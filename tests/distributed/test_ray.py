@@ -16,16 +16,19 @@ import ray
 
 from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
-from limbeck.algorithms.xtoken_off_policy_distillation import run
+from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.distributed import ray_launch
 from limbeck.distributed.launch import launch
 from limbeck.models.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.launch_cases import figures, write_run
+from tests.models import tiny
+from tests.models.scoring_server import ScoringServer, serving
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+RAY = ["cluster.launcher=ray", "cluster.num_workers=2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,6 +128,32 @@ def test_a_cache_by_workers_that_die(tmp_path):
     lines.clear()
     assert cache_teachers(config(path, cache_parts=9), say=lines.append) == [summary]
     assert "0 of 6 parts are to be done" in lines[0]
+
+
+def test_a_cache_from_a_server(tmp_path):
+    """Workers ask a server instead of holding the teacher; what it refused is asked for again, and nothing else."""
+    path = write_run(tmp_path, teacher={"cache": str(tmp_path / "cache")})
+    policy = live_teacher(config(path), 0, tiny.tokenizer(340))
+    lines: list[str] = []
+
+    def refuse(number, body, answer):
+        texts = [tiny.tokenizer(340).decode(p) for p in body["prompt"] if isinstance(p, list)]
+        return (400, {}) if any(text.startswith("(1) def") for text in texts) else None
+
+    with serving(ScoringServer(policy, max_k=8)) as server:
+        server.lie = refuse
+        far = [f"teacher.server.url={server.url}", "teacher.server.k=8", "teacher.server.on_failure=skip"]
+        job = resolve(MasterConfig, load_config(path, [*far, *RAY, "cluster.cache_parts=4"]))
+        (summary,) = cache_teachers(job, say=lines.append)
+        assert (summary["documents"], summary["failed"]) == (23, {"http_400": 1})
+        assert sum("complete with 6 documents" in line for line in lines) == 3
+        assert "run the same command again" in lines[-1]
+        server.lie = None
+        lines.clear()
+        (summary,) = cache_teachers(job, say=lines.append)
+    assert (summary["documents"], summary["failed"]) == (24, {})
+    assert "1 of 4 parts are to be done" in lines[0]
+    assert CacheReader(tmp_path / "cache").verify() == 24
 
 
 def test_cache_jobs_say_what_they_lack(tmp_path):
