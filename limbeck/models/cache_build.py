@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.joint_rows import JointRows
+from limbeck.distributed.mesh import MeshShape
 from limbeck.models.cache import CacheSpec, CacheWriter, document_key
 from limbeck.models.cache_head import HEAD_NAME, save_head
 from limbeck.models.policy import Policy
@@ -74,20 +77,19 @@ def write_cache(
     ``batches``: collated batches; the teacher's ids are read under its own keys, or the student's where it has none.
     Samples with a mask of 0 are left out. ``on_batch`` is called after every batch (progress). Run it again after a
     kill: documents that are stored are not computed twice. A part that lacks documents which a server could not score
-    (``on_failure: skip``) is not complete: they are asked for again the next time.
+    (``on_failure: skip``) is not complete: they are asked for again the next time. A model that is split over ranks
+    scores all ranks' documents together; each stores its own.
     """
     writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, **writer_options)
     whole = True
     try:
-        if spec.kind == "hidden" and rank == 0 and not (Path(folder) / HEAD_NAME).exists():
-            assert isinstance(teacher, Policy)
-            save_head(folder, teacher.head())
-        for batch in batches:
-            documents = _missing(writer, batch, key_prefix(batch, teacher_index))
+        model = None if isinstance(teacher, ServerTeacher) else _Scorer(teacher, folder, spec, rank)
+        wanted = (_missing(writer, batch, key_prefix(batch, teacher_index)) for batch in batches)
+        for documents in wanted if model is None else model.in_step(wanted):
             if isinstance(teacher, ServerTeacher):
                 whole = _add_from_server(teacher, writer, documents, teacher_index) and whole
-            elif documents:
-                _add_from_model(teacher, writer, documents)
+            elif model is not None:
+                model.add(writer, documents)
             if on_batch is not None:
                 on_batch(writer)
     except BaseException:
@@ -108,21 +110,59 @@ def _missing(writer: CacheWriter, batch: BatchedDataDict, prefix: str) -> list[T
     return list(wanted.values())
 
 
-def _add_from_model(policy: Policy, writer: CacheWriter, documents: list[Tensor]) -> None:
-    rows: BatchedDataDict = BatchedDataDict(
-        input_ids=pad_sequence(documents, batch_first=True), input_lengths=torch.tensor([len(d) for d in documents])
-    )
-    hidden = policy.get_hidden(rows)
-    head = policy.head()
-    for place, tokens in enumerate(documents):
-        states = hidden[place, : len(tokens) - 1]
-        scores = score_rows(states, head, tokens[1:].to(states.device), k=writer.spec.k)
-        arrays = {"next_logprob": scores.next_logprob, "logsumexp": scores.logsumexp}
-        if writer.spec.kind == "topk":
-            arrays |= {"topk_ids": scores.topk_ids, "topk_logprobs": scores.topk_logprobs}
-        else:
-            arrays["hidden"] = states.to(_HIDDEN[writer.spec.hidden_dtype]).view(torch.uint16)
-        writer.add(tokens.numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
+class _Scorer:
+    """Scores documents with a model in memory."""
+
+    def __init__(self, policy: Policy, folder: str | Path, spec: CacheSpec, rank: int) -> None:
+        self.policy, self.joint = policy, None
+        if policy.mesh is not None and policy.sharded is not None:
+            # every rank has documents of its own, like one of a data-parallel student
+            readers = MeshShape(data=policy.mesh.shape.world)
+            self.joint = JointRows.plan(readers, policy.mesh, alike=policy.sharded.fsdp)
+        self.head = policy.head(whole=True)
+        if spec.kind == "hidden" and rank == 0 and not (Path(folder) / HEAD_NAME).exists():
+            save_head(folder, self.head)
+
+    def in_step(self, wanted: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
+        """As many lists on every rank of a split model: empty ones at the end, while others still have documents."""
+        if self.policy.mesh is None:
+            yield from wanted
+            return
+        while True:
+            documents = next(wanted, None)
+            left = torch.tensor([float(documents is not None)], device=self.policy.device)
+            dist.all_reduce(left, op=dist.ReduceOp.MAX)
+            if not int(left):
+                return
+            yield documents or []
+
+    def _hidden(self, documents: list[Tensor]) -> Tensor:
+        rows: BatchedDataDict = BatchedDataDict(
+            input_ids=pad_sequence(documents, batch_first=True), input_lengths=torch.tensor([len(d) for d in documents])
+        )
+        if self.joint is None:
+            return self.policy.get_hidden(rows)
+        device = self.policy.device
+        found = [
+            (own, self.policy.get_hidden(BatchedDataDict(input_ids=ids, input_lengths=lengths)))
+            for own, ids, lengths in self.joint.passes(rows["input_ids"].to(device), rows["input_lengths"].to(device))
+        ]
+        return next(hidden for own, hidden in found if own)
+
+    def add(self, writer: CacheWriter, documents: list[Tensor]) -> None:
+        """Score and store; a rank without documents helps the others with theirs."""
+        if not documents and self.policy.mesh is None:
+            return
+        hidden = self._hidden(documents or [torch.zeros(2, dtype=torch.int64)])
+        for place, tokens in enumerate(documents):
+            states = hidden[place, : len(tokens) - 1]
+            scores = score_rows(states, self.head, tokens[1:].to(states.device), k=writer.spec.k)
+            arrays = {"next_logprob": scores.next_logprob, "logsumexp": scores.logsumexp}
+            if writer.spec.kind == "topk":
+                arrays |= {"topk_ids": scores.topk_ids, "topk_logprobs": scores.topk_logprobs}
+            else:
+                arrays["hidden"] = states.to(_HIDDEN[writer.spec.hidden_dtype]).view(torch.uint16)
+            writer.add(tokens.numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
 
 
 def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list[Tensor], teacher_index: int) -> bool:

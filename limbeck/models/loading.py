@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError
@@ -171,7 +172,8 @@ def model_identity(model: nn.Module) -> dict[str, str]:
     """What makes a teacher the same teacher: hashes of its configuration and of its weights.
 
     The weights' hash covers each parameter's name and shape and up to 4,096 evenly spaced values (as float32), so it
-    takes a moment even for large models, does not depend on the device, and changes with any training.
+    takes a moment even for large models, does not depend on the device, and changes with any training. A model that is
+    split over ranks has the hash of the whole one; all of them must ask.
     """
     causal = unwrap(model)
     config = {k: v for k, v in causal.config.to_dict().items() if k not in _VOLATILE}
@@ -179,7 +181,7 @@ def model_identity(model: nn.Module) -> dict[str, str]:
     digest = hashlib.sha256()
     for name, value in sorted(causal.state_dict().items()):
         digest.update(f"{name}:{tuple(value.shape)};".encode())
-        flat = value.detach().reshape(-1)
+        flat = (value.full_tensor() if isinstance(value, DTensor) else value).detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)
         digest.update(flat[::step].float().cpu().numpy().tobytes())
     return {"config": hashlib.sha256(text.encode()).hexdigest()[:32], "weights": digest.hexdigest()[:32]}
