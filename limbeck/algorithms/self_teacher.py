@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from limbeck.algorithms.trace_config import SelfTeacherKind, TraceMasterConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.losses.hint import ema_update
 from limbeck.losses.signals import HiddenSignal, Signal
-from limbeck.models.policy import Policy
+from limbeck.models.loading import load_model
+from limbeck.models.lora import apply_lora, is_lora
+from limbeck.models.policy import Policy, tokenizer_size
 from limbeck.models.teachers import LiveTeacher, TeacherSource
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError
@@ -88,17 +91,18 @@ class HintTeacher:
         """Move the average one step towards the student; nothing for other teachers."""
         if self._average is not None and self._student is not None:
             mine, theirs = _trained(self._student), _trained(self._average, _trained(self._student))
-            ema_update(mine.values(), theirs.values(), self._decay)
+            # both models are laid out alike, so each rank averages its own shards
+            ema_update(map(_own, mine.values()), map(_own, theirs.values()), self._decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights of the average, by name; empty for teachers that can be made again."""
+        """Weights of the average, by name, as they lie on the ranks; empty for teachers that can be made again."""
         if self._average is None or self._student is None:
             return {}
         return {"ema": _trained(self._average, _trained(self._student))}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from stored weights."""
+        """Go on from stored weights, laid out like those of ``state_dict``."""
         if self._average is None or self._student is None:
             return
         stored, own = state.get("ema"), _trained(self._average, _trained(self._student))
@@ -107,7 +111,12 @@ class HintTeacher:
                 "the checkpoint holds no averaged weights of this model; resume with the configuration that wrote it"
             )
         for name, value in own.items():
-            value.copy_(stored[name])
+            _own(value).copy_(_own(stored[name]))
+
+
+def _own(value: Tensor) -> Tensor:
+    """This rank's part of a weight."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _trained(policy: Policy, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -126,20 +135,28 @@ def make_self_teacher(student: Policy, config: TraceMasterConfig) -> HintTeacher
     if kind == "live":
         return HintTeacher([HintedSource(student)])
     if kind == "ema":
-        settings = {**student.cfg, "lora": None}
-        average = Policy(
-            settings,
-            student.tokenizer,
-            name="average",
-            device=student.device,
-            model=copy.deepcopy(student.model),
-            init_optimizer=False,
-        )
+        average = _copy(student, config)
         return HintTeacher([HintedSource(average)], student=student, average=average, decay=hint.ema_decay)
     start = HintedSource(_start(student, config))
     if kind == "trust_region":
         return HintTeacher([start, HintedSource(student)], trust_region=hint.trust_region)
     return HintTeacher([start])
+
+
+def _copy(student: Policy, config: TraceMasterConfig) -> Policy:
+    """A frozen model with the student's present weights, laid out like the student."""
+    seed, size = config.distillation.seed, tokenizer_size(student.tokenizer)
+    # shards cannot be copied as a module, so the model is made again, adapters included
+    model: Any = load_model(student.cfg, dtype=student.model.dtype, vocab_size=size, seed=seed)
+    if is_lora(student.model):
+        model = apply_lora(model, student.cfg["lora"], seed=seed)
+    settings = {**student.cfg, "lora": None}
+    made = Policy(settings, student.tokenizer, name="average", device=student.device, model=model, init_optimizer=False)
+    with torch.no_grad():
+        own = dict(made.model.named_parameters())
+        for name, value in student.model.named_parameters():
+            _own(own[name]).copy_(_own(value))
+    return made
 
 
 def _start(student: Policy, config: TraceMasterConfig) -> Policy:

@@ -251,20 +251,11 @@ class TraceMasterConfig(_Section):
                 f"policy.train_global_batch_size is {self.policy.train_global_batch_size}, but a step takes "
                 f"distillation.num_prompts_per_step = {prompts} traces; leave it out"
             )
-        self._check_layout()
         self._check_teacher()
         on = self.channels()
         if not any(any(w.model_dump()[k] for k in ("value", "final")) for w in on.values()):
             raise ValueError("every channel is off or has weight 0, so there is nothing to train; raise a weight")
         return self
-
-    def _check_layout(self) -> None:
-        for name, model in (("policy", self.policy), ("teacher", self.teacher)):
-            layout = None if model is None else model.dtensor_cfg
-            if layout is not None and (
-                layout.fsdp or max(layout.tensor_parallel_size, layout.context_parallel_size) > 1
-            ):
-                raise ValueError(f"{name}.dtensor_cfg shards the model; trace training is data-parallel only")
 
     def _check_teacher(self) -> None:
         hint = self.loss.hint

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
+from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.run_inputs import loader_processes
@@ -35,6 +36,7 @@ from limbeck.algorithms.trace_step import ReferenceLogProbs, TraceStep
 from limbeck.algorithms.trace_validation import TraceValidation
 from limbeck.algorithms.xtoken_off_policy_distillation import sigterm_saves
 from limbeck.data.sampler import ShardSampler
+from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
@@ -61,6 +63,7 @@ class TraceSaveState(TypedDict):
     total_steps: int
     consumed_samples: int
     total_valid_tokens: int
+    dropped: NotRequired[dict[str, int]]
 
 
 @dataclass
@@ -75,7 +78,6 @@ class TraceRun:
     logger: Logger
     checkpointer: CheckpointManager
     state: TraceSaveState
-    dropped: Counter[str]
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
@@ -84,6 +86,7 @@ class TraceRun:
 def setup(config: TraceMasterConfig) -> TraceRun:
     """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
     group = join_peers(config.cluster.backend)
+    plan_cluster(config.cluster, rank_and_world()[1])
     seed = config.distillation.seed
     seed_everything(seed)
     tokenizer = load_chat_tokenizer(config.policy)
@@ -124,16 +127,15 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     )
     measured = TraceCollate(make_collator(config, tokenizer, foreign, hint=True, preference=True))
     validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
-    # What reading left out is the same on every rank, and counted once.
-    state, dropped = _fresh_state(), Counter(dataset.dropped if rank_and_world()[0] == 0 else ())
+    state: TraceSaveState = {**_fresh_state(), "dropped": dict(dataset.dropped)}
     if latest is not None:
-        state, dropped = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
+        state = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
     elif reference is not None:
-        rank, world = rank_and_world()
+        rank, world = data_rank_and_world(config.policy.dtensor_cfg)
         reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=rank_and_world()[0])
     logger.print(f"{len(dataset)} traces, policy mode {plan.spec.mode}")
-    return TraceRun(config, student, step, loader, validation, logger, checkpointer, state, dropped)
+    return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
 
 
 def _fresh_state() -> TraceSaveState:
@@ -187,7 +189,8 @@ def _needs_reference(config: TraceMasterConfig, loss: PreferenceLossFn) -> bool:
 
 
 def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceCollate) -> StatefulDataLoader:
-    rank, world = rank_and_world()
+    # processes that split one model's layers or sequences read the same traces
+    rank, world = data_rank_and_world(config.policy.dtensor_cfg)
     prompts, seed = config.distillation.num_prompts_per_step, config.distillation.seed
     if prompts % world:
         raise ConfigError(
@@ -215,11 +218,13 @@ def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceColl
 
 def _resume(
     checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
-) -> tuple[TraceSaveState, Counter[str]]:
+) -> TraceSaveState:
     info = checkpointer.load_training_info(latest) or {}
     state = _fresh_state()
     state.update({k: info[k] for k in TraceSaveState.__annotations__ if k in info})  # type: ignore[typeddict-item]
-    shared = load_state(latest / "train_state" / "shared")
+    # averaged weights arrive in this run's layout, whichever wrote them
+    template = None if step.teacher is None else {"teacher": step.teacher.state_dict()}
+    shared = load_state(latest / "train_state" / "shared", template=template)
     if shared["traces"] != fingerprint:
         raise DataError(
             "traces.train is no longer what this run began with (files, pairs or their order have changed); put the "
@@ -229,13 +234,15 @@ def _resume(
         step.teacher.load_state_dict(shared["teacher"])
     if step.reference is not None:
         step.reference.load_state_dict(shared["reference"])
-    stored = load_state(latest / "train_state" / f"rank_{rank_and_world()[0]}", local=True)
+    own = latest / "train_state" / f"rank_{rank_and_world()[0]}"
+    # a run that has grown reads what every rank knows: positions are counted over all ranks
+    stored = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
     sampler: Any = loader.sampler
     sampler.go_to(stored["position"])
     sampler.set_epoch(state["current_epoch"])
     step.hint_loss.guard.seen = int(stored["guard_seen"])
     restore_rng(stored["rng"])
-    return state, Counter(stored["dropped"])
+    return state
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -257,7 +264,8 @@ class _Loop:
     def __init__(self, run: TraceRun) -> None:
         self.config, self.state, self.logger = run.config, run.state, run.logger
         self.parts, self.loader, self.checkpointer = run, run.loader, run.checkpointer
-        self.dropped = run.dropped
+        # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
+        self.dropped: Counter[str] = Counter(run.state.get("dropped", {}) if rank_and_world()[0] == 0 else {})
         self.weights = run.config.weights()
         self.timer = Timer(torch.cuda.synchronize if run.config.logger.monitor_gpus else None)
         d = run.config.distillation
@@ -355,6 +363,7 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
+        self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
         info = {**self.state, **(self.validated[1] if self.validated[0] == step else {})}
         parts = self.parts.step
         sampler: Any = self.loader.sampler
@@ -371,7 +380,6 @@ class _Loop:
                     self.state["current_step"] * self.config.distillation.num_prompts_per_step
                 ),
                 "guard_seen": parts.hint_loss.guard.seen,
-                "dropped": dict(self.dropped),
                 "rng": capture_rng(),
             }
             save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)

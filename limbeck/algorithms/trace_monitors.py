@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from limbeck.algorithms.trace_config import MonitorConfig
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.microbatch import process_microbatch
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.leaf import Metrics
 from limbeck.losses.policy_gradient import PolicyInputs
-from limbeck.losses.signals import Head, Signal, TopKSignal
+from limbeck.losses.signals import Head, Signal, TopKSignal, on_shards
+from limbeck.losses.vocab_axis import VocabAxis
 from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.roles import is_end
-from limbeck.traces import ComposerBatch
 from limbeck.utils.errors import LossError
 
 CLASSES = ("special", "format", "number", "word", "other")
@@ -66,8 +68,8 @@ class CollapseMonitor:
         """Entropy, format mass and early ends at supervised tokens of whole traces."""
         pick = self._pick(len(inputs.tokens.rows))
         rows, ids = inputs.tokens.rows[pick].to(hidden.device), inputs.tokens.ids[pick].to(hidden.device)
-        log_s = torch.log_softmax(head.logits(hidden.detach().index_select(0, rows)), -1)
-        return self._student("monitor/policy", log_s, ids)
+        log_s = head.axis.log_softmax(head.logits(hidden.detach().index_select(0, rows)))
+        return self._student("monitor/policy", head, log_s, ids)
 
     @torch.no_grad()
     def hint(
@@ -80,38 +82,41 @@ class CollapseMonitor:
         )
         pick = self._pick(len(layout.student_rows))
         rows, ids = layout.student_rows[pick].to(device), layout.student_ids[pick].to(device)
-        log_s = torch.log_softmax(head.logits(hidden.detach().index_select(0, rows)), -1)
-        metrics = self._student("monitor/hint", log_s, ids)
-        live = [s for s in signals if not isinstance(s, TopKSignal) and s.vocab_size == log_s.shape[1]]
+        log_s = head.axis.log_softmax(head.logits(hidden.detach().index_select(0, rows)))
+        metrics = self._student("monitor/hint", head, log_s, ids)
+        live = [s for s in signals if not isinstance(s, TopKSignal) and s.vocab_size == head.vocab_size]
         if len(live) < len(signals):
             return metrics
         if not same:
             # The names must be there on every rank, whatever rows it has.
             log_s, ids, pick = log_s[:0], ids[:0], pick[:0]
         where = layout.teacher_rows[pick].to(device)
-        parts = [s.logits(where).to(log_s) * share for s, share in zip(live, shares, strict=True)]
-        log_t = torch.log_softmax(torch.stack(parts).sum(0), -1)
-        return {**metrics, **self._divergences(log_s, log_t, ids)}
+        split = [on_shards(s, head.axis) for s in live]
+        parts = [s.logits(where).to(log_s) * share for s, share in zip(split, shares, strict=True)]  # type: ignore[union-attr]
+        log_t = head.axis.log_softmax(torch.stack(parts).sum(0))
+        return {**metrics, **self._divergences(head.axis, log_s, log_t, ids)}
 
     def _pick(self, size: int) -> Tensor:
         """Indices of at most ``rows`` of ``size`` rows, evenly spaced."""
         keep = min(size, self.config.rows)
         return torch.arange(keep) * size // max(keep, 1)
 
-    def _student(self, prefix: str, log_p: Tensor, ids: Tensor) -> Metrics:
-        probs = log_p.exp()
+    def _student(self, prefix: str, head: Head, log_p: Tensor, ids: Tensor) -> Metrics:
+        probs, axis = log_p.exp(), head.axis
         count = log_p.new_tensor(float(len(ids)))
         inner = ~self.is_end.to(ids.device)[ids]
+        here = slice(*axis.place(head.vocab_size))
+        is_format, is_end = (mask[here].to(probs) for mask in (self.is_format, self.is_end))
         return {
-            f"{prefix}/entropy": (-(probs * log_p).sum(), count),
-            f"{prefix}/format_mass": (probs[:, self.is_format.to(ids.device)].sum(), count),
-            f"{prefix}/early_end_mass": (probs[inner][:, self.is_end.to(ids.device)].sum(), inner.sum()),
+            f"{prefix}/entropy": (-axis.sum(probs * log_p).sum(), count),
+            f"{prefix}/format_mass": (axis.total(probs @ is_format).sum(), count),
+            f"{prefix}/early_end_mass": (axis.total(probs @ is_end)[inner].sum(), inner.sum()),
         }
 
-    def _divergences(self, log_s: Tensor, log_t: Tensor, ids: Tensor) -> Metrics:
-        kl = (log_s.exp() * (log_s - log_t)).sum(-1)
+    def _divergences(self, axis: VocabAxis, log_s: Tensor, log_t: Tensor, ids: Tensor) -> Metrics:
+        kl = axis.sum(log_s.exp() * (log_s - log_t))
         log_m = torch.logaddexp(log_s, log_t) - math.log(2)
-        jsd = 0.5 * ((log_s.exp() * (log_s - log_m)).sum(-1) + (log_t.exp() * (log_t - log_m)).sum(-1))
+        jsd = 0.5 * axis.sum(log_s.exp() * (log_s - log_m) + log_t.exp() * (log_t - log_m))
         kind = self.classes.to(ids.device)[ids]
         metrics: Metrics = {"monitor/hint/jsd": (jsd.sum(), jsd.new_tensor(float(len(ids))))}
         for number, name in enumerate(CLASSES):
@@ -136,21 +141,53 @@ def check_disjoint(metrics: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 @torch.no_grad()
-def response_lengths(policy: Policy, batch: ComposerBatch, monitor: CollapseMonitor) -> list[int]:
-    """Tokens that the policy writes greedily in front of the first error sites of a batch, end of turn included."""
-    lengths: list[int] = []
+def response_lengths(policy: Policy, prompts: Sequence[Tensor], monitor: CollapseMonitor) -> list[int]:
+    """Tokens that the policy writes greedily after each prompt ``[T]``, end of turn included.
+
+    All ranks of a sharded model must make the same call.
+    """
     policy.model.eval()
-    for row in range(min(monitor.config.generate, len(batch["student_response_idx"]))):
-        first = int(batch["student_response_idx"][row, 0])
-        prompt = batch["sdpo_student_input_ids"][row : row + 1, :first].to(policy.device)
+    if not prompts:
+        return []
+    if policy.sharded is not None:
+        return _lengths_together(policy, prompts, monitor)
+    lengths: list[int] = []
+    for prompt in prompts:
+        ids = prompt[None].to(policy.device)
         with policy.autocast():
             out = policy.model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=monitor.config.max_new_tokens,
                 do_sample=False,
                 eos_token_id=monitor.end_ids or None,
-                pad_token_id=batch["pad_token_id"],
+                pad_token_id=0,
             )
-        lengths.append(int(out.shape[1] - prompt.shape[1]))
+        lengths.append(int(out.shape[1] - ids.shape[1]))
+    return lengths
+
+
+def _lengths_together(policy: Policy, prompts: Sequence[Tensor], monitor: CollapseMonitor) -> list[int]:
+    """The same on shards: the body without a cache, the head on its columns. All answers have ``max_new_tokens``, and
+    what comes after an end is not counted: no rank may stop before its peers."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+    start = torch.tensor([len(prompt) for prompt in prompts])
+    row, new = torch.arange(len(ids)), monitor.config.max_new_tokens
+    ids = torch.nn.functional.pad(ids, (0, new))
+    options = {"dynamic_batching": {"enabled": True}, "dtensor_cfg": policy.cfg["dtensor_cfg"]}
+    context = int(policy.cfg["dtensor_cfg"]["context_parallel_size"])
+    for step in range(new):
+        data: BatchedDataDict = BatchedDataDict({"input_ids": ids, "input_lengths": start + step})
+        inputs = process_microbatch(data, policy.tokenizer, False, options, context, device=policy.device)
+        assert inputs.row_start is not None
+        hidden = policy.forward_hidden(inputs)[inputs.row_start + (start + step - 1).to(policy.device)]
+        head = policy.head()
+        ids[row, start + step] = head.axis.argmax(head.logits(hidden)).cpu()
+    assert policy.sharded is not None
+    policy.sharded.release()
+    lengths = []
+    for prompt, line in zip(prompts, ids, strict=True):
+        answer = line[len(prompt) : len(prompt) + new]
+        ends = torch.isin(answer, torch.tensor(monitor.end_ids, dtype=torch.int64)).nonzero()
+        lengths.append(int(ends[0]) + 1 if len(ends) else new)
     return lengths

@@ -8,7 +8,7 @@ the plain objective, bit for bit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,14 @@ class ChannelLoss:
         """See the channel's loss."""
         return self.loss_fn.prepare(microbatch, teacher_row_starts)
 
+    def share(self, *args: Any) -> Any:
+        """See the channel's loss."""
+        return self.loss_fn.share(*args)
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """See the channel's loss."""
+        self.loss_fn.check_layout(context=context, tensor=tensor)
+
     def compute(
         self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any, counts: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
@@ -91,13 +99,11 @@ class ReferenceLogProbs:
     def fill(
         self, policy: Policy, dataset: TraceDataset, collate: TraceCollate, *, rank: int, world: int, rows: int
     ) -> None:
-        """Score all pairs, each rank its share."""
-        with_pairs = [i for i, trace in enumerate(dataset.traces) if trace.preference_pairs][rank::world]
-        for start in range(0, len(with_pairs), rows):
-            batch = collate([dataset[i] for i in with_pairs[start : start + rows]])
+        """Score all pairs, each data-parallel rank its share; those of a sharded model must do so in step."""
+        with_pairs = [i for i, trace in enumerate(dataset.traces) if trace.preference_pairs]
+        for mine in rank_batches(with_pairs, rank=rank, world=world, rows=rows):
+            batch = collate([dataset[i] for i in mine])
             channel = batch.channel("preference")
-            if not channel.size:
-                continue
             places = self._places(batch)
             self.values[places] = response_sums(policy, channel).reshape(-1, 2)
             self.checks[places] = _checksums(channel).reshape(-1, 2)
@@ -112,7 +118,7 @@ class ReferenceLogProbs:
                 "the reference log-probs were computed for other tokens than the batch holds; the chat template or the "
                 "traces changed since the run began, so start a new run folder"
             )
-        channel["reference_logprobs"] = self.values[places].reshape(-1).float()
+        channel["reference_logprobs"] = self.values[places].reshape(-1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
@@ -126,6 +132,13 @@ class ReferenceLogProbs:
                 f"{len(self.values)}; resume with the traces that the run began with"
             )
         self.values, self.checks = state["values"], state["checks"]
+
+
+def rank_batches(items: Sequence[int], *, rank: int, world: int, rows: int) -> Iterator[Sequence[int]]:
+    """This rank's share of ``items``, ``rows`` at a time; as many batches for every rank, the last may be empty."""
+    mine = items[rank::world]
+    for start in range(0, -(-len(items) // world), rows):
+        yield mine[start : start + rows]
 
 
 def response_sums(policy: Policy, channel: BatchedDataDict, prefix: str = "") -> Tensor:

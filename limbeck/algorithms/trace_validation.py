@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.algorithms.trace_monitors import CollapseMonitor, response_lengths
-from limbeck.algorithms.trace_step import response_sums
+from limbeck.algorithms.trace_step import rank_batches, response_sums
 from limbeck.data.rank_counts import sum_over_ranks
-from limbeck.distributed.process import rank_and_world
+from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.models.policy import Policy
 from limbeck.traces import ComposerBatch
 
@@ -41,43 +42,52 @@ class TraceValidation:
         self, policy: Policy, dataset: TraceDataset, collate: TraceCollate, monitor: CollapseMonitor, *, rows: int = 8
     ) -> None:
         self.policy, self.dataset, self.collate, self.monitor, self.rows = policy, dataset, collate, monitor, rows
+        self._prompts: list[Tensor] | None = None
 
     def measure(self) -> Sums:
         """All figures that the traces allow."""
-        rank, world = rank_and_world()
-        mine = list(range(len(self.dataset)))[rank::world]
+        rank, world = data_rank_and_world(self.policy.cfg["dtensor_cfg"])
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in NAMES}
-        written = 0
-        for start in range(0, len(mine), self.rows):
-            batch = self.collate([self.dataset[i] for i in mine[start : start + self.rows]])
-            self._add(sums, batch)
-            # Answers are compared from one validation to the next, so the same ones are written each time.
-            if not written and rank == 0 and self.monitor.config.generate:
-                lengths = response_lengths(self.policy, batch, self.monitor)
-                written = len(lengths)
-                _put(sums, "response_length", float(sum(lengths)), written)
+        for mine in rank_batches(range(len(self.dataset)), rank=rank, world=world, rows=self.rows):
+            self._add(sums, self.collate([self.dataset[i] for i in mine]))
+        # the ranks of a sharded model can only write together
+        if self.monitor.config.generate and (rank == 0 or self.policy.sharded is not None):
+            lengths = response_lengths(self.policy, self.prompts(), self.monitor)
+            if rank == 0:
+                _put(sums, "response_length", float(sum(lengths)), len(lengths))
         flat = torch.tensor([sums[name] for name in NAMES], dtype=torch.float64)
         (total,) = sum_over_ranks([flat], self.policy.dp_group)
         return {name: (float(s), float(c)) for name, (s, c) in zip(NAMES, total.tolist(), strict=True)}
 
+    def prompts(self) -> list[Tensor]:
+        """What stands in front of the first error sites, ``[T]`` each; the same on all ranks and every time."""
+        if self._prompts is None:
+            self._prompts = []
+            for mine in rank_batches(range(len(self.dataset)), rank=0, world=1, rows=self.rows):
+                batch = self.collate([self.dataset[i] for i in mine])
+                for row in range(min(self.monitor.config.generate, len(batch["student_response_idx"]))):
+                    first = int(batch["student_response_idx"][row, 0])
+                    self._prompts.append(batch["sdpo_student_input_ids"][row, :first])
+                if self._prompts:
+                    break
+        return self._prompts
+
     def _add(self, sums: dict[str, list[float]], batch: ComposerBatch) -> None:
+        # a channel without rows is scored too: the ranks of a sharded model must make the same calls
         policy = self.policy
         hint = batch.channel("hint")
-        if hint.size:
-            _put(sums, "erroneous_logprob", float(response_sums(policy, hint).sum()), hint.size)
-            if self.collate.collator.teacher is self.collate.collator.student:
-                hinted = response_sums(policy, hint, "teacher_")
-                _put(sums, "erroneous_logprob_hinted", float(hinted.sum()), hint.size)
-        pairs = batch.channel("preference")
-        if pairs.size:
-            chosen, rejected = response_sums(policy, pairs).reshape(-1, 2).unbind(1)
-            for name, values in (
-                ("chosen_logprob", chosen),
-                ("rejected_logprob", rejected),
-                ("margin", chosen - rejected),
-                ("preference_accuracy", (chosen > rejected).double()),
-            ):
-                _put(sums, name, float(values.sum()), len(values))
+        _put(sums, "erroneous_logprob", float(response_sums(policy, hint).sum()), hint.size)
+        if self.collate.collator.teacher is self.collate.collator.student:
+            hinted = response_sums(policy, hint, "teacher_")
+            _put(sums, "erroneous_logprob_hinted", float(hinted.sum()), hint.size)
+        chosen, rejected = response_sums(policy, batch.channel("preference")).reshape(-1, 2).unbind(1)
+        for name, values in (
+            ("chosen_logprob", chosen),
+            ("rejected_logprob", rejected),
+            ("margin", chosen - rejected),
+            ("preference_accuracy", (chosen > rejected).double()),
+        ):
+            _put(sums, name, float(values.sum()), len(values))
         whole = batch.channel("policy")
         tokens = float((whole["token_mask"][:, 1:] > 0).sum())
         _put(sums, "supervised_logprob", float(response_sums(policy, whole).sum()), tokens)

@@ -19,11 +19,13 @@ from torch import Tensor
 from limbeck.losses import corrected_modes
 from limbeck.losses.blocks import Job, Term, row_block_loss
 from limbeck.losses.divergences import DivergenceSpec, JsdGuard, divergence_rows
-from limbeck.losses.inputs import MicrobatchLike, padded_row_start, teacher_layout
+from limbeck.losses.inputs import LossInputs, MicrobatchLike, padded_row_start, teacher_layout
 from limbeck.losses.layout import ChunkLayout, TokenLayout
 from limbeck.losses.leaf import Metrics, Mode
+from limbeck.losses.peers import Peers
 from limbeck.losses.plan import BlockPlan, plan_blocks
-from limbeck.losses.signals import Head, Signal, TopKSignal, check_scored_ids
+from limbeck.losses.share import share_of
+from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
 from limbeck.losses.vocab_map import ProjectionLike, VocabMap
 from limbeck.utils.errors import ConfigError, LossError
 
@@ -121,11 +123,12 @@ def trust_region_mix(teacher_logprobs: Tensor, other_logprobs: Tensor, share: fl
 
 @dataclass
 class HintInputs:
-    """Chunks of one micro-batch. chunk_weight `[C]`: the site's weight divided by its number of chunks; count: the sum
-    of the weights of sites that have any; unhinted: number of sites whose teacher reads the student's own ids."""
+    """Chunks of one micro-batch. site_weight `[B]`: what each chunk of a site counts, its weight divided by its number
+    of chunks; count: the sum of the weights of sites that have any; unhinted: number of sites whose teacher reads the
+    student's own ids."""
 
     layout: ChunkLayout
-    chunk_weight: Tensor
+    site_weight: Tensor
     plan: BlockPlan
     count: float
     sites: int
@@ -135,7 +138,7 @@ class HintInputs:
         return replace(
             self,
             layout=self.layout.to(device),
-            chunk_weight=self.chunk_weight.to(device),
+            site_weight=self.site_weight.to(device),
             plan=self.plan.to(device),
         )
 
@@ -197,6 +200,17 @@ class HintDistillationLossFn:
         unhinted = int((_unhinted(batch) & counted).sum())
         return HintInputs(layout, weight, plan, float(count), int(counted.sum()), unhinted)
 
+    def share(self, inputs: HintInputs, part: int, parts: int, peers: Peers) -> HintInputs:
+        """One of `parts` ranks' share of the chunks, each with its weight in the whole site; counts go with the
+        first."""
+        whole = LossInputs(_no_tokens(), [inputs.layout], inputs.plan, 0, 0.0)
+        own = share_of(whole, part, parts, self.spec.block_rows, peers)
+        mine = replace(inputs, layout=own.layouts[0], plan=own.plan)
+        return mine if part == 0 else replace(mine, count=0.0, sites=0, unhinted=0)
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """Split sequences and vocabularies are both understood."""
+
     def compute(
         self,
         hidden: Tensor,
@@ -211,22 +225,19 @@ class HintDistillationLossFn:
         """
         self._check(hidden, head, signals, inputs.layout)
         inputs = inputs.to(hidden.device)
-        same = self.vocab is None
+        signals = [on_shards(signal, head.axis) for signal in signals]
+        mode = Mode(temperature=self.spec.temperature, spec=self.spec.divergence)
         if self.vocab is not None:
-            self.vocab.to(hidden.device).fit(head.vocab_size, signals[0].vocab_size or self.vocab.teacher_size)
-        mode = Mode(
-            temperature=self.spec.temperature,
-            spec=self.spec.divergence,
-            vocab=self.vocab,
-            rest_weight=None if self.vocab is None else self.vocab.rest_weight(),
-        )
+            size = signals[0].vocab_size or self.vocab.teacher_size
+            self.vocab.to(hidden.device).fit(head.vocab_size, size)
+            target = head.axis.like(size) if isinstance(signals[0], TopKSignal) else axis_of(signals[0])
+            mode.vocab, mode.rest_weight = head.axis.split(self.vocab, target), self.vocab.rest_weight()
         shares = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
-        leaf = corrected_modes.same_vocabulary if same else corrected_modes.boundary_kl
+        leaf = corrected_modes.same_vocabulary if self.vocab is None else corrected_modes.boundary_kl
         count = counts["sites"].to(hidden.device, torch.float64).clamp(min=1e-9)
         layouts = [inputs.layout] * len(signals)
-        term = Term(
-            "hint", leaf, mode, (1 / count).float(), 0, inputs.layout, signals, layouts, shares, inputs.chunk_weight
-        )
+        weight = inputs.site_weight[inputs.layout.sample]
+        term = Term("hint", leaf, mode, (1 / count).float(), 0, inputs.layout, signals, layouts, shares, weight)
         job = Job(head, inputs.plan, _no_tokens().to(hidden.device), 0.0, [term])
         loss = row_block_loss(job, hidden)
         zero = torch.zeros_like(count)
@@ -274,7 +285,7 @@ def _no_tokens() -> TokenLayout:
 
 
 def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:
-    """Weight `[C]` of each chunk, so that a site's chunks add up to the site's weight; and the sum of all of them.
+    """Weight `[B]` of each chunk of a site, so that its chunks add up to the site's weight; and the sum of all of them.
 
     A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a site counts, and its
     loss is exactly 0, however the two forward passes round.
@@ -282,7 +293,7 @@ def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor
     assert layout.sample is not None
     weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
     size = torch.bincount(layout.sample, minlength=len(weight))
-    chunk = (weight * ~_unhinted(batch) / size.clamp(min=1))[layout.sample]
+    chunk = weight * ~_unhinted(batch) / size.clamp(min=1)
     return chunk.float(), (weight * (size > 0)).sum()
 
 

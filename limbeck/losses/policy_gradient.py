@@ -16,6 +16,7 @@ from torch import Tensor
 from limbeck.losses.inputs import MicrobatchLike
 from limbeck.losses.layout import TokenLayout, supervised_tokens
 from limbeck.losses.leaf import Metrics
+from limbeck.losses.peers import Peers
 from limbeck.losses.signals import Head
 from limbeck.losses.token_logprobs import token_log_probs
 from limbeck.utils.errors import ConfigError, LossError
@@ -198,6 +199,18 @@ class PolicyGradientLossFn:
             behavior = batch["behavior_logprobs"].cpu()[sample, token]
         count = float(self.counts(batch)["policy"])
         return PolicyInputs(tokens, batch["advantages"].cpu()[sample], behavior, count)
+
+    def share(self, inputs: PolicyInputs, part: int, parts: int, peers: Peers) -> PolicyInputs:
+        """One of `parts` ranks' share of the tokens. Ratios and clipping work token by token and every weight is known
+        beforehand, so shares simply add up; the count goes with the first."""
+        size = len(inputs.tokens.rows)
+        own = slice(part * size // parts, (part + 1) * size // parts)
+        tokens = TokenLayout(inputs.tokens.rows[own], inputs.tokens.ids[own], inputs.tokens.weight[own])
+        behavior = None if inputs.behavior is None else inputs.behavior[own]
+        return PolicyInputs(tokens, inputs.advantage[own], behavior, inputs.count if part == 0 else 0.0)
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """Split sequences and vocabularies are both understood."""
 
     def compute(
         self,

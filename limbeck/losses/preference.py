@@ -7,7 +7,7 @@ over a response, computed once by the trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from limbeck.losses.inputs import MicrobatchLike
 from limbeck.losses.layout import TokenLayout, build_token_layout, supervised_tokens
 from limbeck.losses.leaf import Metrics
+from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.signals import Head
 from limbeck.losses.token_logprobs import token_log_probs
 from limbeck.utils.errors import ConfigError, LossError
@@ -86,7 +87,8 @@ def preference_pair_losses(
 @dataclass
 class PreferenceInputs:
     """Response tokens of one micro-batch: `row` `[N]`: the batch row of each. chosen, rejected `[P]`: rows of each
-    pair; weight `[P]`; reference `[B]` or None; lengths `[B]` in response tokens."""
+    pair; weight `[P]`; reference `[B]` or None; lengths `[B]` in response tokens. peers: ranks that have the other
+    tokens; counted: whether this one speaks for the pairs."""
 
     tokens: TokenLayout
     row: Tensor
@@ -95,6 +97,8 @@ class PreferenceInputs:
     weight: Tensor
     lengths: Tensor
     reference: Tensor | None
+    peers: Peers = ALONE
+    counted: bool = True
 
 
 class PreferenceLossFn:
@@ -128,6 +132,22 @@ class PreferenceLossFn:
         weight = batch["pair_weight"].cpu()[chosen]
         return PreferenceInputs(tokens, row, chosen, rejected, weight, lengths, reference)
 
+    def share(self, inputs: PreferenceInputs, part: int, parts: int, peers: Peers) -> PreferenceInputs:
+        """One of `parts` ranks' share of the tokens. A pair's loss bends with the sum over both responses, so ranks
+        add up their log-probs first; each then follows the gradient to its own tokens, and the first counts."""
+        tokens, size = inputs.tokens, len(inputs.row)
+        own = slice(part * size // parts, (part + 1) * size // parts)
+        return replace(
+            inputs,
+            tokens=TokenLayout(tokens.rows[own], tokens.ids[own], tokens.weight[own]),
+            row=inputs.row[own],
+            peers=peers,
+            counted=part == 0,
+        )
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """Split sequences and vocabularies are both understood."""
+
     def compute(
         self,
         hidden: Tensor,
@@ -154,10 +174,13 @@ class PreferenceLossFn:
         weight = inputs.weight.to(device, dtype)
         total = (losses * weight).sum()
         loss = total / counts["pairs"].to(device, torch.float64).clamp(min=1e-9).to(dtype)
+        if not inputs.counted:
+            # the gradient alone: the value is the first rank's
+            loss, weight = loss - loss.detach(), torch.zeros_like(weight)
         share = weight.sum().double()
         with torch.no_grad():
             metrics: Metrics = {
-                "preference/loss": (total.detach().double(), share),
+                "preference/loss": ((losses * weight).sum().double(), share),
                 "preference/margin": ((margin * weight).sum().double(), share),
                 "preference/accuracy": (((margin > 0) * weight).sum().double(), share),
             }
@@ -165,9 +188,27 @@ class PreferenceLossFn:
 
 
 def response_log_probs(hidden: Tensor, head: Head, inputs: PreferenceInputs, *, block_rows: int = 512) -> Tensor:
-    """Log-probability `[B]` of each row's response, with gradient; what the reference's are computed with too."""
+    """Log-probability `[B]` of each row's whole response, with gradient with respect to the tokens that are here.
+
+    In float64 (where the device has it): a margin is a small difference of sums over many tokens.
+    """
     values = token_log_probs(hidden, head, inputs.tokens, block_rows=block_rows)
-    return values.new_zeros(len(inputs.lengths)).index_add(0, inputs.row.to(values.device), values)
+    values = values if values.device.type == "mps" else values.double()
+    sums = values.new_zeros(len(inputs.lengths)).index_add(0, inputs.row.to(values.device), values)
+    out: Tensor = _OverPeers.apply(sums, inputs.peers)
+    return out
+
+
+class _OverPeers(torch.autograd.Function):
+    """Sum over the ranks; all of them compute the same loss from it, so its gradient is already the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
+        return peers.sum(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def _pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

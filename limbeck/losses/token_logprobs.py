@@ -1,7 +1,8 @@
 """Log-probabilities of realised tokens from hidden states, with gradient, in row blocks.
 
 For losses that are not a sum over rows (a preference depends on a whole response, a clipped ratio on both policies).
-The forward pass keeps one number per token; the backward pass computes each block's logits again.
+The forward pass keeps one number per token; the backward pass computes each block's logits again. A head that is split
+over the vocabulary stays so: ranks exchange a few numbers per row, and the gradient of the hidden states once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from limbeck.utils.errors import LossError
 
 
 def _block(head: Head, inputs: Tensor, ids: Tensor) -> Tensor:
-    return torch.log_softmax(head.logits(inputs), -1).gather(1, ids[:, None]).squeeze(1)
+    return head.axis.gather(head.axis.log_softmax(head.logits(inputs)), ids[:, None]).squeeze(1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -51,6 +52,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for total, part in zip(sums, found[1:], strict=True):
                 if part is not None:
                     total.add_(part)
+        into = ctx.head.axis.total(into)
         grads = [into.to(hidden.dtype), *(s.to(p.dtype) for s, p in zip(sums, params, strict=True))]
         return None, None, None, None, *(g if need else None for g, need in zip(grads, needs, strict=True))
 

@@ -238,7 +238,6 @@ def test_the_algorithm_key_picks_the_trainer(tmp_path: Path) -> None:
         ({"loss": {"hint": {"divergence": "jsd", "jsd_beta": 0.01}}}, "JSD almost vanishes"),
         ({"policy": {"train_global_batch_size": 7}}, "leave it out"),
         ({"policy": {"param_dtype": "bfloat16"}, "loss": {"hint": {"self_teacher": "ema"}}}, "stand still"),
-        ({"policy": {"dtensor_cfg": {"fsdp": True}}}, "data-parallel only"),
         ({"loss": {"self_teacher": "ema"}}, "unknown key 'loss.self_teacher'"),
     ],
 )
