@@ -4,17 +4,21 @@ micro-batches take the step that one process takes (float32, 1e-5 relative), on 
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from limbeck.algorithms.dispatch import resolve_and_run
+from limbeck.config import load_config
 from limbeck.distributed import context_parallel, ring_attention
 from limbeck.distributed.context_parallel import GatheredAttention, Span, SplitSequences, query_spans
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import VarlenKernel
 from tests.distributed.cases import Case, step, together
+from tests.distributed.launch_cases import figures, write_run
 from tests.models.test_varlen import plain_kernel
 from tests.models.tiny import LLAMA, QWEN3
 
@@ -165,6 +169,62 @@ def test_one_kernel_call_per_piece_is_the_loop_over_documents(
         torch.testing.assert_close(one, other)
 
 
+DEVICES = [
+    ("cpu", torch.float32, 1e-5),
+    pytest.param("cuda", torch.float32, 1e-4, marks=[pytest.mark.gpu]),
+    pytest.param("cuda", torch.bfloat16, 2e-2, marks=[pytest.mark.gpu]),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_rings_kernels_are_attention(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """Grouped heads and lengths that fill no tile: outputs, and gradients from what the forward kernel kept."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    lengths = (37, 37) if causal else (37, 74)
+    shapes = [(2, 4, lengths[0], 16), (2, 2, lengths[1], 16), (2, 2, lengths[1], 16)]
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float() for x in inputs), is_causal=causal, enable_gqa=True, scale=0.3
+    )
+    weight = torch.randn_like(wanted)
+    grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    with torch.no_grad():
+        out, lse, *random = ring_attention._forward_kernel(*inputs, is_causal=causal, scale=0.3)
+        kept = dict(zip(("query", "key", "value"), inputs, strict=True))
+        found = ring_attention._backward_kernel(
+            grad_out=weight.to(dtype), **kept, out=out, logsumexp=lse, is_causal=causal, scale=0.3, random=random
+        )
+    assert lse.shape == (2, 4, 37)
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+    for one, other in zip(found, grads, strict=True):
+        torch.testing.assert_close(
+            one.float(), other.float(), rtol=tolerance, atol=tolerance * float(other.abs().max())
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("borders", [[0, 512], [0, 77, 78, 300, 512]])
+def test_flash_attends_like_the_loop(window: int | None, borders: list[int]) -> None:
+    sequences = SplitSequences(Alone(), 512, borders)
+    inputs = [torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    inputs = [x.requires_grad_() for x in inputs]
+    whole = [x.repeat_interleave(2, 1) for x in inputs[1:]]
+    args: dict[str, Any] = {"window": window, "scaling": 0.2}
+    for number, part in enumerate(inputs[0].chunk(2, 2)):
+        spans = query_spans(sequences.piece(number), borders, window, None)
+        found = context_parallel._by_kernel(part, *inputs[1:], spans, sequences, **args)
+        wanted = context_parallel._by_span(part, *whole, spans, dropout=0.0, **args)
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        weight = torch.randn_like(found)
+        grads = [torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, wanted)]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
 def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GatheredAttention, "__init__", lambda self, group: None)
     choose = ring_attention.split_attention
@@ -176,3 +236,28 @@ def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(choose("auto", None, "cuda")) is GatheredAttention
     with pytest.raises(ConfigError, match=r"'ring', which torch .* does not have"):
         choose("ring", None, "cuda")
+
+
+def whole_run(rank: int, world: int, run: dict[str, Any]) -> None:
+    resolve_and_run(run)
+
+
+def test_a_whole_run_counts_every_record_once(tmp_path: Path) -> None:
+    """Packed, with texts that are cut: two ranks that read the same records leave the folder that one leaves."""
+    packing = {"enabled": True, "train_mb_tokens": 96}
+    run = load_config(write_run(tmp_path))
+    run["data"]["max_input_seq_length"] = 40
+    run["policy"]["sequence_packing"] = packing
+    run["distillation"]["max_num_steps"] = 2
+    found = []
+    for world, layout in ((1, {}), (2, CONTEXT), (2, TENSOR)):
+        folder = tmp_path / "-".join(("run", *layout))
+        run["logger"]["log_dir"] = str(folder)
+        run["policy"]["dtensor_cfg"] = layout
+        together(world, whole_run, tmp_path / "processes", run)
+        found.append((json.loads((folder / "dropped.json").read_text()), figures(folder)))
+    assert sum(found[0][0].values()) > 0
+    for dropped, rows in found[1:]:
+        assert dropped == found[0][0]
+        for one, other in zip(rows, found[0][1], strict=True):
+            assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
