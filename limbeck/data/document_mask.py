@@ -63,6 +63,7 @@ def verify_document_isolation(
     tolerance: float = 0.05,
     run: Callable[[dict[str, Any]], torch.Tensor] | None = None,
     layout: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
 ) -> float:
     """Check on three tiny packed documents that none of them reaches another.
 
@@ -78,6 +79,7 @@ def verify_document_isolation(
         run: from the model's keyword arguments to its hidden states ``[1, T, h]``, for a model that is not simply
             called, such as one whose sequences are split over ranks (all of which must make this check).
         layout: the policy's ``dtensor_cfg``, which says into how many pieces a sequence must be cut.
+        device: where the model computes; default: where its parameters are.
 
     Returns:
         The measured share.
@@ -85,7 +87,7 @@ def verify_document_isolation(
     Raises:
         ConfigError: the outputs of a document depend on its neighbours.
     """
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if device is None else device
     # together a length that layouts with split sequences can cut
     lengths = [12, 1, 19]
     generator = torch.Generator().manual_seed(0)

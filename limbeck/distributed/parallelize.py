@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from limbeck.distributed.context_parallel import SequenceSplit
@@ -35,6 +35,7 @@ class ShardedModel:
         param_dtype: type in which sharded parameters are gathered for the computation; None: their own.
         sequence_parallel: split hidden states between layers over the tensor-parallel ranks.
         context_attention: ``auto``, ``gather`` or ``ring``, see `split_attention`.
+        cpu_offload: keep FSDP's shards, their gradients and optimizer state in main memory.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ShardedModel:
         param_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
         context_attention: str = "auto",
+        cpu_offload: bool = False,
     ) -> None:
         self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
         self._head: Any = model.get_output_embeddings()
@@ -60,9 +62,7 @@ class ShardedModel:
             if not tied:
                 self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
         if self.fsdp:
-            self._shard(param_dtype)
-            if not tied:
-                self._shard_head()
+            self._shard(param_dtype, tied, cpu_offload)
         self._partial: set[int] = {id(p) for name, p in body.named_parameters() if name in partial}
         if tied:
             self._head.weight = model.get_input_embeddings().weight
@@ -86,11 +86,14 @@ class ShardedModel:
                     "on linear maps only"
                 )
 
-    def _shard(self, param_dtype: torch.dtype | None) -> None:
+    def _shard(self, param_dtype: torch.dtype | None, tied: bool, cpu_offload: bool) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=None if param_dtype is None else torch.float32
         )
         options: dict[str, Any] = {"mesh": self.mesh.reduce_mesh, "mp_policy": policy, "reshard_after_forward": True}
+        options["shard_placement_fn"] = _other_dimension
+        if cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_mesh.device_type == "cuda")
         # a narrow adapter that tensor parallelism has split already cannot be cut evenly: it stays as it is
         ranks = self.mesh.reduce_mesh.size()
         narrow = {
@@ -99,7 +102,13 @@ class ShardedModel:
             if ".lora_" in name and _other_dimension(p) is not None and p.shape[1] % ranks
         }
         for module in (*self.body.layers, self.body):
-            fully_shard(module, shard_placement_fn=_other_dimension, ignored_params=narrow, **options)
+            fully_shard(module, ignored_params=narrow, **options)
+        if not tied:
+            # cut like all others, without the hooks of a module that runs
+            holder: Any = nn.Module()
+            holder.weight = self._head.weight
+            fully_shard(holder, **options)
+            self._head.weight = holder.weight
         for module in self.body.modules():
             if isinstance(module, FSDPModule):
                 # losses are divided by global counts already: gradients add up, they are not averaged
@@ -108,16 +117,6 @@ class ShardedModel:
 
     def _set_head(self, weight: Tensor) -> None:
         self._head.weight = nn.Parameter(weight, requires_grad=self._head.weight.requires_grad)
-
-    def _shard_head(self) -> None:
-        weight = self._head.weight
-        if not isinstance(weight, DTensor):
-            return self._set_head(distribute_tensor(weight.detach(), self.mesh.reduce_mesh, [Shard(0)]))
-        local = weight.to_local().detach()
-        rank, ranks = self.mesh.reduce_mesh.get_local_rank(), self.mesh.reduce_mesh.size()
-        piece = local.chunk(ranks, dim=1)[rank].contiguous()
-        placements = [Shard(1), Shard(0)]
-        return self._set_head(DTensor.from_local(piece, self.mesh.shard_mesh, placements, run_check=False))
 
     # ---- the head ----
 
@@ -128,7 +127,7 @@ class ShardedModel:
         if not isinstance(weight, DTensor):
             return weight
         if self._leaf is None:
-            whole: Any = weight.detach()
+            whole: Any = _on_device(weight).detach()
             whole = whole.redistribute(placements=self._gathered(weight, Replicate()))
             self._leaf = whole.to_local().requires_grad_(weight.requires_grad)
         return self._leaf
@@ -141,8 +140,7 @@ class ShardedModel:
         if not isinstance(weight, DTensor):
             return weight
         if self._whole is None:
-            whole: Any = weight.detach()
-            self._whole = whole.redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
+            self._whole = _on_device(weight).redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
         return self._whole
 
     def axis(self, vocab_size: int) -> VocabAxis:
@@ -171,7 +169,7 @@ class ShardedModel:
             self._leaf.grad, weight.device_mesh, self._gathered(weight, Partial()), run_check=False
         )
         grad = part.redistribute(placements=weight.placements)
-        weight.grad = grad if weight.grad is None else weight.grad + grad
+        _local(_settle(weight)).add_(_local(grad).to(weight.device))
         self._leaf = None
 
     # ---- gradients ----
@@ -181,37 +179,39 @@ class ShardedModel:
         """Make every gradient the sum over the whole run: the head's, and those that no engine has reduced."""
         self._collect_head()
         for p in params:
-            # a parameter that this rank's rows did not reach still takes part, with zeros
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
-                # an embedding's gradient comes whole, or as a sum still to be made
-                p.grad = p.grad.redistribute(placements=p.placements)
-            grad = _local(p.grad)
+            grad = _local(_settle(p))
             if self.mesh.reduce_group is not None and not _split_over(p)[0]:
-                dist.all_reduce(grad, group=self.mesh.reduce_group)
+                self._sum(grad, self.mesh.reduce_group)
             if id(p) in self._partial:
-                dist.all_reduce(grad, group=self.mesh.tensor_group)
+                self._sum(grad, self.mesh.tensor_group)
+
+    def _sum(self, value: Tensor, group: Any) -> None:
+        """All-reduce in place; what lies in main memory travels over the device, whose backend the group has."""
+        there = value.to(self.mesh.device_mesh.device_type)
+        dist.all_reduce(there, group=group)
+        if there is not value:
+            value.copy_(there)
 
     @torch.no_grad()
     def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
         """Norm of all gradients over all shards; scales them down where it exceeds ``limit``."""
-        kinds: dict[tuple[bool, bool], list[Tensor]] = {}
+        kinds: dict[tuple[bool, bool, str], list[Tensor]] = {}
         for p in params:
             if p.grad is not None:
-                kinds.setdefault(_split_over(p), []).append(_local(p.grad))
+                kinds.setdefault((*_split_over(p), p.device.type), []).append(_local(p.grad))
         total: Tensor | float = 0.0
-        for over in sorted(kinds):
-            square = torch.stack([g.float().norm().double() for g in kinds[over]]).square().sum()
-            for split, group in zip(over, (self.mesh.reduce_group, self.mesh.tensor_group), strict=True):
+        for kind in sorted(kinds):
+            square = torch.stack([g.float().norm().double() for g in kinds[kind]]).square().sum()
+            square = square.to(self.mesh.device_mesh.device_type)
+            for split, group in zip(kind[:2], (self.mesh.reduce_group, self.mesh.tensor_group), strict=True):
                 if split:
-                    dist.all_reduce(square, group=group)
+                    self._sum(square, group)
             total = total + square
         norm = torch.as_tensor(total).sqrt()
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         for grads in kinds.values():
             for grad in grads:
-                grad.mul_(scale.to(grad.dtype))
+                grad.mul_(scale.to(grad))
         return norm
 
     # ---- state ----
@@ -223,7 +223,7 @@ class ShardedModel:
         whole: dict[int, Tensor] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in whole:
-                full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+                full = (_on_device(value).full_tensor() if isinstance(value, DTensor) else value).detach()
                 whole[id(value)] = full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
             out[name] = whole[id(value)]
         return out if dist.get_rank() == 0 else None
@@ -236,8 +236,29 @@ def _other_dimension(p: nn.Parameter) -> Shard | None:
     return None
 
 
+def _settle(p: Tensor) -> Tensor:
+    """A parameter's gradient, laid out like the parameter."""
+    if p.grad is None:
+        # a parameter that this rank's rows did not reach still takes part, with zeros
+        p.grad = torch.zeros_like(p)
+    elif isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+        # an embedding's gradient comes whole, or as a sum still to be made
+        p.grad = p.grad.redistribute(placements=p.placements)
+    assert p.grad is not None
+    return p.grad
+
+
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _on_device(value: DTensor) -> DTensor:
+    """A sharded tensor on the device of its mesh, also where its shards are kept in main memory."""
+    if value.device.type == value.device_mesh.device_type:
+        return value
+    shape, stride = value.shape, value.stride()
+    local = value.to_local().to(value.device_mesh.device_type)
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _split_over(p: Tensor) -> tuple[bool, bool]:

@@ -130,9 +130,10 @@ class Policy:
     def _refuse_unsupported(self, trained: bool) -> None:
         """Settings that would be read and then not followed."""
         layout = self.cfg["dtensor_cfg"]
-        if layout["cpu_offload"]:
+        if layout["cpu_offload"] and not layout["fsdp"]:
             raise ConfigError(
-                f"dtensor_cfg.cpu_offload is true, which policy {self.name!r} cannot do; leave it at its default"
+                f"{self.name}: dtensor_cfg.cpu_offload keeps the shards of fsdp in main memory, but fsdp is off; "
+                "switch it on"
             )
         if layout["sequence_parallel"] and layout["tensor_parallel_size"] == 1:
             raise ConfigError(
@@ -154,6 +155,11 @@ class Policy:
         if shape.same_rows > 1:
             numbers = model_numbers(self.cfg, size) if model is None else model.config
             check_model(numbers, shape, name=self.name)
+        if layout["cpu_offload"] and shape.data * shape.context == 1:
+            raise ConfigError(
+                f"{self.name}: dtensor_cfg.cpu_offload needs several data- or context-parallel processes, whose shards "
+                "it keeps in main memory; leave it off"
+            )
         if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
             return None
         return ParallelMesh.get(shape, self.device.type)
@@ -171,6 +177,7 @@ class Policy:
             context_attention=layout["context_parallel_attention"],
             param_dtype=self.precision if narrow else None,
             sequence_parallel=layout["sequence_parallel"],
+            cpu_offload=layout["cpu_offload"],
         )
 
     @property
@@ -260,6 +267,7 @@ class Policy:
                 tolerance=1e-3 if self.precision == torch.float32 else 5e-2,
                 run=self._hidden,
                 layout=self.cfg["dtensor_cfg"],
+                device=self.device,
             )
         self._packs = True
 
@@ -365,24 +373,26 @@ class Policy:
 
     def prepare_for_training(self) -> None:
         """Move model and optimizer to the device; the model is then ready to train."""
-        self.model.to(device=self.device)
-        self._move_optimizer(self.device)
+        self._move(self.device)
         self.model.train()
 
     def prepare_for_inference(self) -> None:
         """Move the model to the device in evaluation mode."""
-        self.model.to(device=self.device)
+        self._move(self.device, optimizer=False)
         self.model.eval()
 
     prepare_for_lp_inference = prepare_for_inference
 
     def offload(self) -> None:
         """Move model and optimizer to main memory until they are needed again."""
-        self.model.to(device="cpu")
-        self._move_optimizer(torch.device("cpu"))
+        self._move(torch.device("cpu"))
 
-    def _move_optimizer(self, device: torch.device) -> None:
-        if self.optimizer is None:
+    def _move(self, device: torch.device, *, optimizer: bool = True) -> None:
+        if self.cfg["dtensor_cfg"]["cpu_offload"]:
+            # shards live in main memory and visit the device by themselves
+            return
+        self.model.to(device=device)
+        if self.optimizer is None or not optimizer:
             return
         for state in self.optimizer.state.values():
             for key, value in state.items():

@@ -14,6 +14,7 @@ from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
 from tests.models.tiny import LLAMA, config, tokenizer
 
+WIDE = {**LLAMA, "num_key_value_heads": 4}
 PLAIN = {"tensor_parallel_size": 1, "context_parallel_size": 1}
 
 
@@ -66,6 +67,8 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
         ({"tensor_parallel_size": 3}, "does not divide the 4 processes", {}),
         ({"tensor_parallel_size": 4}, "num_key_value_heads 2", {}),
         ({"fsdp": True}, "modules_to_save", {"lora": {"modules_to_save": ["lm_head"]}}),
+        ({"cpu_offload": True}, "fsdp is off", {}),
+        ({"cpu_offload": True, "fsdp": True, "tensor_parallel_size": 4}, "several data", {"model_overrides": WIDE}),
         ({"sequence_parallel": True}, "tensor_parallel_size is 1", {}),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,5 @@
-"""Options of a sharded model take the step that one process takes: learnable projections, adapters, split sequences."""
+"""Options of a sharded model take the step that one process takes: learnable projections, adapters, split sequences,
+shards in main memory."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "tensor": (2, TENSOR, [*PROJECTIONS, *ADAPTERS]),
     "fsdp": (2, FSDP, ADAPTERS),
     "context": (2, CONTEXT, ["adapters"]),
+    "fsdp in main memory": (2, {**FSDP, "cpu_offload": True}, ["Llama", "Qwen3, packed", "adapters"]),
     "sequence": (2, SEQUENCE, [*MODELS, "adapters"]),
     "data x tensor": (4, TENSOR, ["boundary_kl, learnable", "adapters"]),
     "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "adapters", "adapters, odd rank"]),
     "fsdp x sequence": (4, {**FSDP, **SEQUENCE}, ["Llama", "Qwen3, packed"]),
+    "context x sequence": (4, {**CONTEXT, **SEQUENCE}, ["Llama"]),
 }
 
 
@@ -66,7 +69,8 @@ def step(case: Case, settings: dict[str, Any], layout: dict[str, Any], rows: tup
 
     assert student.optimizer is not None
     student.optimizer.register_step_pre_hook(keep)
-    teachers = teachers_of(case, {key: value for key, value in layout.items() if key != "fsdp"})
+    split = {key: value for key, value in layout.items() if key != "fsdp"}
+    teachers = teachers_of(case, layout if "cpu_offload" in layout else split)
     out = student.train(batch(case, rows), loss, teachers=teachers, mbs=case.mbs)
     after = student.train(batch(case, rows), loss, teachers=teachers, mbs=case.mbs, eval_mode=True)
     return {"loss": out["loss"], "norm": out["grad_norm"], "after": after["loss"], "gradients": gradients}
