@@ -30,7 +30,6 @@ def run_file(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "init": "random",
         "precision": "bfloat16",
-        
         "sequence_packing": packing,
         "max_total_sequence_length": 2048,
         "compile": {"enabled": True, "dynamic": True},

@@ -35,6 +35,7 @@ from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
 from limbeck.models.settings import plain_settings
 from limbeck.models.step import train_on_batches
+from limbeck.models.varlen import choose_attention
 from limbeck.utils.errors import CheckpointError, ConfigError
 from limbeck.utils.state_io import load_state, save_state
 from limbeck.utils.timer import Timer
@@ -242,6 +243,8 @@ class Policy:
             unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
             if is_lora(self.model):
                 unwrap(self.model).enable_input_require_grads()
+        if self.sharded is None or self.sharded.split is None:
+            choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
         self._packs = False
         if packing_enabled(self.cfg):
             self.allow_packing()
@@ -252,14 +255,11 @@ class Policy:
                 module.compile(mode=options["mode"], dynamic=options["dynamic"])
 
     def allow_packing(self) -> None:
-        """Attend within packed documents by the fastest function that there is, and verify once that it does."""
+        """Verify, once, that packed documents do not see each other."""
         from limbeck.data.document_mask import verify_document_isolation
-        from limbeck.models.varlen import choose_attention
 
         if self._packs:
             return
-        if self.sharded is None or self.sharded.split is None:
-            choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
         with self.autocast():
             verify_document_isolation(
                 self.body,
@@ -297,12 +297,8 @@ class Policy:
 
     def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
         """Hidden states of one forward pass as flat rows [R, h]."""
-        kwargs = inputs.model_kwargs(drop_padding_mask=True)
-        if self.mesh is None and not inputs.is_packed:
-            # rows that all start at 0: given positions, transformers would look for packed documents and so wait
-            kwargs.pop("position_ids", None)
         with self.autocast():
-            hidden = self._hidden(kwargs)
+            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True))
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _hidden(self, kwargs: dict[str, Any]) -> Tensor:

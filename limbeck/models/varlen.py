@@ -1,7 +1,7 @@
 """Attention over packed documents with torch's variable-length flash kernel, as a transformers attention function.
 
 A dense mask over a packed sequence costs the square of its whole length; this costs the sum of the documents' squares.
-Needs a CUDA device, a narrow type and a torch with `torch.nn.attention.varlen`. Packed models that can use it do so by
+Needs a CUDA device, a narrow type and a torch with `torch.nn.attention.varlen`. Models that can use it do so by
 themselves; `policy.attn_implementation: limbeck_varlen` demands it.
 """
 
@@ -64,11 +64,17 @@ def varlen_attention(
 
 
 def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, device: torch.device) -> None:
-    """Let a model of packed documents attend by this function where it can and nothing else is `wanted`."""
-    kernel = varlen_kernel()
+    """Let a model attend by this function where it can and nothing else is `wanted`: packed documents cost what they
+    are, and rows are not searched for documents, which makes the host wait for the device in every forward pass.
+
+    Only models that would use torch's scaled_dot_product_attention change: others may need more than it gives.
+    """
+    kernel, config = varlen_kernel(), model.config
     if wanted is not None or kernel is None or device.type != "cuda" or precision == torch.float32:
         return
-    if kernel.takes_windows or getattr(model.config, "sliding_window", None) is None:
+    known = set(getattr(config, "layer_types", None) or []) <= {"full_attention", "sliding_attention"}
+    windows = getattr(config, "sliding_window", None) is not None
+    if known and getattr(config, "_attn_implementation", None) == "sdpa" and (kernel.takes_windows or not windows):
         model.set_attn_implementation(register_varlen_attention())
 
 

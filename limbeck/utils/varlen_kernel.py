@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,11 +54,18 @@ class VarlenKernel:
         return out
 
 
-@functools.cache
-def varlen_kernel() -> VarlenKernel | None:
-    """The kernel of this torch; None where it has none."""
+def _find() -> VarlenKernel | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     return VarlenKernel(varlen_attn, frozenset(inspect.signature(varlen_attn).parameters))
+
+
+# found once, here: a compiled layer can look it up but not look for it
+_KERNEL = _find()
+
+
+def varlen_kernel() -> VarlenKernel | None:
+    """The kernel of this torch; None where it has none."""
+    return _KERNEL
