@@ -265,6 +265,8 @@ def _by_span(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
+# its exchanges are no graph to compile, and its loops depend on the documents
+@torch.compiler.disable
 def attend(
     module: Any,
     query: Tensor,

@@ -172,6 +172,8 @@ def test_sequence_parallel_rounds_the_width() -> None:
     cfg = {"dtensor_cfg": {"sequence_parallel": True, "tensor_parallel_size": 5}}
     assert process_microbatch(make_batch([3, 4]), None, False, cfg, 1).seq_len == 10
     assert process_microbatch(make_batch([3, 4]), None, True, cfg, 1).seq_len == 10
+    # two context-parallel ranks, of whose two pieces each of five tensor-parallel ranks has as much
+    assert process_microbatch(make_batch([3, 4]), None, True, cfg, 2).seq_len == 20
 
 
 def test_moving_keeps_the_buffers_the_same_tensors() -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head
+from limbeck.losses.peers import Peers
 from limbeck.utils.errors import LossError
-from tests.losses.cases import Models, make_batch, make_models, make_projection, run
+from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
 
 V_S, V_T = 23, 31
 
@@ -100,6 +101,40 @@ def test_several_blocks_add_up() -> None:
     cut = both({"mode": "boundary_kl", "block_rows": 16}, batch)
     assert_same(cut, 2e-6)
     assert error(cut[1][1].weight.grad, whole[1][1].weight.grad) < 2e-6
+
+
+class Both(Peers):
+    """Two ranks in turn: each first brings what it has, then learns what both have brought."""
+
+    def __init__(self) -> None:
+        self.brought: list[Tensor] = []
+
+    def maximum(self, values: Tensor) -> Tensor:
+        self.brought.append(values)
+        return torch.stack(self.brought[:2]).amax(0)
+
+
+def test_shares_of_two_ranks_choose_the_columns_of_the_whole() -> None:
+    batch = make_batch(samples=4, seed=3)
+    options = {"mode": "p_kl", "vocab_topk": 6}
+    whole, peers, models = both(options, batch)[0], Both(), make_models(batch, V_S, V_T, dtype=torch.float32)
+    loss_fn = CrossTokenizerDistillationLossFn(
+        {**options, "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
+    )
+    inputs = loss_fn.prepare(microbatch(batch), [starts(teacher_ids(batch))])
+    rest = models.signals(batch), loss_fn.counts(batch)
+
+    def share(part: int) -> Tensor:
+        own = loss_fn.share(inputs, part, 2, peers)
+        return loss_fn.compute(models.hidden, Head(V_S, weight=models.weight), rest[0], own, rest[1])[0]
+
+    first = [share(part) for part in (0, 1)]
+    total = share(0) + share(1)
+    total.backward()
+    assert error((first[0] + first[1]).detach(), whole[0]) > 1e-3  # the first rank knew of its own columns only
+    assert error(total.detach(), whole[0]) <= 2e-6
+    assert error(models.hidden.grad, whole[1].hidden.grad) <= 2e-6
+    assert error(models.weight.grad, whole[1].weight.grad) <= 2e-6
 
 
 def test_no_teacher_is_cross_entropy() -> None:
