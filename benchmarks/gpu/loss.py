@@ -152,7 +152,7 @@ def synchronisations(run: Callable[[], Any]) -> int:
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in found)
+    return sum("called a synchronizing" in str(w.message) for w in found)
 
 
 def row_of(
