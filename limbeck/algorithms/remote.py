@@ -10,6 +10,7 @@ import torch.distributed as dist
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.distributed.exchange import failing_together
 from limbeck.distributed.mesh import ParallelMesh, current_world, plan_mesh
+from limbeck.models.server_config import ServerConfig
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
@@ -26,23 +27,26 @@ def connect_servers(
     for index, (teacher, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
         if teacher.server is None or (teacher.cache is not None) != to_cache:
             continue
-        from limbeck.models.server import ServerTeacher
-
         loss = config.loss_fn
         if loss.temperature != 1.0 and not to_cache:
             raise ConfigError(
                 f"loss_fn.temperature is {loss.temperature}, but a server gives log-probabilities at 1; set it to 1"
             )
         longest = (lengths[index] if isinstance(lengths, list) else lengths) or config.data.max_input_seq_length
-        with failing_together(dist.group.WORLD if current_world() > 1 else None):
-            found[index] = ServerTeacher(
-                teacher.server,
-                tokenizer,
-                student_fingerprint=student.fingerprint,
-                longest=longest,
-                group=None if to_cache else _same_rows(config),
-            )
+        group = None if to_cache else _same_rows(config)
+        found[index] = connect(teacher.server, tokenizer, student, longest=longest, group=group)
     return found
+
+
+def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest: int, group: Any = None) -> Any:
+    """A ``ServerTeacher``, or the same error on all processes. Collective."""
+    from limbeck.models.server import ServerTeacher
+
+    with failing_together(dist.group.WORLD if current_world() > 1 else None):
+        teacher = ServerTeacher(
+            server, tokenizer, student_fingerprint=student.fingerprint, longest=longest, group=group
+        )
+    return teacher
 
 
 def _same_rows(config: MasterConfig) -> Any:

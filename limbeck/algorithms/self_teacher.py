@@ -172,9 +172,13 @@ def _start(student: Policy, config: TraceMasterConfig) -> Policy:
     )
 
 
-def make_other_teacher(config: TraceMasterConfig, tokenizer: Any, student_tokenizer: Any) -> HintTeacher:
-    """Another model as the hinted teacher, of whatever family."""
+def make_other_teacher(
+    config: TraceMasterConfig, tokenizer: Any, student_tokenizer: Any, server: TeacherSource | None = None
+) -> HintTeacher:
+    """Another model as the hinted teacher, of whatever family; ``server``: the connection, where it runs elsewhere."""
     assert config.teacher is not None
+    if server is not None:
+        return HintTeacher([server])
     seed = config.distillation.seed + 1
     policy = Policy(config.teacher.policy_settings(), tokenizer, name="teacher", init_optimizer=False, seed=seed)
     fingerprint = ByteVocab.from_tokenizer(student_tokenizer).fingerprint

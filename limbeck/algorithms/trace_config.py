@@ -269,8 +269,13 @@ class TraceMasterConfig(_Section):
             return
         if "self_teacher" in hint.model_fields_set:
             raise ValueError("teacher and loss.hint.self_teacher are both given; use one of them")
-        if self.teacher.cache is not None or getattr(self.teacher, "server", None) is not None:
-            raise ValueError("a hinted teacher must be a live model; leave out teacher.cache and teacher.server")
+        if self.teacher.cache is not None:
+            raise ValueError("a hinted teacher is a live model or a server; leave out teacher.cache")
+        if self.teacher.server is not None and (hint.temperature != 1 or (hint.topk and hint.topk_by == "student")):
+            raise ValueError(
+                "a server gives its own most likely tokens at temperature 1; set loss.hint.temperature to 1 and leave "
+                "out loss.hint.topk or choose topk_by: teacher"
+            )
 
     def channels(self) -> dict[str, WeightConfig]:
         """Channels that are switched on, with their weights."""

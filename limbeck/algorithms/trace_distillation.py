@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
+from limbeck.algorithms.remote import connect
 from limbeck.algorithms.run_inputs import loader_processes
 from limbeck.algorithms.self_teacher import HintTeacher, make_other_teacher, make_self_teacher
 from limbeck.algorithms.trace_config import TraceMasterConfig
@@ -42,6 +43,7 @@ from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.models.policy import Policy
+from limbeck.models.teachers import TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch
@@ -91,6 +93,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     seed_everything(seed)
     tokenizer = load_chat_tokenizer(config.policy)
     teacher_tokenizer = None if config.teacher is None else load_chat_tokenizer(config.teacher)
+    server = _server(config, tokenizer, teacher_tokenizer)
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
@@ -112,7 +115,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     )
     policy_loss = PolicyGradientLossFn(plan.spec)
     policy_loss.active = plan.spec
-    teacher = _teacher(config, student, tokenizer, teacher_tokenizer)
+    teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
     monitor = CollapseMonitor(tokenizer, student.vocab_size, config.distillation.monitor)
     preference_loss = PreferenceLossFn(config.loss.preference.spec(config.loss.block_rows))
     reference = ReferenceLogProbs(dataset) if _needs_reference(config, preference_loss) else None
@@ -165,11 +168,24 @@ def _foreign(tokenizer: Any, teacher_tokenizer: Any | None) -> Any | None:
     return None if same else teacher_tokenizer
 
 
-def _teacher(config: TraceMasterConfig, student: Policy, tokenizer: Any, teacher_tokenizer: Any) -> HintTeacher | None:
+def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -> TeacherSource | None:
+    """The hinted teacher behind a server, connected before any model is loaded."""
+    if config.teacher is None or config.teacher.server is None or not config.uses("hint"):
+        return None
+    traces = config.traces
+    longest = traces.max_teacher_seq_length or min(traces.max_seq_length, config.policy.max_total_sequence_length)
+    student = ByteVocab.from_tokenizer(tokenizer)
+    found: TeacherSource = connect(config.teacher.server, teacher_tokenizer, student, longest=longest)
+    return found
+
+
+def _teacher(
+    config: TraceMasterConfig, student: Policy, tokenizer: Any, teacher_tokenizer: Any, server: TeacherSource | None
+) -> HintTeacher | None:
     if not config.uses("hint"):
         return None
     if config.teacher is not None:
-        return make_other_teacher(config, teacher_tokenizer, tokenizer)
+        return make_other_teacher(config, teacher_tokenizer, tokenizer, server)
     return make_self_teacher(student, config)
 
 

@@ -27,7 +27,7 @@ from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.policy import Policy
-from limbeck.models.step import Step
+from limbeck.models.step import Step, announce
 from limbeck.traces import ComposerBatch
 from limbeck.utils.errors import LossError
 from limbeck.utils.timer import Timer
@@ -193,7 +193,11 @@ class TraceStep:
             if factors["policy"]:
                 step.add(*self._policy(batch, factors["policy"], monitored), mbs=mbs)
             if factors["hint"]:
-                step.add(*self._hint(batch, factors["hint"], monitored), mbs=mbs)
+                channel, loss, sources = self._hint(batch, factors["hint"], monitored)
+                with step.timer.time("teacher"):
+                    channel, sums = announce(channel, sources, step.group)
+                step.add(channel, loss, sources, mbs=mbs)
+                step.add_metrics(sums)
             if factors["preference"]:
                 step.add(*self._preference(batch, factors["preference"], mbs), mbs=2 * mbs)
             result = step.finish()

@@ -1,0 +1,90 @@
+"""A hinted teacher that is another model, behind a server or split over processes: the same steps as here and whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limbeck.algorithms.trace_distillation import run
+from limbeck.models.policy import Policy
+from limbeck.utils.errors import ConfigError, ServerError
+from limbeck.utils.logger import read_metrics
+from tests.algorithms.trace_tiny import config, settings, tokenizer, tokenizer_folder
+from tests.distributed.cases import together
+from tests.models.scoring_server import ScoringServer, serving
+
+
+def made(where: Path, name: str, teacher: dict[str, Any] | None = None, **more: Any) -> Any:
+    base = {**settings(where)["policy"], "tokenizer": {"name": tokenizer_folder(where, 330)}, **(teacher or {})}
+    del base["optimizer"]
+    sections = {
+        "teacher": base,
+        "policy": {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}, "train_micro_batch_size": 1},
+        "traces": {"channels": {"preference": False}, "shuffle": False},
+        "distillation": {"max_num_steps": 2, "num_prompts_per_step": 2},
+        "logger": {"log_dir": str(where / name)},
+    }
+    return config(where, **{**sections, **more})
+
+
+def compare(one: Path, two: Path) -> None:
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (one, two)]
+    assert len(rows[0]) == len(rows[1]) == 2
+    assert rows[0][0]["train/hint/loss"] > 0
+    for a, b in zip(*rows, strict=True):
+        for key in (k for k in a if k.endswith(("loss", "grad_norm", "sites")) and "/time/" not in k):
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=2e-6), key
+
+
+def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
+    near = made(tmp_path, "near")
+    policy = Policy(
+        near.teacher.policy_settings(),
+        tokenizer(330),
+        device="cpu",
+        init_optimizer=False,
+        seed=near.distillation.seed + 1,
+    )
+    run(near)
+    with serving(ScoringServer(policy, max_k=400)) as server:
+        far = {"server": {"url": server.url, "k": 330}}
+        with pytest.raises(ServerError, match="takes up to 255 tokens"):
+            run(made(tmp_path, "short", far))
+        server.max_model_len = 5000
+        run(made(tmp_path, "far", far))
+        compare(tmp_path / "near", tmp_path / "far")
+        start = len(server.requests)
+
+        def refuse(number: int, body: dict[str, Any], answer: Any) -> Any:
+            """The probe's two requests pass."""
+            return (400, {}) if number >= start + 2 else None
+
+        server.lie = refuse
+        with pytest.raises(ServerError, match="gave no scores for a row"):
+            run(made(tmp_path, "stopped", far))
+        start = len(server.requests)
+        run(made(tmp_path, "skipped", {"server": {**far["server"], "on_failure": "skip"}}))
+    skipped = read_metrics(tmp_path / "skipped" / "metrics.jsonl")
+    assert skipped[0]["train/teacher_0/rows_failed"] == 1.0
+    assert skipped[0]["train/count/sites"] == 0
+
+
+def split(rank: int, world: int, where: str) -> None:
+    run(made(Path(where), "split", {"dtensor_cfg": {"tensor_parallel_size": 2}}))
+
+
+def test_a_hinted_teacher_on_a_mesh_of_its_own(tmp_path: Path) -> None:
+    run(made(tmp_path, "whole"))
+    together(2, split, tmp_path / "ranks", str(tmp_path))
+    compare(tmp_path / "whole", tmp_path / "split")
+
+
+def test_what_a_server_cannot_give(tmp_path: Path) -> None:
+    server = {"server": {"url": "http://127.0.0.1:9/v1"}}
+    for hint in ({"temperature": 2.0}, {"topk": 8}):
+        with pytest.raises(ConfigError, match="at temperature 1"):
+            made(tmp_path, "run", server, loss={"hint": hint})
+    with pytest.raises(ConfigError, match=r"leave out teacher\.cache"):
+        made(tmp_path, "run", {"cache": "somewhere"})
