@@ -10,6 +10,7 @@ import torch.distributed as dist
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.distributed.exchange import failing_together
 from limbeck.distributed.mesh import ParallelMesh, current_world, plan_mesh
+from limbeck.models.policy_config import DTensorConfig
 from limbeck.models.server_config import ServerConfig
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
@@ -33,7 +34,7 @@ def connect_servers(
                 f"loss_fn.temperature is {loss.temperature}, but a server gives log-probabilities at 1; set it to 1"
             )
         longest = (lengths[index] if isinstance(lengths, list) else lengths) or config.data.max_input_seq_length
-        group = None if to_cache else _same_rows(config)
+        group = None if to_cache else same_rows_group(config.policy.dtensor_cfg)
         found[index] = connect(teacher.server, tokenizer, student, longest=longest, group=group)
     return found
 
@@ -49,8 +50,8 @@ def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest
     return teacher
 
 
-def _same_rows(config: MasterConfig) -> Any:
-    """Processes that will read the same rows as this one; None where it is alone with them."""
-    shape = plan_mesh(config.policy.dtensor_cfg.model_dump(), current_world(), name="policy")
+def same_rows_group(layout: DTensorConfig) -> Any:
+    """Processes that will read the same rows as this one under the student's layout; None: it is alone. Collective."""
+    shape = plan_mesh(layout.model_dump(), current_world(), name="policy")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     return ParallelMesh.get(shape, device_type).rows_group if shape.same_rows > 1 else None

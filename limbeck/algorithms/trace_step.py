@@ -195,7 +195,7 @@ class TraceStep:
             if factors["hint"]:
                 channel, loss, sources = self._hint(batch, factors["hint"], monitored)
                 with step.timer.time("teacher"):
-                    channel, sums = announce(channel, sources, step.group)
+                    channel, sums = announce(channel, sources, student)
                 step.add(channel, loss, sources, mbs=mbs)
                 step.add_metrics(sums)
             if factors["preference"]:

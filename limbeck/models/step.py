@@ -59,10 +59,7 @@ def train_on_batches(
     if local < 1 or (gbs is not None and gbs % ranks):
         raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
     with timer.time("teacher"):
-        attach(teachers, policy)
-        data, sums = announce(data, teachers, group)
-        if not policy.counts_rows:
-            sums = dict.fromkeys(sums, (0.0, 0.0))
+        data, sums = announce(data, teachers, policy)
     results = []
     for index in range(max(1, math.ceil(data.size / local))):
         if not eval_mode and _wants_first_pass(loss_fn):
@@ -87,23 +84,23 @@ def attach(teachers: Sequence[TeacherSource], student: Policy) -> None:
             teacher.attach(student)
 
 
-def announce(
-    data: BatchedDataDict, teachers: Sequence[TeacherSource], group: Any = None
-) -> tuple[BatchedDataDict, Sums]:
-    """Show a whole batch to the sources that fetch their signals, before anything is counted.
+def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource], student: Policy) -> tuple[BatchedDataDict, Sums]:
+    """Show a whole batch to the sources that fetch their signals, before anything is counted. Collective.
 
     A source with ``announce(data, index)`` returns which rows it has a signal for (``[B]``, 1 or 0) and metrics. The
     rows that it lacks leave the teacher's denominator, so the others' loss is what it would be without them. An error
-    of one of the data-parallel ranks of ``group`` is one of all.
+    of one rank is one of all.
     """
+    attach(teachers, student)
     sums: Sums = {}
     for index, teacher in enumerate(teachers):
         if hasattr(teacher, "announce"):
-            with failing_together(group):
+            with failing_together(process_group(student.dp_group)):
                 mask, metrics = teacher.announce(data, index)
             data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
             sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
-    return data, sums
+    # ranks that share rows count them once
+    return data, sums if student.counts_rows else dict.fromkeys(sums, (0.0, 0.0))
 
 
 def _wants_first_pass(loss_fn: Any) -> bool:

@@ -15,13 +15,25 @@ from tests.algorithms.trace_tiny import config, settings, tokenizer, tokenizer_f
 from tests.distributed.cases import together
 from tests.models.scoring_server import ScoringServer, serving
 
+TENSOR = {"dtensor_cfg": {"tensor_parallel_size": 2}}
 
-def made(where: Path, name: str, teacher: dict[str, Any] | None = None, **more: Any) -> Any:
+
+def made(
+    where: Path,
+    name: str,
+    teacher: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
     base = {**settings(where)["policy"], "tokenizer": {"name": tokenizer_folder(where, 330)}, **(teacher or {})}
     del base["optimizer"]
     sections = {
         "teacher": base,
-        "policy": {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}, "train_micro_batch_size": 1},
+        "policy": {
+            "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}},
+            "train_micro_batch_size": 1,
+            **(policy or {}),
+        },
         "traces": {"channels": {"preference": False}, "shuffle": False},
         "distillation": {"max_num_steps": 2, "num_prompts_per_step": 2},
         "logger": {"log_dir": str(where / name)},
@@ -38,6 +50,10 @@ def compare(one: Path, two: Path) -> None:
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=2e-6), key
 
 
+def served(rank: int, world: int, where: str, far: dict[str, Any]) -> None:
+    run(made(Path(where), "served", far, TENSOR))
+
+
 def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
     near = made(tmp_path, "near")
     policy = Policy(
@@ -52,9 +68,13 @@ def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
         far = {"server": {"url": server.url, "k": 330}}
         with pytest.raises(ServerError, match="takes up to 255 tokens"):
             run(made(tmp_path, "short", far))
-        server.max_model_len = 5000
+        server.max_model_len, short = 5000, len(server.requests)
         run(made(tmp_path, "far", far))
         compare(tmp_path / "near", tmp_path / "far")
+        asked = len(server.requests)
+        together(2, served, tmp_path / "ranks", str(tmp_path), far)
+        compare(tmp_path / "near", tmp_path / "served")
+        assert len(server.requests) - asked == asked - short
         start = len(server.requests)
 
         def refuse(number: int, body: dict[str, Any], answer: Any) -> Any:
@@ -72,7 +92,7 @@ def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
 
 
 def split(rank: int, world: int, where: str) -> None:
-    run(made(Path(where), "split", {"dtensor_cfg": {"tensor_parallel_size": 2}}))
+    run(made(Path(where), "split", TENSOR))
 
 
 def test_a_hinted_teacher_on_a_mesh_of_its_own(tmp_path: Path) -> None:
