@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from limbeck.data.pinned import to_device
 from limbeck.losses.peers import Peers
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import varlen_kernel
@@ -34,8 +35,12 @@ _BAND_ROWS = 512
 class SequenceSplit(Protocol):
     """Runs a body on sequences that are split over ranks."""
 
-    def run(self, body: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has."""
+    def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+        """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has.
+
+        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence; borders:
+        the same on the host, which otherwise waits for them.
+        """
         ...
 
 
@@ -111,7 +116,7 @@ class SplitSequences:
 
     split: GatheredAttention
     length: int
-    borders: list[int]
+    borders: Sequence[int]
     _tables: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -130,7 +135,7 @@ class SplitSequences:
         if key not in self._tables:
             lengths = [[s.end - s.first for s in spans] * rows, [s.end - s.low for s in spans] * rows]
             sums = [list(itertools.accumulate(side, initial=0)) for side in lengths]
-            table = torch.tensor(sums, dtype=torch.int32).to(device)
+            table = to_device(torch.tensor(sums, dtype=torch.int32), device)
             self._tables[key] = (table[0], table[1])
         return self._tables[key]
 
@@ -157,22 +162,20 @@ class GatheredAttention:
         AttentionInterface.register(ATTENTION_NAME, attend)
         body.config._attn_implementation = ATTENTION_NAME
 
-    def run(self, body: Any, kwargs: dict[str, Any]) -> Tensor:
-        """See `SequenceSplit`. The length must be a multiple of twice the number of ranks.
-
-        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence.
-        """
+    def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+        """See `SequenceSplit`. The length must be a multiple of twice the number of ranks."""
         ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
         if ids.shape[1] % (2 * self.ranks):
             raise ConfigError(f"sequences of {ids.shape[1]} tokens cannot be cut into {2 * self.ranks} equal pieces")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        borders = kwargs.get("cu_seq_lens_q")
-        known = [0, ids.shape[1]] if borders is None else borders.tolist()
+        if borders is None:
+            table = kwargs.get("cu_seq_lens_q")
+            borders = (0, ids.shape[1]) if table is None else table.tolist()
         inputs = {key: value for key, value in kwargs.items() if not key.startswith(("cu_seq_lens", "max_length"))}
         inputs |= {"input_ids": self.own(ids), "position_ids": self.own(positions), "attention_mask": None}
         # an argument, not a variable of the context: recomputed activations must see it too, in whatever thread
-        hidden = body(**inputs, sequences=SplitSequences(self, ids.shape[1], known)).last_hidden_state
+        hidden = body(**inputs, sequences=SplitSequences(self, ids.shape[1], borders)).last_hidden_state
         out: Tensor = _GatherSequence.apply(hidden, self, 1)
         return out
 

@@ -298,13 +298,13 @@ class Policy:
     def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
         """Hidden states of one forward pass as flat rows [R, h]."""
         with self.autocast():
-            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True))
+            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True), inputs.borders)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _hidden(self, kwargs: dict[str, Any]) -> Tensor:
+    def _hidden(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
         """Last hidden states [B, T, h] of whole sequences, which may be split over ranks on the way."""
         if self.sharded is not None and self.sharded.split is not None:
-            return self.sharded.split.run(self.body, kwargs)
+            return self.sharded.split.run(self.body, kwargs, borders)
         hidden: Tensor = self.body(**kwargs).last_hidden_state
         return hidden
 
