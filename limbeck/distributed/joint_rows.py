@@ -57,7 +57,7 @@ class JointRows:
 
     @torch.no_grad()
     def passes(self, ids: Tensor, lengths: Tensor) -> Iterator[tuple[bool, Tensor, Tensor]]:
-        """Per pass: whether it holds this rank's rows, ids ``[B, T]`` and lengths ``[B]``; sizes differ by owner.
+        """Per pass: whether it holds this rank's rows, ids ``[B, T]`` and lengths ``[B]`` on the CPU; sizes differ.
 
         ids, lengths: this rank's rows, possibly none, on the device of the group's backend.
         """
@@ -74,5 +74,5 @@ class JointRows:
             dist.all_gather(found, mine, group=self.group)
         for number, owner in enumerate(self.owners):
             rows, width = shapes[owner]
-            table = found[owner][:rows]
+            table = found[owner][:rows].cpu()
             yield number == self.own, table[:, 1 : width + 1], table[:, 0]
