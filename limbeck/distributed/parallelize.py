@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from limbeck.distributed.context_parallel import SequenceSplit
 from limbeck.distributed.mesh import ParallelMesh
 from limbeck.distributed.ring_attention import split_attention
-from limbeck.distributed.tensor_plan import TensorSplit
+from limbeck.distributed.source import Source
+from limbeck.distributed.tensor_plan import TensorSplit, check_probe, probe
 from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError
 
 
 class ShardedModel:
-    """One model on one mesh; made after loading (each rank holds the whole model then), before the optimizer.
+    """One model on one mesh; made after loading, before the optimizer.
 
     Args:
         model: transformers causal model; its linear maps may carry adapters.
@@ -36,6 +37,7 @@ class ShardedModel:
         sequence_parallel: split hidden states between layers over the tensor-parallel ranks.
         context_attention: ``auto``, ``gather`` or ``ring``, see `split_attention`.
         cpu_offload: keep FSDP's shards, their gradients and optimizer state in main memory.
+        source: where the weights of a model on the meta device come from.
     """
 
     def __init__(
@@ -49,23 +51,15 @@ class ShardedModel:
         sequence_parallel: bool = False,
         context_attention: str = "auto",
         cpu_offload: bool = False,
+        source: Source | None = None,
     ) -> None:
         self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
         self._head: Any = model.get_output_embeddings()
         if type(self._head) is not nn.Linear or self._head.bias is not None:
             raise ConfigError(f"{type(model).__name__} has no plain head, which a sharded model needs; use one process")
         self._check_adapters()
-        partial: set[str] = set()
-        tied = self._head.weight is model.get_input_embeddings().weight
-        if mesh.shape.tensor > 1:
-            partial = TensorSplit(body, mesh.tensor_mesh, sequence=sequence_parallel).partial
-            if not tied:
-                self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
-        if self.fsdp:
-            self._shard(param_dtype, tied, cpu_offload)
-        self._partial: set[int] = {id(p) for name, p in body.named_parameters() if name in partial}
-        if tied:
-            self._head.weight = model.get_input_embeddings().weight
+        self._partial: set[int] = set()
+        self._split_weights(param_dtype, sequence_parallel, cpu_offload, source)
         self.split: SequenceSplit | None = None
         if mesh.context_group is not None:
             found = split_attention(context_attention, mesh.context_group, mesh.device_mesh.device_type)
@@ -76,6 +70,35 @@ class ShardedModel:
         self._axis: VocabAxis | None = None
 
     # ---- splitting ----
+
+    def _split_weights(
+        self, param_dtype: torch.dtype | None, sequence: bool, cpu_offload: bool, source: Source | None
+    ) -> None:
+        model, body, mesh = self.model, self.body, self.mesh
+        ranks, device = mesh.shape.tensor, mesh.device_mesh.device_type
+        tied = self._head.weight is model.get_input_embeddings().weight
+        expected = probe(body, ranks, device) if ranks > 1 and source is None else None
+        partial: set[str] = set()
+        if ranks > 1:
+            partial = TensorSplit(body, mesh.tensor_mesh, sequence=sequence).partial
+            if not tied:
+                self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
+        if self.fsdp:
+            self._shard(param_dtype, tied, cpu_offload)
+        if tied:
+            self._head.weight = None
+        if source is not None:
+            source.fill(model, device, offload=cpu_offload)
+        if tied:
+            self._head.weight = model.get_input_embeddings().weight
+        self._partial = {id(p) for name, p in body.named_parameters() if name in partial}
+        if ranks > 1:
+            found = probe(body, ranks, device)
+            expected = source.expected(found) if source is not None else expected
+            assert expected is not None
+            check_probe(body, expected, found, exact=body.dtype == torch.float32 and param_dtype is None)
+        if source is not None:
+            source.model = None
 
     def _check_adapters(self) -> None:
         for name, module in self.model.named_modules():
@@ -101,6 +124,8 @@ class ShardedModel:
             for name, p in self.body.named_parameters()
             if ".lora_" in name and _other_dimension(p) is not None and p.shape[1] % ranks
         }
+        if narrow and cpu_offload:
+            raise ConfigError(f"lora.r must be a multiple of {ranks} for shards in main memory; change it")
         for module in (*self.body.layers, self.body):
             fully_shard(module, ignored_params=narrow, **options)
         if not tied:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from limbeck.losses.signals import Head
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.paths import package_file
@@ -129,6 +130,27 @@ def _random(cfg: dict[str, Any], dtype: torch.dtype, vocab_size: int | None, see
             return auto_model.from_config(base, dtype=dtype, **_extras(cfg))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"no model can be made from {cfg['model_name'] or overrides}: {_one_line(e)}") from e
+
+
+def empty_model(cfg: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
+    """The model of a transformers configuration as ``load_model`` makes it, with whatever weights."""
+    return _auto()[1].from_config(config, dtype=dtype, **_extras(cfg))
+
+
+@torch.no_grad()
+def check_head(model: Any, vocab_size: int | None) -> None:
+    """Body and head apart must give what the whole model gives: some models scale or cap in between."""
+    head = Head.from_model(model, vocab_size)
+    ids = torch.arange(8, device=next(model.parameters()).device)[None] % head.vocab_size
+    whole = model(input_ids=ids, use_cache=False).logits[0, :, : head.vocab_size].float()
+    hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    apart = head.logits(hidden).float()
+    difference = float((whole - apart).abs().max() / whole.abs().max().clamp(min=1e-6))
+    if not difference <= (1e-4 if whole.dtype == model.dtype else 5e-2):
+        raise ConfigError(
+            f"{type(model).__name__} does more between its body and its logits than a linear head, scale and "
+            f"softcap (its logits differ by {difference:.2g}); this model cannot be used yet"
+        )
 
 
 def model_numbers(config: Any, vocab_size: int | None = None) -> Any:

@@ -7,7 +7,7 @@ and works in row blocks; scoring does the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,21 @@ from limbeck.distributed.parallelize import (
     optimizer_state,
     scheduler_state,
 )
+from limbeck.distributed.source import Source
+from limbeck.distributed.tensor_plan import probe
 from limbeck.losses.signals import Head
 from limbeck.models.export import save_weights
-from limbeck.models.loading import body_of, load_model, model_identity, model_numbers, parse_dtype, unwrap
+from limbeck.models.loading import (
+    body_of,
+    check_head,
+    empty_model,
+    load_model,
+    model_identity,
+    model_numbers,
+    parse_dtype,
+    unwrap,
+)
+from limbeck.models.loading_once import load_once
 from limbeck.models.lora import adapter_state, apply_lora, is_lora, load_adapter_state
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
@@ -107,17 +119,22 @@ class Policy:
         self.mesh = self._make_mesh(model, size)
         if self.mesh is not None:
             self.dp_group = self.mesh.data_group
-        if model is None:
-            model = self._load(dtype, size, seed, weights_path)
-        self.model: Any = model.to(device=self.device)
+        source: Source | None = None
+        if model is None and self.mesh is not None and not self.cfg["trust_remote_code"]:
+            model, source = self._load_once(lambda: self._load(dtype, size, seed, weights_path), dtype, size)
+        else:
+            model = self._load(dtype, size, seed, weights_path) if model is None else model
+            check_head(model.to(device=self.device), size)
+        self.model: Any = model
         self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
-        self._check_head()
         if self._lora(init_optimizer):
             self.model = apply_lora(self.model, self.cfg["lora"], seed=seed)
+            if source is not None and source.model is not None:
+                source.model = unwrap(apply_lora(source.model, self.cfg["lora"], seed=seed))
         if not init_optimizer:
             self.model.requires_grad_(False)
         self.body: Any = body_of(self.model)
-        self.sharded = self._shard()
+        self.sharded = self._shard(source)
         self._prepare_body(init_optimizer)
         self._trained = [p for p in (*self.model.parameters(), *extra_parameters) if p.requires_grad]
         self.optimizer = build_optimizer(self._trained, self.cfg["optimizer"]) if init_optimizer else None
@@ -165,7 +182,7 @@ class Policy:
             return None
         return ParallelMesh.get(shape, self.device.type)
 
-    def _shard(self) -> ShardedModel | None:
+    def _shard(self, source: Source | None) -> ShardedModel | None:
         if self.mesh is None:
             return None
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
@@ -179,6 +196,7 @@ class Policy:
             param_dtype=self.precision if narrow else None,
             sequence_parallel=layout["sequence_parallel"],
             cpu_offload=layout["cpu_offload"],
+            source=source,
         )
 
     @property
@@ -224,19 +242,21 @@ class Policy:
             cfg.update(model_name=str(weights), init="pretrained", model_overrides={})
         return load_model(cfg, dtype=dtype, vocab_size=size, seed=seed)
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Body and head apart must give what the whole model gives: some models scale or cap in between."""
-        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
-        whole = self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocab_size].float()
-        hidden = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-        apart = Head.from_model(self.model, self.vocab_size).logits(hidden).float()
-        difference = float((whole - apart).abs().max() / whole.abs().max().clamp(min=1e-6))
-        if not difference <= (1e-4 if whole.dtype == self.model.dtype else 5e-2):
-            raise ConfigError(
-                f"{type(self.model).__name__} does more between its body and its logits than a linear head, scale and "
-                f"softcap (its logits differ by {difference:.2g}); this model cannot be used yet"
-            )
+    def _load_once(self, load: Callable[[], Any], dtype: torch.dtype, size: int | None) -> tuple[Any, Source]:
+        """See ``load_once``; whatever needs the whole model is checked where it is."""
+        assert self.mesh is not None
+        ranks = self.mesh.shape.tensor
+
+        def read() -> Any:
+            model = load()
+            check_head(model, size)
+            return model
+
+        return load_once(
+            read,
+            lambda config: empty_model(self.cfg, config, dtype),
+            hidden=None if ranks == 1 else lambda model: probe(body_of(model), ranks, "cpu"),
+        )
 
     def _prepare_body(self, trained: bool) -> None:
         if trained and self.cfg["dtensor_cfg"]["activation_checkpointing"]:

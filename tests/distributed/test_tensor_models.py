@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from limbeck.distributed.mesh import MeshShape, check_model
-from limbeck.distributed.tensor_plan import TensorSplit, plan_of
+from limbeck.distributed.tensor_plan import TensorSplit, check_probe, plan_of
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, together
 from tests.distributed.test_equality import close
@@ -93,10 +93,7 @@ def test_a_parameter_that_would_see_a_share_only() -> None:
 
 
 def test_a_split_that_computes_something_else() -> None:
-    split = TensorSplit.__new__(TensorSplit)
-    split.body = torch.nn.Linear(2, 2)
-    split.body.dtype = torch.float32
     hidden = torch.ones(1, 4, 2)
-    split._check(hidden, hidden + 1e-6)
+    check_probe(None, hidden, hidden + 1e-6, exact=True)
     with pytest.raises(ConfigError, match=r"other hidden states \(by 0\.5\)"):
-        split._check(hidden, hidden / 2)
+        check_probe(None, hidden, hidden / 2, exact=False)
