@@ -248,7 +248,7 @@ class ShardedModel:
         whole: dict[int, Tensor] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in whole:
-                full = (_on_device(value).full_tensor() if isinstance(value, DTensor) else value).detach()
+                full = whole_tensor(value)
                 whole[id(value)] = full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
             out[name] = whole[id(value)]
         return out if dist.get_rank() == 0 else None
@@ -275,6 +275,11 @@ def _settle(p: Tensor) -> Tensor:
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole_tensor(value: Tensor) -> Tensor:
+    """A weight as one plain tensor, gathered where it is sharded; every rank of its mesh must ask."""
+    return (_on_device(value).full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
 def _on_device(value: DTensor) -> DTensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from limbeck.distributed.parallelize import whole_tensor
 from limbeck.losses.signals import Head
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError
@@ -203,7 +203,7 @@ def model_identity(model: nn.Module) -> dict[str, str]:
     digest = hashlib.sha256()
     for name, value in sorted(causal.state_dict().items()):
         digest.update(f"{name}:{tuple(value.shape)};".encode())
-        flat = (value.full_tensor() if isinstance(value, DTensor) else value).detach().reshape(-1)
+        flat = whole_tensor(value).reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)
         digest.update(flat[::step].float().cpu().numpy().tobytes())
     return {"config": hashlib.sha256(text.encode()).hexdigest()[:32], "weights": digest.hexdigest()[:32]}
