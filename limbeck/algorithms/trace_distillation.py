@@ -9,8 +9,7 @@ checkpoints, logging, resume.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -35,7 +34,14 @@ from limbeck.algorithms.trace_data import (
 from limbeck.algorithms.trace_monitors import CollapseMonitor
 from limbeck.algorithms.trace_step import ReferenceLogProbs, TraceStep
 from limbeck.algorithms.trace_validation import TraceValidation
-from limbeck.algorithms.xtoken_off_policy_distillation import sigterm_saves
+from limbeck.algorithms.training_loop import (
+    TrainingLoop,
+    go_on,
+    stored_counters,
+    stored_shared_state,
+    stored_state,
+    whole_run,
+)
 from limbeck.data.sampler import ShardSampler
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.distributed.process import join_peers, rank_and_world
@@ -48,11 +54,9 @@ from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError, DataError, LossError
-from limbeck.utils.logger import Logger, to_means
-from limbeck.utils.rng import capture_rng, restore_rng, seed_everything
-from limbeck.utils.state_io import load_state, save_state
-from limbeck.utils.timer import Timer
+from limbeck.utils.errors import ConfigError, DataError
+from limbeck.utils.logger import Logger
+from limbeck.utils.rng import seed_everything
 
 __all__ = ["TraceMasterConfig", "TraceRun", "TraceSaveState", "run", "setup", "train"]
 
@@ -236,12 +240,12 @@ def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceColl
 def _resume(
     checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
 ) -> TraceSaveState:
-    info = checkpointer.load_training_info(latest) or {}
     state = _fresh_state()
-    state.update({k: info[k] for k in TraceSaveState.__annotations__ if k in info})  # type: ignore[typeddict-item]
+    names = TraceSaveState.__annotations__
+    state.update(stored_counters(checkpointer, latest, names))  # type: ignore[typeddict-item]
     # averaged weights arrive in this run's layout, whichever wrote them
     template = None if step.teacher is None else {"teacher": step.teacher.state_dict()}
-    shared = load_state(latest / "train_state" / "shared", template=template)
+    shared = stored_shared_state(latest, template)
     if shared["traces"] != fingerprint:
         raise DataError(
             "traces.train is no longer what this run began with (files, pairs or their order have changed); put the "
@@ -251,14 +255,9 @@ def _resume(
         step.teacher.load_state_dict(shared["teacher"])
     if step.reference is not None:
         step.reference.load_state_dict(shared["reference"])
-    own = latest / "train_state" / f"rank_{rank_and_world()[0]}"
-    # a run that has grown reads what every rank knows: positions are counted over all ranks
-    stored = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
-    sampler: Any = loader.sampler
-    sampler.go_to(stored["position"])
-    sampler.set_epoch(state["current_epoch"])
+    stored = stored_state(latest)
     step.hint_loss.guard.seen = int(stored["guard_seen"])
-    restore_rng(stored["rng"])
+    go_on(stored, state, loader)
     return state
 
 
@@ -267,153 +266,52 @@ def _resume(
 
 def train(run: TraceRun) -> None:
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
-    loop = _Loop(run)
-    try:
-        with sigterm_saves(run.checkpointer):
-            loop.run()
-    finally:
-        run.logger.close()
+    _Loop(run).train()
 
 
-class _Loop:
-    """The state of one run between two steps."""
+class _Loop(TrainingLoop):
+    """Steps on the three channels of traces, validated by how probable failed and preferred messages are."""
 
     def __init__(self, run: TraceRun) -> None:
-        self.config, self.state, self.logger = run.config, run.state, run.logger
-        self.parts, self.loader, self.checkpointer = run, run.loader, run.checkpointer
-        # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
-        self.dropped: Counter[str] = Counter(run.state.get("dropped", {}) if rank_and_world()[0] == 0 else {})
-        self.weights = run.config.weights()
-        self.timer = Timer(torch.cuda.synchronize if run.config.logger.monitor_gpus else None)
-        d = run.config.distillation
-        self.total = min(d.max_num_steps, d.max_num_epochs * len(run.loader))
-        self.validated: tuple[int, dict[str, float]] = (-1, {})
+        super().__init__(run.config, run.state, run.student, run.loader, run.logger, run.checkpointer)
+        self.step, self.validation, self.weights = run.step, run.validation, run.config.weights()
 
-    def run(self) -> None:
-        d, state = self.config.distillation, self.state
-        self.logger.log_hyperparams(self.config.model_dump(mode="json"))
-        if state["total_steps"] == 0:
-            if d.val_at_start:
-                self._validate(0)
-                self.logger.commit()
-            if d.save_start and self.config.checkpointing.enabled and not self.checkpointer.checkpoints():
-                self._save(0)
-        if state["total_steps"] >= self.total:
-            self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
-        self.logger.start_progress(self.total, state["total_steps"])
-        stop = False
-        while state["total_steps"] < self.total and not stop:
-            self.loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
-            stop = self._epoch()
-        self._report_dropped()
+    def take_step(self, batch: ComposerBatch) -> dict[str, Any]:
+        done = self.state["total_steps"]
+        return self.step(batch, self.weights.at(done), monitored=self.step.monitor.due(done + 1), timer=self.timer)
 
-    def _epoch(self) -> bool:
-        """One pass over the traces, or what is left of it; True when the run must stop."""
-        state = self.state
-        for batch in self.timer.iterate(self.loader, "data"):
-            self._step(batch)
-            ended = state["current_step"] >= len(self.loader)
-            if ended:
-                state["current_epoch"] += 1
-                state["current_step"] = 0
-            last = state["total_steps"] >= self.total
-            if ended or last:
-                self._refuse_empty_data()
-            stop = self.checkpointer.should_stop()
-            self._after_step(last=last, stop=stop)
-            if last or stop:
-                return True
-        return False
+    def dropped_of(self, batch: ComposerBatch) -> list[dict[str, int]]:
+        return [batch["dropped"]]
 
-    def _step(self, batch: ComposerBatch) -> None:
-        state, start = self.state, time.perf_counter()
-        step = state["total_steps"] + 1
-        if self.parts.student.counts_records:
-            self.dropped.update(batch["dropped"])
-        factors = self.weights.at(state["total_steps"])
-        try:
-            result = self.parts.step(batch, factors, monitored=self.parts.step.monitor.due(step), timer=self.timer)
-        except LossError as error:
-            kept = run_folder.save_failed_batch(self.config.logger.log_dir, step, batch)  # type: ignore[arg-type]
-            last = self.checkpointer.latest()
-            good = f"the last checkpoint is {last.name}" if last else "there is no checkpoint yet"
-            raise LossError(f"step {step}: {error}; the batch is kept in {str(kept)!r}, {good}") from error
-        seconds = time.perf_counter() - start + self.timer.get_timing_metrics("sum").get("data", 0.0)
-        state["current_step"] += 1
-        state["total_steps"] = step
-        state["consumed_samples"] += self.config.distillation.num_prompts_per_step
-        state["total_valid_tokens"] += int(result["global_valid_toks"])
-        speed = result["tokens"] / seconds
-        metrics = {
-            **result["metrics"],
-            "loss": result["loss"],
-            "grad_norm": result["grad_norm"],
-            "lr": result["lr"],
-            "alpha": factors["hint"],
-            "beta": factors["preference"],
-            **{f"count/{name}": float(value) for name, value in result["counts"].items()},
-            "tokens_per_s": speed,
-            "seconds": seconds,
-            **{f"time/{name}": s for name, s in self.timer.get_timing_metrics("sum").items()},
-        }
-        self.timer.reset()
-        self.logger.log_metrics(metrics, step, "train")
-        self.logger.update_progress(step, loss=result["loss"], tokens_per_s=speed)
+    def more_metrics(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        factors = self.weights.at(self.state["total_steps"] - 1)
+        counts = {f"count/{name}": float(value) for name, value in result["counts"].items()}
+        return {"alpha": factors["hint"], "beta": factors["preference"], **counts}
 
-    def _after_step(self, *, last: bool, stop: bool) -> None:
-        d, step = self.config.distillation, self.state["total_steps"]
-        if (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end):
-            self._validate(step)
-        self.logger.commit()
-        if self.checkpointer.should_save(step, last=last, stop=stop):
-            self._save(step)
-
-    def _validate(self, step: int) -> None:
+    def measure(self) -> dict[str, Any]:
         with self.timer.time("validation"):
-            metrics = self.parts.validation.measure()
-        means = to_means(metrics)
-        self.validated = (step, {f"val/{name}": value for name, value in means.items()})
-        self.logger.log_metrics(metrics, step, "val")
+            return self.validation.measure()
+
+    def describe(self, means: dict[str, float]) -> str:
         shown = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
-        self.logger.print(f"step {step}: mean log p of {shown or 'nothing: there are no failed or preferred messages'}")
-        self.timer.reset()
+        return f"mean log p of {shown or 'nothing: there are no failed or preferred messages'}"
 
-    def _save(self, step: int) -> None:
-        # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
-        self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
-        info = {**self.state, **(self.validated[1] if self.validated[0] == step else {})}
-        parts = self.parts.step
-        sampler: Any = self.loader.sampler
-        with self.checkpointer.saving(step, info) as folder:
-            self.parts.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
-            shared = {
-                "traces": self.loader.dataset.fingerprint,
-                "teacher": {} if parts.teacher is None else parts.teacher.state_dict(),
-                "reference": {} if parts.reference is None else parts.reference.state_dict(),
-            }
-            save_state(folder / "train_state" / "shared", shared)
-            state = {
-                "position": sampler.position(
-                    self.state["current_step"] * self.config.distillation.num_prompts_per_step
-                ),
-                "guard_seen": parts.hint_loss.guard.seen,
-                "rng": capture_rng(),
-            }
-            save_state(folder / "train_state" / f"rank_{rank_and_world()[0]}", state, local=True)
+    def shared_state(self) -> dict[str, Any]:
+        teacher, reference = self.step.teacher, self.step.reference
+        return {
+            "traces": self.loader.dataset.fingerprint,
+            "teacher": {} if teacher is None else teacher.state_dict(),
+            "reference": {} if reference is None else reference.state_dict(),
+        }
 
-    def _refuse_empty_data(self) -> None:
-        if self.state["total_valid_tokens"] == 0:
-            shown = dict(run_folder.over_ranks(self.dropped)) or "nothing"
-            raise DataError(
-                f"traces.train holds nothing to learn from: in {self.state['consumed_samples']} traces no reward, "
-                f"failed call or pair counts for the channels that are on (left out: {shown})"
-            )
+    def own_state(self) -> dict[str, Any]:
+        return {"guard_seen": self.step.hint_loss.guard.seen}
 
-    def _report_dropped(self) -> None:
-        total = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
-        if total:
-            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(total.items()))
-            self.logger.print(f"left out so far: {shown}")
+    def nothing_learned(self, left_out: str) -> str:
+        return (
+            f"traces.train holds nothing to learn from: in {self.state['consumed_samples']} traces no reward, failed "
+            f"call or pair counts for the channels that are on (left out: {left_out})"
+        )
 
 
 _SHOWN = {
@@ -425,7 +323,6 @@ _SHOWN = {
 
 def run(config: TraceMasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")
-    train(setup(config))
+    with whole_run(config.logger.log_dir):
+        train(setup(config))
     return Path(config.logger.log_dir)

@@ -39,7 +39,6 @@ class Case:
 LLAMA = {**MODEL, "initializer_range": 0.15}
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
 CASES: dict[str, Case] = {
-    "frozen start": Case(),
     "average, one row at a time": Case(
         {"hint": {"self_teacher": "ema", "ema_decay": 0.5, "divergence": "jsd"}, "preference": {"kind": "ipo"}},
         {"train_micro_batch_size": 1},
@@ -61,18 +60,19 @@ CASES: dict[str, Case] = {
         {"hint": {"self_teacher": "ema"}}, {"lora": {"r": 4, "alpha": 8.0}}, rows=((0, 1, 2, 3), ())
     ),
 }
-WITHOUT_DATA = ["ratios, a rank without sites or pairs", "adapters, an empty rank"]
+AVERAGE, PACKED, LIVE, OTHER, LACKING, EMPTY = CASES
 
 # name: (processes, layout, cases)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "fsdp": (2, FSDP, list(CASES)),
-    "tensor": (2, TENSOR, [name for name in CASES if name != "adapters, an empty rank"]),
-    "context": (2, CONTEXT, [name for name in CASES if name != "adapters, an empty rank"]),
-    "data x tensor": (4, TENSOR, ["average, one row at a time", *WITHOUT_DATA]),
-    "fsdp x tensor": (4, {**FSDP, **TENSOR, "sequence_parallel": True}, ["trust region, packed", WITHOUT_DATA[0]]),
-    "fsdp x context": (4, {**FSDP, **CONTEXT}, ["average, one row at a time", *WITHOUT_DATA]),
-    "context x tensor": (4, {**CONTEXT, **TENSOR}, ["another tokenizer"]),
+    "tensor": (2, TENSOR, [AVERAGE, PACKED, OTHER, LACKING]),
+    "context": (2, CONTEXT, [PACKED, LIVE, OTHER, LACKING]),
+    "data x tensor": (4, TENSOR, [AVERAGE, EMPTY]),
+    "fsdp x tensor": (4, {**FSDP, **TENSOR, "sequence_parallel": True}, [LACKING]),
+    "fsdp x context": (4, {**FSDP, **CONTEXT}, [LACKING]),
+    "context x tensor": (4, {**CONTEXT, **TENSOR}, [OTHER]),
 }
+VALIDATED = [AVERAGE, LACKING]
 
 
 def prepared(case: Case, layout: dict[str, Any], folder: Path, name: str) -> TraceRun:
@@ -111,7 +111,7 @@ def batch_of(run: TraceRun, case: Case, rows: tuple[int, ...]) -> Any:
 
 
 def steps(case: Case, layout: dict[str, Any], rows: tuple[int, ...], folder: Path, name: str) -> dict[str, Any]:
-    """Two steps over ``rows``, the figures of both and the gradients of the first; then a validation."""
+    """Two steps over ``rows``: the figures of both, the gradients of the first; of some cases a validation."""
     run = prepared(case, layout, folder, name)
     gradients: dict[str, torch.Tensor] = {}
     names = {id(p): n for n, p in run.student.model.named_parameters()}
@@ -129,7 +129,7 @@ def steps(case: Case, layout: dict[str, Any], rows: tuple[int, ...], folder: Pat
         result = run.step(batch, FACTORS, monitored=True)
         out[f"metrics_{number}"] = result["metrics"]
         out[f"numbers_{number}"] = [result[k] for k in ("loss", "grad_norm", "tokens")]
-    out["validation"] = run.validation.measure()
+    out["validation"] = run.validation.measure() if any(case is CASES[known] for known in VALIDATED) else {}
     out["average"] = {n: whole(v) for n, v in run.step.teacher.state_dict().get("ema", {}).items()}
     return out
 

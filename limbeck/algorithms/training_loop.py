@@ -1,0 +1,282 @@
+"""What all recipes share: epochs, validation and checkpoints when they are due, stopping, resuming, counting.
+
+A recipe subclasses :class:`TrainingLoop` and says what a step, a validation and its own part of a checkpoint are.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from limbeck.algorithms import run_folder
+from limbeck.distributed.process import rank_and_world
+from limbeck.models.policy import Policy
+from limbeck.utils.checkpoint import CheckpointManager
+from limbeck.utils.errors import CheckpointError, DataError, LossError
+from limbeck.utils.logger import Logger, to_means
+from limbeck.utils.rng import capture_rng, restore_rng
+from limbeck.utils.state_io import load_state, save_state
+from limbeck.utils.timer import Timer
+
+
+class TrainingLoop(ABC):
+    """One run between two steps.
+
+    Args:
+        config: run file with the sections ``distillation``, ``logger`` and ``checkpointing``.
+        state: counters of the run (``current_epoch``, ``current_step``, ``total_steps``, ``consumed_samples``,
+            ``total_valid_tokens``), changed in place and stored with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        state: Any,
+        student: Policy,
+        loader: StatefulDataLoader,
+        logger: Logger,
+        checkpointer: CheckpointManager,
+    ) -> None:
+        self.config, self.state, self.student, self.loader = config, state, student, loader
+        self.logger, self.checkpointer = logger, checkpointer
+        self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
+        # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
+        self.dropped: Counter[str] = Counter(state.get("dropped", {}) if rank_and_world()[0] == 0 else {})
+        d = config.distillation
+        self.total = min(d.max_num_steps, d.max_num_epochs * len(loader))
+        self.validated: tuple[int, dict[str, float]] = (-1, {})
+
+    # -- what a recipe says -----------------------------------------------------------------------------------------
+
+    validates = True
+    """Whether there is anything to validate on."""
+
+    @abstractmethod
+    def take_step(self, batch: Any) -> dict[str, Any]:
+        """One optimizer step; the result of ``Policy.train``."""
+
+    @abstractmethod
+    def dropped_of(self, batch: Any) -> Iterable[Mapping[str, int]]:
+        """What collating a batch left out, by reason."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, Any]:
+        """Validation metrics as (sum, count)."""
+
+    @abstractmethod
+    def describe(self, means: dict[str, float]) -> str:
+        """One line about a validation."""
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Any]:
+        """What this rank must find again in a checkpoint, besides its position and random state."""
+
+    @abstractmethod
+    def nothing_learned(self, left_out: str) -> str:
+        """The error where a whole epoch holds nothing to learn from."""
+
+    def more_metrics(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's metrics besides those of every recipe."""
+        return {}
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the ranks keep together in a checkpoint, each its shards."""
+        return {}
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; closes the logger."""
+        try:
+            with sigterm_saves(self.checkpointer):
+                self._run()
+        finally:
+            self.logger.close()
+
+    def _run(self) -> None:
+        d, state = self.config.distillation, self.state
+        self.logger.log_hyperparams(self.config.model_dump(mode="json"))
+        if state["total_steps"] == 0:
+            if d.val_at_start and self.validates:
+                self._validate(0)
+                self.logger.commit()
+            wanted = getattr(d, "save_start", False) and self.config.checkpointing.enabled
+            if wanted and not self.checkpointer.checkpoints():
+                self._save(0)
+        if state["total_steps"] >= self.total:
+            self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
+        self.logger.start_progress(self.total, state["total_steps"])
+        stop = False
+        while state["total_steps"] < self.total and not stop:
+            self.loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
+            stop = self._epoch()
+        run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+
+    def _epoch(self) -> bool:
+        """One pass over the data, or what is left of it; True when the run must stop."""
+        state = self.state
+        for batch in self.timer.iterate(self.loader, "data"):
+            self._step(batch)
+            ended = state["current_step"] >= len(self.loader)
+            if ended:
+                state["current_epoch"] += 1
+                state["current_step"] = 0
+            last = state["total_steps"] >= self.total
+            if ended or last:
+                self._report_dropped()
+            stop = self.checkpointer.should_stop()
+            self._after_step(last=last, stop=stop)
+            if last or stop:
+                return True
+        return False
+
+    def _step(self, batch: Any) -> None:
+        state, start = self.state, time.perf_counter()
+        step = state["total_steps"] + 1
+        if self.student.counts_records:
+            for counts in self.dropped_of(batch):
+                self.dropped.update(counts)
+        try:
+            result = self.take_step(batch)
+        except LossError as error:
+            kept = run_folder.save_failed_batch(self.config.logger.log_dir, step, batch)
+            last = self.checkpointer.latest()
+            good = f"the last checkpoint is {last.name}" if last else "there is no checkpoint yet"
+            raise LossError(f"step {step}: {error}; the batch is kept in {str(kept)!r}, {good}") from error
+        seconds = time.perf_counter() - start + self.timer.get_timing_metrics("sum").get("data", 0.0)
+        state["current_step"] += 1
+        state["total_steps"] = step
+        state["consumed_samples"] += self.config.distillation.num_prompts_per_step
+        state["total_valid_tokens"] += int(result["global_valid_toks"])
+        speed = result["tokens"] / seconds
+        metrics = {
+            **{name: pair for name, pair in result["metrics"].items() if name != "loss"},
+            **{name: result[name] for name in ("loss", "grad_norm", "lr")},
+            **self.more_metrics(result),
+            "tokens_per_s": speed,
+            "seconds": seconds,
+            **{f"time/{name}": s for name, s in self.timer.get_timing_metrics("sum").items()},
+        }
+        self.timer.reset()
+        self.logger.log_metrics(metrics, step, "train")
+        self.logger.update_progress(step, loss=result["loss"], tokens_per_s=speed)
+
+    def _after_step(self, *, last: bool, stop: bool) -> None:
+        d, step = self.config.distillation, self.state["total_steps"]
+        due = (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end)
+        if due and self.validates:
+            self._validate(step)
+        self.logger.commit()
+        if self.checkpointer.should_save(step, last=last, stop=stop):
+            self._save(step)
+
+    def _validate(self, step: int) -> None:
+        metrics = self.measure()
+        means = to_means(metrics)
+        self.validated = (step, {f"val/{name}": value for name, value in means.items()})
+        self.logger.log_metrics(metrics, step, "val")
+        self.logger.print(f"step {step}: {self.describe(means)}")
+        self.timer.reset()
+
+    def _save(self, step: int) -> None:
+        # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
+        measured = self.validated[1] if self.validated[0] == step else {}
+        self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
+        used = self.state["current_step"] * self.config.distillation.num_prompts_per_step
+        sampler: Any = self.loader.sampler
+        with self.checkpointer.saving(step, {**self.state, **measured}) as folder:
+            self.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
+            if shared := self.shared_state():
+                save_state(folder / "train_state" / "shared", shared)
+            state = {"position": sampler.position(used), "rng": capture_rng(), **self.own_state()}
+            save_state(_rank_folder(folder), state, local=True)
+
+    def _report_dropped(self) -> None:
+        """At the end of an epoch: say what was left out, and stop where that is everything."""
+        dropped = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+        if self.state["total_valid_tokens"] == 0:
+            raise DataError(self.nothing_learned(str(dict(dropped) or "nothing")))
+        if dropped:
+            shown = ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
+            self.logger.print(f"epoch {self.state['current_epoch']}: left out so far: {shown}")
+
+
+@contextmanager
+def sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
+    """SIGTERM asks for a checkpoint while a run lasts; afterwards it means what it meant before."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python lets only the main thread change handlers
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer.install_signal_handler()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def _rank_folder(checkpoint: Path) -> Path:
+    return checkpoint / "train_state" / f"rank_{rank_and_world()[0]}"
+
+
+def stored_state(checkpoint: Path) -> dict[str, Any]:
+    """What this rank kept in a checkpoint. A run that has grown reads what every rank knows: positions are counted over
+    all ranks."""
+    own = _rank_folder(checkpoint)
+    found: dict[str, Any] = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
+    return found
+
+
+def stored_counters(checkpointer: CheckpointManager, checkpoint: Path, names: Iterable[str]) -> dict[str, Any]:
+    """The counters of a run as a checkpoint holds them."""
+    info = checkpointer.load_training_info(checkpoint) or {}
+    return {name: info[name] for name in names if name in info}
+
+
+def stored_shared_state(checkpoint: Path, template: Any = None) -> dict[str, Any]:
+    """What the ranks kept together; ``template``: see ``load_state``."""
+    found: dict[str, Any] = load_state(checkpoint / "train_state" / "shared", template=template)
+    return found
+
+
+def go_on(stored: Mapping[str, Any], state: Mapping[str, Any], loader: StatefulDataLoader) -> None:
+    """Put data and random numbers back to where :func:`stored_state` was taken; the last thing before the loop."""
+    sampler: Any = loader.sampler
+    sampler.go_to(stored["position"])
+    sampler.set_epoch(state["current_epoch"])
+    restore_rng(stored["rng"])
+
+
+@contextmanager
+def whole_run(run_dir: str) -> Iterator[None]:
+    """Around a run from its file to its end: number formats, a full disk in one line, leaving the peers."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+    alone = not dist.is_initialized()
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(
+            f"no space left while writing to the run folder {run_dir!r}; free some space and start the same run again: "
+            "it goes on from its last checkpoint"
+        ) from error
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
