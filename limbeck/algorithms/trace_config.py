@@ -66,6 +66,8 @@ class TracesConfig(_Section):
     """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
     hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
     """Where hints come from, first to last, when there is no site file."""
+    failed_weight: float = Field(default=1.0, ge=0)
+    """Factor, in the policy channel, of messages whose tool call failed; 0 leaves them to hints and pairs."""
     recovery_weight: float = Field(default=0.0, ge=0)
     """Weight of the message that put an error right, as a second target."""
     hint_placement: Placement | None = None

@@ -209,6 +209,7 @@ def make_collator(
         enable_replay_dpo=preference,
         hint_generator=LayeredHints(tuple(generators[name] for name in traces.hints)),
         rlvr_reward_key=traces.reward_key,
+        failed_weight=traces.failed_weight,
         recovery_weight=traces.recovery_weight,
         hint_placement=traces.hint_placement,
         template_kwargs=dict(policy.tokenizer.chat_template_kwargs),

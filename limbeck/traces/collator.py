@@ -135,18 +135,23 @@ class ComposerDataCollator:
         ids = np.concatenate(parts) if parts else self.student.ids(plain.pieces[0])[:limit]
         row = PolicyRow(trace.id, trace.group_id, example.reward, ids, from_start=kept == list(range(len(kept))))
         found: list[tuple[Any, Any, Any]] = []
+        failed = example.failed(self.finder.ignored_kinds) if self.config.failed_weight != 1 else set()
         for message, turn in trace.new_messages():
             if turn.role != "assistant" or turn.weight == 0 or message not in plain.turns:
                 continue
             if plain.piece_of[message] not in start:
                 dropped["policy_messages_cut"] += 1
                 continue
+            weight = turn.weight * (self.config.failed_weight if message in failed else 1.0)
+            if weight == 0:
+                dropped["policy_failed_messages"] += 1
+                continue
             target = self.student.target(plain, message)
             if target is None:
                 dropped["no_target_tokens"] += 1
                 continue
             dropped.update(target.dropped)
-            weights = np.full(len(target.ids), turn.weight, dtype=np.float32)
+            weights = np.full(len(target.ids), weight, dtype=np.float32)
             logprobs = _behavior(turn, target.ids, dropped)
             if not row.from_start:
                 logprobs[:] = np.nan

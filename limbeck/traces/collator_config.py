@@ -80,6 +80,8 @@ class CollatorConfig:
         policy_cut: which end of a trace that is too long is left out of its policy row, by whole messages. ``right``
             keeps the full context of all that stays; ``left`` keeps the last messages behind the head, without
             behaviour log-probabilities, which were taken in another context.
+        failed_weight: factor of messages whose tool call failed, in the policy channel. A trace's reward says nothing
+            about them: 0 leaves them to the hint and preference channels.
         recovery_weight: weight of the message that put an error right, as a second target; 0 leaves it out.
         hint_placement: where a hint stands; by default what the chat template carries out, see ``probe_placement``.
         template_kwargs: further arguments of the chat template. Give ``date_string`` where a template prints today's
@@ -99,6 +101,7 @@ class CollatorConfig:
     enable_replay_dpo: bool = True
     rlvr_reward_key: str = "final_reward"
     policy_cut: Literal["right", "left"] = "right"
+    failed_weight: float = 1.0
     recovery_weight: float = 0.0
     hint_placement: Placement | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -115,8 +118,9 @@ class CollatorConfig:
             raise ConfigError(f"teacher_max_seq_len is {self.teacher_max_seq_len}; it must be at least 1, or left out")
         if self.ignore_index >= 0:
             raise ConfigError(f"ignore_index is {self.ignore_index}; it must be negative, where no token id can be")
-        if self.recovery_weight < 0:
-            raise ConfigError(f"recovery_weight is {self.recovery_weight}; it must be 0 or more")
+        for name in ("failed_weight", "recovery_weight"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.hint_placement is not None and self.hint_placement not in PLACEMENTS:
             raise ConfigError(f"hint_placement is {self.hint_placement!r}; expected one of {list(PLACEMENTS)}")
         if self.policy_cut not in ("right", "left"):

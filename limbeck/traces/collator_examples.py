@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,12 @@ class Example:
     trace: Trace
     reward: float | None
     marked: Trace
+
+    def failed(self, ignored_kinds: Collection[str] = ()) -> set[int]:
+        """The assistant messages one of whose calls failed, except for failures of these kinds."""
+        marked = self.marked
+        wrong = [i for i, m in enumerate(marked.messages) if m.is_error and m.error_kind not in ignored_kinds]
+        return {caller[0] for i in wrong if (caller := marked.caller_of(i)) is not None}
 
     def targets(self, finder: SiteFinder, known: Sequence[Site | HintTarget] | None = None) -> list[HintTarget]:
         """The messages to correct: those of a site file where ``known`` is given, else those that ``finder`` finds."""

@@ -158,6 +158,25 @@ def test_policy_leaves_out_shared_context_and_weight_zero() -> None:
     assert weights[batch["response_mask"][0].bool()].unique().tolist() == [0.5]
 
 
+def test_failed_messages_can_count_less_in_the_policy_or_not_at_all() -> None:
+    trace = long_trace(2, failed=(0,))
+    whole, half, none = (collate(trace, failed_weight=weight) for weight in (1.0, 0.5, 0.0))
+    assert whole["response_weights"].unique().tolist() == [0.0, 1.0]
+    at_half = masked_text(half["input_ids"][0], half["response_weights"][0] == 0.5)
+    assert "0.txt" in at_half
+    assert "1.txt" not in at_half
+    left = masked_text(none["input_ids"][0], none["response_mask"][0])
+    assert masked_text(whole["input_ids"][0], whole["response_mask"][0]) == at_half + left
+    assert none["dropped"]["policy_failed_messages"] == 1
+    assert none["site_target"].tolist() == whole["site_target"].tolist() == [2]
+
+
+def test_messages_that_are_marked_as_wrong_count_as_failed() -> None:
+    left = collate(published(), failed_weight=0.0, hint_generator=lambda kind, meta: kind)
+    assert left["dropped"]["policy_failed_messages"] == 2
+    assert left["sample_mask"].tolist() == [0.0]
+
+
 def test_policy_rows_are_cut_from_the_right_by_whole_messages() -> None:
     trace = long_trace(8)
     whole, cut = collate(trace), collate(trace, max_seq_len=200)
@@ -448,6 +467,7 @@ def test_sites_of_other_traces_are_refused() -> None:
         {"on_error": "ask"},
         {"policy_cut": "middle"},
         {"recovery_weight": -1.0},
+        {"failed_weight": -0.5},
     ],
 )
 def test_bad_settings_are_refused(config: dict[str, Any]) -> None:
