@@ -16,6 +16,8 @@ class VocabAxis:
     """The axis of a process that holds all columns."""
 
     sharded = False
+    bounds: tuple[tuple[int, int], ...] = ()
+    """Of a sharded axis: the columns of every rank, half open."""
 
     def place(self, size: int) -> tuple[int, int]:
         """Columns `[start, end)` of a vocabulary of `size` that are here."""

@@ -96,7 +96,14 @@ class LiveTeacher:
         sharded = self.policy.sharded
         self._joint = JointRows.plan(shape, mesh, alike=sharded is not None and sharded.fsdp)
         # tensor groups are neighbours in both meshes, so equal sizes mean the same ranks
-        self._whole_head = mesh.shape.tensor not in (1, shape.tensor)
+        self._whole_head = mesh.shape.tensor not in (1, shape.tensor) or self._borders_differ(student)
+
+    def _borders_differ(self, student: Policy) -> bool:
+        """Two heads of one vocabulary may be padded to different numbers of rows, which are what is cut evenly."""
+        if self.policy.sharded is None or student.sharded is None or self.vocab_size != student.vocab_size:
+            return False
+        own, theirs = (p.sharded.axis(p.vocab_size) for p in (self.policy, student))  # type: ignore[union-attr]
+        return own.sharded and theirs.sharded and own.bounds != theirs.bounds
 
     def release(self) -> None:
         """A step has ended: give back what was gathered for it."""

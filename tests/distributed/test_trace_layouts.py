@@ -28,8 +28,9 @@ class Case:
 
     loss: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
-    teacher: bool = False
-    """Another model, with a tokenizer of its own, reads the hints."""
+    teacher: tuple[int, int] | None = None
+    """Another model reads the hints: ids of its tokenizer (the student's has 400) and rows of its head."""
+    whole_teacher: bool = False
     ratio: bool = False
     """The log holds the sampling policy's log-probs."""
     rows: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 2), (1, 3))
@@ -54,18 +55,22 @@ CASES: dict[str, Case] = {
         {"hint": {"self_teacher": "live", "divergence": "forward", "entry_clip": 1.0}},
         {"dynamic_batching": {"enabled": True, "train_mb_tokens": 1100}},
     ),
-    "another tokenizer": Case(teacher=True),
+    "another tokenizer": Case(teacher=(460, 460)),
     "ratios, a rank without sites or pairs": Case(ratio=True, rows=((0, 1, 3), (2,))),
     "adapters, an empty rank": Case(
         {"hint": {"self_teacher": "ema"}}, {"lora": {"r": 4, "alpha": 8.0}}, rows=((0, 1, 2, 3), ())
     ),
+    "heads of other widths": Case({}, {"model_overrides": {**LLAMA, "vocab_size": 404}}, teacher=(400, 408)),
+    "heads of other widths, whole teacher": Case(
+        {}, {"model_overrides": {**LLAMA, "vocab_size": 404}}, teacher=(400, 408), whole_teacher=True
+    ),
 }
-AVERAGE, PACKED, LIVE, OTHER, LACKING, EMPTY = CASES
+AVERAGE, PACKED, LIVE, OTHER, LACKING, EMPTY, WIDE, WHOLE = CASES
 
 # name: (processes, layout, cases)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "fsdp": (2, FSDP, list(CASES)),
-    "tensor": (2, TENSOR, [AVERAGE, PACKED, OTHER, LACKING]),
+    "fsdp": (2, FSDP, [AVERAGE, PACKED, LIVE, OTHER, LACKING, EMPTY]),
+    "tensor": (2, TENSOR, [AVERAGE, PACKED, OTHER, LACKING, WIDE, WHOLE]),
     "context": (2, CONTEXT, [PACKED, LIVE, OTHER, LACKING]),
     "data x tensor": (4, TENSOR, [AVERAGE, EMPTY]),
     "fsdp x tensor": (4, {**FSDP, **TENSOR, "sequence_parallel": True}, [LACKING]),
@@ -77,12 +82,13 @@ VALIDATED = [AVERAGE, LACKING]
 
 def prepared(case: Case, layout: dict[str, Any], folder: Path, name: str) -> TraceRun:
     sections: dict[str, Any] = {}
-    if case.teacher:
+    if case.teacher is not None:
+        size, head = case.teacher
         sections["teacher"] = {
             "init": "random",
-            "model_overrides": QWEN,
-            "tokenizer": {"name": tokenizer_folder(folder, 460)},
-            "dtensor_cfg": layout,
+            "model_overrides": {**QWEN, "vocab_size": head},
+            "tokenizer": {"name": tokenizer_folder(folder, size)},
+            "dtensor_cfg": {} if case.whole_teacher else layout,
         }
     made = config(
         folder,
