@@ -58,6 +58,19 @@ def run_file(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _random_weights_on_the_device() -> None:
+    """Four billion random numbers take seconds there and minutes on the host."""
+    from limbeck.models import policy
+
+    load = policy.load_model
+
+    def load_there(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return load(*args, **kwargs)
+
+    policy.load_model = load_there
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True, help="text file or pattern")
@@ -65,12 +78,13 @@ def main() -> None:
     parser.add_argument("--teacher-tokenizer", required=True)
     parser.add_argument("--projection", default=None)
     parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--tokens", type=int, default=18_432)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     from limbeck.algorithms.master_config import MasterConfig
     from limbeck.algorithms.xtoken_off_policy_distillation import run
 
+    _random_weights_on_the_device()
     with tempfile.TemporaryDirectory() as folder:
         run(MasterConfig.model_validate(run_file(args, folder)))
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

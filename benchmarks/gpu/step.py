@@ -130,16 +130,18 @@ def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: i
         batch = batches[number % len(batches)]
         losses.append(float(setup.student.train(batch, setup.loss_fn, teachers=[source])["loss"]))
 
+    timed(run, 0, warmup)
+    graphs, before = _compiled_graphs(), 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    timed(run, 0, warmup)
-    graphs = _compiled_graphs()
+        before = torch.cuda.memory_allocated()
     seconds = timed(run, steps, 0)
     tokens = sum(int(b["input_lengths"].sum()) for b in batches) / len(batches)
     row = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(tokens / seconds), "tokens": tokens, "loss": losses[-1]}
     row["recompiled"] = _compiled_graphs() - graphs
     if torch.cuda.is_available():
-        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+        peak = torch.cuda.max_memory_allocated()
+        row |= {"peak_gib": round(peak / GIB, 1), "extra_gib": round((peak - before) / GIB, 1)}
         row["synchronisations"] = synchronisations(lambda: run(0))
     return row
 
@@ -225,7 +227,7 @@ def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
                 spec = spec_for(setup.teacher, **options)  # type: ignore[arg-type]
                 write_cache(setup.teacher, batches, f"{folder}/{name}", spec)
                 row = step_row(setup, CachedTeacher(f"{folder}/{name}"), batches, args.steps, 3)
-                row["floor"] = round(tokens / alone * 1e3)
+                row |= {"floor": round(tokens / alone * 1e3), "reference": PUBLISHED}
                 report(name, row, goal)
             except Exception:
                 traceback.print_exc()
@@ -233,7 +235,7 @@ def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
 
 
 def packed(args: argparse.Namespace, unpadded: float | None) -> None:
-    """Row `step_packed`: mixed lengths, packed, against full documents without padding in the same attention."""
+    """Row `step_packed`: mixed lengths, packed, against full documents without padding; reference: the same, padded."""
     attention = "eager"
     if not args.tiny:
         from limbeck.models.varlen import register_varlen_attention
@@ -247,7 +249,16 @@ def packed(args: argparse.Namespace, unpadded: float | None) -> None:
     row |= {"full_documents_packed": full["tokens_per_s"], "full_documents_padded": unpadded}
     row["floor"] = max(full["tokens_per_s"], unpadded or 0)
     row["share_of_unpadded"] = round(row["tokens_per_s"] / row["floor"], 3)
+    row["reference"] = padded_rate(args)
     report("step_packed", row, 0.9)
+
+
+def padded_rate(args: argparse.Namespace) -> int:
+    """Real tokens per second of the mixed lengths where every document is padded to the longest."""
+    torch.cuda.empty_cache()
+    setup = Setup(args.projection, tiny=args.tiny)
+    mixed = [setup.mixed_batch(seed) for seed in range(2)]
+    return int(step_row(setup, LiveTeacher(setup.teacher), mixed, max(args.steps // 3, 1), 2)["tokens_per_s"])
 
 
 def main() -> None:
