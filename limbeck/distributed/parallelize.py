@@ -296,7 +296,8 @@ def _split_over(p: Tensor) -> tuple[bool, bool]:
     if not isinstance(p, DTensor):
         return False, False
     names = p.device_mesh.mesh_dim_names or ()
-    split = {name for name, placement in zip(names, p.placements, strict=True) if placement.is_shard()}
+    # a bias that both ways cut has a placement of its own, which does not call itself a shard
+    split = {name for name, placement in zip(names, p.placements, strict=True) if hasattr(placement, "dim")}
     return bool(split - {"tensor"}), "tensor" in split
 
 

@@ -7,7 +7,7 @@ and works in row blocks; scoring does the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
 from limbeck.data.pinned import to_device
-from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
+from limbeck.distributed.mesh import MeshShape, current_world
 from limbeck.distributed.parallelize import (
     ShardedModel,
     empty_optimizer_state,
@@ -28,21 +28,11 @@ from limbeck.distributed.parallelize import (
     scheduler_state,
 )
 from limbeck.distributed.source import Source
-from limbeck.distributed.tensor_plan import probe
 from limbeck.losses.signals import Head
+from limbeck.models.build import ModelBuilder, make_mesh, refuse_unsupported
 from limbeck.models.export import save_weights
-from limbeck.models.loading import (
-    body_of,
-    check_head,
-    empty_model,
-    load_model,
-    model_identity,
-    model_numbers,
-    parse_dtype,
-    unwrap,
-)
-from limbeck.models.loading_once import load_once
-from limbeck.models.lora import adapter_state, apply_lora, is_lora, load_adapter_state
+from limbeck.models.loading import body_of, model_identity, parse_dtype, unwrap
+from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
 from limbeck.models.settings import plain_settings
@@ -113,26 +103,15 @@ class Policy:
         self.name, self.tokenizer, self.dp_group = name, tokenizer, dp_group
         self.device = torch.device(device if device is not None else _default_device())
         self.precision = parse_dtype(self.cfg["precision"])
-        self._refuse_unsupported(init_optimizer)
-        dtype = self._param_dtype(init_optimizer)
+        refuse_unsupported(self.cfg, name, init_optimizer)
         size = tokenizer_size(tokenizer)
-        self.mesh = self._make_mesh(model, size)
+        self.mesh = make_mesh(self.cfg, name, self.device, model, size)
         if self.mesh is not None:
             self.dp_group = self.mesh.data_group
-        source: Source | None = None
-        if model is None and self.mesh is not None and not self.cfg["trust_remote_code"]:
-            model, source = self._load_once(lambda: self._load(dtype, size, seed, weights_path), dtype, size)
-        else:
-            model = self._load(dtype, size, seed, weights_path) if model is None else model
-            check_head(model.to(device=self.device), size)
-        self.model: Any = model
+        builder = ModelBuilder(self.cfg, trained=init_optimizer, size=size, seed=seed, weights=weights_path)
+        built, source = builder.build(model, self.mesh, self.device)
+        self.model: Any = built
         self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
-        if self._lora(init_optimizer):
-            self.model = apply_lora(self.model, self.cfg["lora"], seed=seed)
-            if source is not None and source.model is not None:
-                source.model = unwrap(apply_lora(source.model, self.cfg["lora"], seed=seed))
-        if not init_optimizer:
-            self.model.requires_grad_(False)
         self.body: Any = body_of(self.model)
         self.sharded = self._shard(source)
         self._prepare_body(init_optimizer)
@@ -144,43 +123,6 @@ class Policy:
             self.load_train_state(optimizer_path)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
-
-    def _refuse_unsupported(self, trained: bool) -> None:
-        """Settings that would be read and then not followed."""
-        layout = self.cfg["dtensor_cfg"]
-        if layout["cpu_offload"] and not layout["fsdp"]:
-            raise ConfigError(
-                f"{self.name}: dtensor_cfg.cpu_offload keeps the shards of fsdp in main memory, but fsdp is off; "
-                "switch it on"
-            )
-        if layout["sequence_parallel"] and layout["tensor_parallel_size"] == 1:
-            raise ConfigError(
-                f"{self.name}: dtensor_cfg.sequence_parallel splits sequences over tensor-parallel ranks, but "
-                "tensor_parallel_size is 1; raise it or use context_parallel_size"
-            )
-        sizes = (layout["tensor_parallel_size"], layout["context_parallel_size"])
-        if self._lora(trained) and self.cfg["lora"].get("modules_to_save") and (layout["fsdp"] or max(sizes) > 1):
-            raise ConfigError(
-                f"{self.name}: lora.modules_to_save does not go with a sharded layout; leave it out or use one process"
-            )
-        if trained and torch.float16 in (self.precision, self._param_dtype(trained)):
-            raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
-
-    def _make_mesh(self, model: nn.Module | None, size: int | None) -> ParallelMesh | None:
-        """The mesh of ``dtensor_cfg``, checked against the model's numbers before any weight is read; None: plain."""
-        layout = self.cfg["dtensor_cfg"]
-        shape = plan_mesh(layout, current_world(), name=self.name)
-        if shape.same_rows > 1:
-            numbers = model_numbers(self.cfg, size) if model is None else model.config
-            check_model(numbers, shape, name=self.name)
-        if layout["cpu_offload"] and shape.data * shape.context == 1:
-            raise ConfigError(
-                f"{self.name}: dtensor_cfg.cpu_offload needs several data- or context-parallel processes, whose shards "
-                "it keeps in main memory; leave it off"
-            )
-        if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
-            return None
-        return ParallelMesh.get(shape, self.device.type)
 
     def _shard(self, source: Source | None) -> ShardedModel | None:
         if self.mesh is None:
@@ -225,38 +167,6 @@ class Policy:
     def reduce_group(self) -> Any:
         """Processes over which losses and metrics are summed."""
         return self.dp_group if self.mesh is None else self.mesh.reduce_group
-
-    def _lora(self, trained: bool) -> bool:
-        """Whether this policy trains adapters."""
-        return trained and self.cfg["lora"] is not None and self.cfg["lora"].get("enabled", True)
-
-    def _param_dtype(self, trained: bool) -> torch.dtype:
-        if self.cfg["param_dtype"] is not None:
-            return parse_dtype(self.cfg["param_dtype"])
-        return torch.float32 if trained else self.precision
-
-    def _load(self, dtype: torch.dtype, size: int | None, seed: int | None, weights: str | Path | None) -> Any:
-        cfg = dict(self.cfg)
-        # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
-        if weights is not None and not self._lora(True):
-            cfg.update(model_name=str(weights), init="pretrained", model_overrides={})
-        return load_model(cfg, dtype=dtype, vocab_size=size, seed=seed)
-
-    def _load_once(self, load: Callable[[], Any], dtype: torch.dtype, size: int | None) -> tuple[Any, Source]:
-        """See ``load_once``; whatever needs the whole model is checked where it is."""
-        assert self.mesh is not None
-        ranks = self.mesh.shape.tensor
-
-        def read() -> Any:
-            model = load()
-            check_head(model, size)
-            return model
-
-        return load_once(
-            read,
-            lambda config: empty_model(self.cfg, config, dtype),
-            hidden=None if ranks == 1 else lambda model: probe(body_of(model), ranks, "cpu"),
-        )
 
     def _prepare_body(self, trained: bool) -> None:
         if trained and self.cfg["dtensor_cfg"]["activation_checkpointing"]:

@@ -28,7 +28,9 @@ class DTensorConfig(_Strict):
 
     enabled: bool = True
     cpu_offload: bool = False
+    """With ``fsdp``: keep shards, gradients and optimizer state in main memory."""
     sequence_parallel: bool = False
+    """With tensor parallelism: split hidden states between attention and MLP along the sequence."""
     activation_checkpointing: bool = False
     tensor_parallel_size: int = Field(default=1, ge=1)
     context_parallel_size: int = Field(default=1, ge=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.models import policy as policies
+from limbeck.models import build
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, student_of, together
@@ -33,13 +33,13 @@ def buffers(student: Policy) -> dict[str, torch.Tensor]:
 
 def work(rank: int, world: int, missing: str) -> dict[str, Any]:
     out: dict[str, Any] = {"read": 0}
-    load = policies.load_model
+    load = build.load_model
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         out["read"] += 1
         return load(*args, **kwargs)
 
-    policies.load_model = counted
+    build.load_model = counted
     for name, layout in LAYOUTS.items():
         for kind, arch in MODELS.items():
             if ("x" in name.split()) != (world == 4) or (name == "context" and arch is GEMMA):

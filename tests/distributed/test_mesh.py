@@ -61,8 +61,8 @@ def test_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limbeck.models.policy.current_world", lambda: 4)
-    monkeypatch.setattr("limbeck.models.policy.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("limbeck.models.build.current_world", lambda: 4)
+    monkeypatch.setattr("limbeck.models.build.load_model", lambda *a, **k: pytest.fail("loaded"))
     for layout, message, more in (
         ({"tensor_parallel_size": 3}, "does not divide the 4 processes", {}),
         ({"tensor_parallel_size": 4}, "num_key_value_heads 2", {}),

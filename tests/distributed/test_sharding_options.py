@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together, whole
 from tests.distributed.test_equality import close
-from tests.models.tiny import QWEN3
+from tests.models.tiny import LLAMA, QWEN3
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "adapters": (Case(), LORA),
     "adapters, odd rank": (Case(mbs=1), {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}),
     "adapters, tied, packed": (Case(packed=True, student=QWEN3), LORA),
+    "biases": (Case(teachers=(), student={**LLAMA, "model_type": "qwen2"}), {}),
     "Llama": (Case(mbs=1), {}),
     "Llama, packed": (Case(packed=True), {}),
     "Qwen3, packed": (Case(packed=True, student=QWEN3), {}),
@@ -47,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "fsdp in main memory": (2, {**FSDP, "cpu_offload": True}, ["Llama", "Qwen3, packed", "adapters"]),
     "sequence": (2, SEQUENCE, [*MODELS, "adapters"]),
     "data x tensor": (4, TENSOR, ["boundary_kl, learnable", "adapters"]),
-    "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "adapters", "adapters, odd rank"]),
+    "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "biases", *ADAPTERS[:2]]),
     "fsdp x sequence": (4, {**FSDP, **SEQUENCE}, ["Llama", "Qwen3, packed"]),
     "context x sequence": (4, {**CONTEXT, **SEQUENCE}, ["Llama"]),
 }
