@@ -90,6 +90,8 @@ def make_loaders(
             f"distillation.num_prompts_per_step is {prompts}, which {world} processes cannot share evenly"
         )
 
+    workers = loader_processes(config.data.num_workers)
+
     def loader(dataset: Any, batch: int, *, shuffle: bool, even: Any) -> StatefulDataLoader:
         sampler = ShardSampler(
             len(dataset),
@@ -108,7 +110,8 @@ def make_loaders(
                 dataset,
                 batch_size=batch,
                 sampler=sampler,
-                num_workers=loader_processes(config.data.num_workers),
+                num_workers=workers,
+                persistent_workers=workers > 0,
                 collate_fn=collator,
                 drop_last=False,
                 # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.

@@ -226,11 +226,13 @@ def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceColl
         multiple=prompts // world,
         fingerprint=dataset.fingerprint,
     )
+    workers = loader_processes(config.traces.num_workers)
     return StatefulDataLoader(
         dataset,
         batch_size=prompts // world,
         sampler=sampler,
-        num_workers=loader_processes(config.traces.num_workers),
+        num_workers=workers,
+        persistent_workers=workers > 0,
         collate_fn=collate,
         # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
         generator=torch.Generator().manual_seed(seed),
