@@ -7,7 +7,7 @@ reserve. Time per step is the larger of arithmetic and data transfer per part, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from limbeck.distributed.mesh import MeshShape
@@ -48,7 +48,7 @@ class ModelShape:
 @dataclass(frozen=True)
 class TeacherPlan:
     """A teacher: ``live`` (weights on the devices), ``cache`` or ``server``. ``signal_bytes``: per token, for a cache
-    or a server: what is read or sent."""
+    or a server: what is read or sent. ``sharded``: FSDP2 over the student's data x context."""
 
     kind: str
     shape: ModelShape | None = None
@@ -56,6 +56,17 @@ class TeacherPlan:
     tokens_ratio: float = 1.0
     signal_bytes: float = 0.0
     sharded: bool = True
+
+    @property
+    def live(self) -> bool:
+        return self.kind == "live" and self.shape is not None
+
+    def tensor(self, mesh: MeshShape) -> int:
+        """Ranks that a live teacher's layers are split over: as the student's, where its sizes allow it."""
+        if self.shape is None:
+            return 1
+        sizes = (self.shape.heads, self.shape.kv_heads, self.shape.intermediate, self.shape.vocab)
+        return max(n for n in _powers(mesh.tensor) if not any(size % n for size in sizes))
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,7 @@ class Estimate:
     memory: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     problem: str = ""
+    teachers: tuple[TeacherPlan, ...] = ()
 
     @property
     def total(self) -> float:
@@ -212,9 +224,9 @@ def _head_blocks(work: Workload, layout: Layout) -> float:
 
 def _teacher_bytes(teacher: TeacherPlan, work: Workload, layout: Layout) -> float:
     tokens = work.microbatch_tokens * teacher.tokens_ratio / layout.mesh.context
-    if teacher.kind != "live" or teacher.shape is None:
+    if teacher.shape is None or not teacher.live:
         return tokens * teacher.signal_bytes
-    t, tensor = teacher.shape, layout.mesh.tensor
+    t, tensor = teacher.shape, teacher.tensor(layout.mesh)
     shards = layout.shards if teacher.sharded else 1
     weights = t.parameters * teacher.param_bytes / (tensor * shards)
     gathered = (2 * t.layer_parameters + t.head_parameters) * teacher.param_bytes / tensor if shards > 1 else 0.0
@@ -236,7 +248,10 @@ def seconds_of(work: Workload, layout: Layout, machine: Machine) -> dict[str, fl
     # attention's own products: 12 h per token and earlier token, half of them masked
     student += passes * s.layers * s.hidden * work.tokens_per_sequence * tokens / rate
     teachers = sum(
-        2 * t.shape.parameters * tokens * t.tokens_ratio / rate for t in work.teachers if t.kind == "live" and t.shape
+        # ranks that do not share a teacher's layers repeat its work
+        2 * t.shape.parameters * tokens * t.tokens_ratio * mesh.tensor / t.tensor(mesh) / rate
+        for t in work.teachers
+        if t.shape is not None and t.live
     )
     microbatches = max(tokens / work.microbatch_tokens, 1.0)
     moved = _sharding_bytes(work, layout, microbatches) / _link(machine, mesh.world, mesh.tensor)
@@ -321,15 +336,27 @@ def problem_of(work: Workload, layout: Layout, machine: Machine) -> str:
 
 
 def plan(work: Workload, devices: int, machine: Machine) -> list[Estimate]:
-    """Estimates of all layouts, the best first: those that fit by time per step, then the others by memory."""
+    """Estimates of all layouts, the best first: those that fit by time per step, then the others by memory.
+
+    Live teachers are sharded too where a layout does not fit without it.
+    """
+    shared = replace(work, teachers=tuple(replace(t, sharded=True) if t.live else t for t in work.teachers))
     out = []
     for layout in layouts(devices):
-        found = Estimate(layout, memory_of(work, layout), seconds_of(work, layout, machine))
-        found.problem = problem_of(work, layout, machine)
-        if not found.problem and found.total > machine.memory:
-            found.problem = f"needs {found.total / GIB:.1f} GiB of {machine.memory / GIB:.1f}"
+        found = _estimate(work, layout, machine)
+        if found.problem and layout.sharded and shared != work:
+            other = _estimate(shared, layout, machine)
+            found = min(found, other, key=lambda e: (bool(e.problem), e.total))
         out.append(found)
     return sorted(out, key=lambda e: (bool(e.problem), e.step_seconds if not e.problem else e.total))
+
+
+def _estimate(work: Workload, layout: Layout, machine: Machine) -> Estimate:
+    found = Estimate(layout, memory_of(work, layout), seconds_of(work, layout, machine), teachers=work.teachers)
+    found.problem = problem_of(work, layout, machine)
+    if not found.problem and found.total > machine.memory:
+        found.problem = f"needs {found.total / GIB:.1f} GiB of {machine.memory / GIB:.1f}"
+    return found
 
 
 def fitting(estimates: Sequence[Estimate]) -> Estimate | None:

@@ -88,11 +88,12 @@ def describe(
     if best is not None:
         mesh = best.layout.mesh
         speed = work.tokens_per_step / best.step_seconds
-        out["settings"] = [
-            f"policy.dtensor_cfg.fsdp={str(best.layout.sharded).lower()}",
-            f"policy.dtensor_cfg.tensor_parallel_size={mesh.tensor}",
-            f"policy.dtensor_cfg.context_parallel_size={mesh.context}",
-        ]
+        out["settings"] = _settings("policy", mesh.tensor, mesh.context, sharded=best.layout.sharded)
+        for number, teacher in enumerate(best.teachers):
+            if teacher.live:
+                section = "teacher" if len(best.teachers) == 1 else f"teachers.{number}"
+                sharded = teacher.sharded and best.layout.sharded
+                out["settings"] += _settings(section, teacher.tensor(mesh), mesh.context, sharded=sharded)
         out["tokens_per_second"] = round(speed, 1)
         if tokens:
             hours = tokens / speed / 3600
@@ -104,6 +105,12 @@ def describe(
                 "signal_bytes": [tokens * t.tokens_ratio * t.signal_bytes for t in work.teachers],
             }
     return out
+
+
+def _settings(section: str, tensor: int, context: int, *, sharded: bool) -> list[str]:
+    """Overrides that lay a model out."""
+    values = {"fsdp": str(sharded).lower(), "tensor_parallel_size": tensor, "context_parallel_size": context}
+    return [f"{section}.dtensor_cfg.{key}={value}" for key, value in values.items()]
 
 
 def print_plan(work: Workload, estimates: list[Estimate], result: dict[str, Any], show: int) -> None:

@@ -203,3 +203,33 @@ def test_run_files_become_workloads(tmp_path):
 
     policy = Policy(config.policy, None, device="cpu")
     assert found.trained == sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+
+
+def test_teachers_are_laid_out_too():
+    """A teacher that no device holds alone is sharded; one that cannot be split like the student is not."""
+    machine = Machine(memory=80 * GIB)
+    small = fitting(plan(work(teachers=(TeacherPlan("live", FOUR_B, sharded=False),)), 8, machine))
+    assert small is not None
+    assert not small.teachers[0].sharded
+    tight = plan(work(teachers=(TeacherPlan("live", SEVENTY_B, sharded=False),)), 8, Machine(memory=40 * GIB))
+    usable = [e for e in tight if not e.problem]
+    assert any(e.teachers[0].sharded for e in usable)
+    assert all(e.teachers[0].sharded or e.layout.mesh.tensor >= 4 for e in usable)
+    mesh = MeshShape(tensor=8)
+    assert TeacherPlan("live", SEVENTY_B).tensor(mesh) == 8
+    odd = TeacherPlan("live", replace(FOUR_B, kv_heads=2))
+    assert odd.tensor(mesh) == 2
+    whole, split = (
+        seconds_of(work(teachers=(t,)), Layout(mesh, False), machine) for t in (odd, TeacherPlan("live", FOUR_B))
+    )
+    assert whole["teachers"] == pytest.approx(4 * split["teachers"])
+
+
+def test_the_settings_of_a_plan_can_be_run(tmp_path):
+    path = write_run(tmp_path)
+    found = CliRunner().invoke(command(), [str(path), "--gpus", "2", "--json"])
+    assert found.exit_code == 0, found.output
+    settings = json.loads(found.output)["settings"]
+    assert any(item.startswith("teacher.dtensor_cfg.") for item in settings)
+    config = resolve(MasterConfig, load_config(path, settings))
+    assert config.teacher.dtensor_cfg.tensor_parallel_size == config.policy.dtensor_cfg.tensor_parallel_size
