@@ -172,19 +172,20 @@ class _Done:
     mb: ProcessedMicrobatch
     again: Callable[[], Any]
 
+    def is_bad(self) -> bool:
+        return not bool(torch.isfinite(self.loss)) or any(bool(flag.any()) for flag in self.flags)
+
 
 class _Read(NamedTuple):
-    """What the host learns of a step. bad: some loss is not finite or its inputs contradict each other."""
+    """What the host learns of a step. infinite: some loss is not finite; contradicting: a teacher scored other tokens
+    than the loss was given."""
 
     loss: float
     metrics: Sums
     tokens: int
-    bad: bool
+    infinite: bool
+    contradicting: bool
     norm: float | None
-
-
-def _finite(value: Tensor) -> bool:
-    return bool(torch.isfinite(value))
 
 
 class Step:
@@ -315,17 +316,23 @@ class Step:
 
     def _check(self, read: _Read) -> None:
         """Refuse a step whose loss or gradient is not finite; all ranks come to the same answer."""
-        if not read.bad and (read.norm is None or math.isfinite(read.norm)):
+        wrong = read.infinite or read.contradicting
+        if not wrong and (read.norm is None or math.isfinite(read.norm)):
             return
         self._drop_gradients()
-        bad = [done for done in self.done if any(bool(flag.any()) for flag in done.flags) or not _finite(done.loss)]
-        if read.bad and self.policy.alone:
+        bad = [done for done in self.done if done.is_bad()]
+        if bad and self.policy.alone:
             # the weights are as they were: asked again, the loss itself says what is wrong
             with torch.no_grad():
                 bad[0].again()
         rows = list(bad[0].mb.data_dict.get("idx") or []) if bad else []
         where = f" on the samples {rows or self.rows}" if rows or self.rows else ""
-        what = "the loss is not finite" if read.bad else f"the gradient norm is {read.norm}"
+        if read.contradicting:
+            raise LossError(
+                f"a teacher scored other tokens than the loss was given{where}; the step was not taken; run it in one "
+                "process to see which"
+            )
+        what = "the loss is not finite" if read.infinite else f"the gradient norm is {read.norm}"
         raise LossError(f"{what}{where}; the step was not taken; lower the learning rate or look at these samples")
 
     def _drop_gradients(self) -> None:
@@ -383,15 +390,15 @@ class Step:
         names = sorted(self.sums)
         zero = torch.zeros((), dtype=torch.float64, device=device)
         losses = torch.stack([done.loss.double() for done in self.done]) if self.done else zero[None]
-        flags = [flag.any() for done in self.done for flag in done.flags]
-        bad = (~torch.isfinite(losses)).sum() + (torch.stack(flags).sum() if flags else 0)
-        values = torch.stack([losses.sum(), bad.double(), self._wide(self.tokens), *self._flat(names)])
+        flags = sum((flag.double() for done in self.done for flag in done.flags), zero.expand(2))
+        infinite = (~torch.isfinite(losses)).sum() + flags[0]
+        values = torch.stack([losses.sum(), infinite, flags[1], self._wide(self.tokens), *self._flat(names)])
         if self.reduce_group is not None:
             dist.all_reduce(values, group=self.reduce_group)
         numbers = torch.cat((values, (zero if norm is None else norm.to(zero)).reshape(1))).tolist()
-        loss, bad_count, tokens, *pairs, last = numbers
+        loss, bad, odd, tokens, *pairs, last = numbers
         metrics: Sums = {n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)}
-        return _Read(loss, metrics, int(tokens), bool(bad_count), None if norm is None else last)
+        return _Read(loss, metrics, int(tokens), bool(bad), bool(odd), None if norm is None else last)
 
     def _flat(self, names: list[str]) -> list[Tensor]:
         return [value for name in names for value in self.sums[name]]

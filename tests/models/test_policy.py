@@ -365,3 +365,26 @@ def test_without_teachers_it_is_cross_entropy():
     mask = data["token_mask"][:, 1:].bool()
     expected = torch.nn.functional.cross_entropy(logits[mask], data["input_ids"][:, 1:][mask])
     assert policy.train(data, loss)["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_checks_are_read_together_and_explained():
+    """A bad row in the second micro-batch: found when the step is read, told as if it had been found at once."""
+    policy, source = student(), LiveTeacher(teacher())
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    asked = []
+
+    class Broken:
+        runs_model, vocab_size = True, source.vocab_size
+
+        def signal(self, mb, index, device):
+            signal, start = source.signal(mb, index, device)
+            asked.append(mb.data_dict["idx"])
+            if 3 in mb.data_dict["idx"]:
+                signal.hidden[start[1] + 2] = torch.nan
+            return signal, start
+
+    with pytest.raises(LossError, match=r"teacher_0: row \d+ has a non-finite score"):
+        policy.train(batch(), loss_fn(), teachers=[Broken()], mbs=2)
+    assert asked == [[0, 1], [2, 3], [4, 5], [2, 3]]
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert all(p.grad is None for p in policy.model.parameters())
