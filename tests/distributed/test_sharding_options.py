@@ -17,6 +17,7 @@ from tests.models.tiny import LLAMA, QWEN3
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 LORA = {"lora": {"r": 4, "alpha": 8.0}}
+AGAIN = {"activation_checkpointing": True}
 
 
 def learnable(mode: str, **more: Any) -> Case:
@@ -28,12 +29,12 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "boundary_kl, learnable": (learnable("boundary_kl"), {}),
     "p_kl_norm, learnable": (learnable("p_kl_norm", vocab_topk=16), {}),
     "p_kl, learnable": (learnable("p_kl"), {}),
-    "adapters": (Case(), LORA),
-    "adapters, odd rank": (Case(mbs=1), {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}),
-    "adapters, tied, packed": (Case(packed=True, student=QWEN3), LORA),
+    "adapters": (Case(teachers=()), LORA),
+    "adapters, odd rank": (Case(teachers=(), mbs=1), {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}),
+    "adapters, tied, packed": (Case(teachers=(), packed=True, student=QWEN3), LORA),
     "biases": (Case(teachers=(), student={**LLAMA, "model_type": "qwen2"}), {}),
-    "Llama": (Case(mbs=1), {}),
-    "Llama, packed": (Case(packed=True), {}),
+    "Llama": (Case(teachers=(), mbs=1), {}),
+    "Llama, packed": (Case(teachers=(), packed=True), {}),
     "Qwen3, packed": (Case(packed=True, student=QWEN3), {}),
 }
 PROJECTIONS = [name for name in CASES if "learnable" in name]
@@ -47,6 +48,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "context": (2, CONTEXT, ["adapters"]),
     "fsdp in main memory": (2, {**FSDP, "cpu_offload": True}, ["Llama", "Qwen3, packed", "adapters"]),
     "sequence": (2, SEQUENCE, [*MODELS, "adapters"]),
+    "sequence, layers computed twice": (2, {**SEQUENCE, **AGAIN}, ["adapters"]),
+    "fsdp, layers computed twice": (2, {**FSDP, **AGAIN}, ["adapters"]),
     "data x tensor": (4, TENSOR, ["boundary_kl, learnable", "adapters"]),
     "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "biases", *ADAPTERS[:2]]),
     "fsdp x sequence": (4, {**FSDP, **SEQUENCE}, ["Llama", "Qwen3, packed"]),
