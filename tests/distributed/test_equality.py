@@ -19,6 +19,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.microbatch import plan_microbatches
 from limbeck.models.policy import Policy
 from tests.distributed.cases import CASES, Case, batch, loss_of, step, student_of, teachers_of, together, whole
+from tests.models.tiny import LLAMA
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 EMPTY = ["an empty rank", "a rank without chunks"]
@@ -59,9 +60,15 @@ Cell = tuple[str, str, str]
 CELLS: list[Cell] = list(itertools.product(MODES, TEACHERS, BATCHES))
 
 
+# the other cases have two layers
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
 def case_of(cell: Cell) -> Case:
     mode, teachers, batches = cell
-    return Case(MODES[mode], teachers=TEACHERS[teachers], **BATCHES[batches])
+    # larger blocks than elsewhere: split vocabularies talk in each of them
+    loss = {**MODES[mode], "block_rows": 80}
+    return Case(loss, teachers=TEACHERS[teachers], student={**LLAMA, **ONE_LAYER}, **BATCHES[batches])
 
 
 class Rig:
@@ -70,7 +77,7 @@ class Rig:
     def __init__(self, layout: dict[str, Any]) -> None:
         self.layout = layout
         self.students: dict[bool, Policy] = {}
-        self.teachers = teachers_of(Case(teachers=TEACHERS["two teachers"]), layout)
+        self.teachers = teachers_of(Case(teachers=TEACHERS["two teachers"], teacher=ONE_LAYER), layout)
 
     def student(self, case: Case) -> Policy:
         if case.packed not in self.students:

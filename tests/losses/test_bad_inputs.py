@@ -136,7 +136,7 @@ def test_teachers_that_do_not_fit_their_batch() -> None:
         build().counts(plain)
     same = CrossTokenizerDistillationLossFn({}, projections=[None])
     with pytest.raises(LossError, match="must read the student's own tokens"):
-        same.counts(BATCH)
+        same.prepare(microbatch(BATCH), [None])
     models = make_models(plain, 23, [31])
     with pytest.raises(LossError, match="scores 31 tokens against 23"):
         run(same, plain, models)
