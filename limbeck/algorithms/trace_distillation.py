@@ -48,6 +48,7 @@ from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
+from limbeck.models.build import check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.teachers import TeacherSource
 from limbeck.projection import load_or_build
@@ -97,6 +98,9 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     seed_everything(seed)
     tokenizer = load_chat_tokenizer(config.policy)
     teacher_tokenizer = None if config.teacher is None else load_chat_tokenizer(config.teacher)
+    check_settings(config.policy, tokenizer, name="student", trained=True)
+    if config.teacher is not None and config.teacher.server is None:
+        check_settings(config.teacher.policy_settings(), teacher_tokenizer, name="teacher", trained=False)
     server = _server(config, tokenizer, teacher_tokenizer)
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")

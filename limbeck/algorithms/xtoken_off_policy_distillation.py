@@ -25,6 +25,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.mesh import plan_cluster
 from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.models.build import check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.teachers import CachedTeacher, LiveTeacher, TeacherSource
 from limbeck.projection import load_or_build
@@ -115,6 +116,7 @@ def setup(
     teachers = config.all_teachers
     if len(tokenizers) != len(teachers):
         raise ConfigError(f"{len(teachers)} teachers in the run file but {len(tokenizers)} teacher tokenizers")
+    _check_models(config, student_tokenizer, tokenizers)
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
     remote = connect_servers(config, tokenizers, vocab)
@@ -148,6 +150,14 @@ def setup(
         state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=rank_and_world()[0])
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
+
+
+def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list[Any]) -> None:
+    """Refuse a layout that does not fit one of the models before any of them is loaded."""
+    check_settings(config.policy, student_tokenizer, name="student", trained=True)
+    for index, (own, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
+        if own.cache is None and own.server is None:
+            check_settings(own.policy_settings(), tokenizer, name=f"teacher_{index}", trained=False)
 
 
 def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:

@@ -12,12 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from limbeck.distributed.mesh import ParallelMesh, check_model, current_world, plan_mesh
+from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
 from limbeck.distributed.source import Source
 from limbeck.distributed.tensor_plan import probe
 from limbeck.models.loading import body_of, check_head, empty_model, load_model, model_numbers, parse_dtype, unwrap
 from limbeck.models.lora import apply_lora
+from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError, LimbeckError
+
+
+def tokenizer_size(tokenizer: Any) -> int | None:
+    """Number of token ids of a tokenizer, holes included; None without one."""
+    if tokenizer is None:
+        return None
+    from limbeck.tokens import ByteVocab
+
+    return int(ByteVocab.from_tokenizer(tokenizer).size)
 
 
 def trains_adapters(cfg: dict[str, Any], trained: bool) -> bool:
@@ -53,10 +63,8 @@ def refuse_unsupported(cfg: dict[str, Any], name: str, trained: bool) -> None:
         raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
 
 
-def make_mesh(
-    cfg: dict[str, Any], name: str, device: torch.device, model: nn.Module | None, size: int | None
-) -> ParallelMesh | None:
-    """The mesh of ``dtensor_cfg``, checked against the model's numbers before any weight is read; None: plain."""
+def check_layout(cfg: dict[str, Any], name: str, model: nn.Module | None, size: int | None) -> MeshShape:
+    """The mesh that ``dtensor_cfg`` asks for, checked against the model's numbers before any weight is read."""
     layout = cfg["dtensor_cfg"]
     shape = plan_mesh(layout, current_world(), name=name)
     if shape.same_rows > 1:
@@ -66,7 +74,22 @@ def make_mesh(
             f"{name}: dtensor_cfg.cpu_offload needs several data- or context-parallel processes, whose shards it keeps "
             "in main memory; leave it off"
         )
-    if shape.same_rows == 1 and not (layout["fsdp"] and shape.world > 1):
+    return shape
+
+
+def check_settings(settings: Any, tokenizer: Any, *, name: str, trained: bool) -> None:
+    """Refuse what a policy of these settings would refuse, without making it: before the first of several is loaded."""
+    cfg = plain_settings(settings)
+    refuse_unsupported(cfg, name, trained)
+    check_layout(cfg, name, None, tokenizer_size(tokenizer))
+
+
+def make_mesh(
+    cfg: dict[str, Any], name: str, device: torch.device, model: nn.Module | None, size: int | None
+) -> ParallelMesh | None:
+    """The mesh of a policy; None: plain."""
+    shape = check_layout(cfg, name, model, size)
+    if shape.same_rows == 1 and not (cfg["dtensor_cfg"]["fsdp"] and shape.world > 1):
         return None
     return ParallelMesh.get(shape, device.type)
 

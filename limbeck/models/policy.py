@@ -29,7 +29,7 @@ from limbeck.distributed.parallelize import (
 )
 from limbeck.distributed.source import Source
 from limbeck.losses.signals import Head
-from limbeck.models.build import ModelBuilder, make_mesh, refuse_unsupported
+from limbeck.models.build import ModelBuilder, make_mesh, refuse_unsupported, tokenizer_size
 from limbeck.models.export import save_weights
 from limbeck.models.loading import body_of, model_identity, parse_dtype, unwrap
 from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
@@ -55,15 +55,6 @@ def __getattr__(name: str) -> Any:
 
         return PolicyConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def tokenizer_size(tokenizer: Any) -> int | None:
-    """Number of token ids of a tokenizer, holes included; None without one."""
-    if tokenizer is None:
-        return None
-    from limbeck.tokens import ByteVocab
-
-    return int(ByteVocab.from_tokenizer(tokenizer).size)
 
 
 class Policy:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.xtoken_off_policy_distillation import run
+from limbeck.config import load_config, resolve
 from limbeck.distributed import mesh
 from limbeck.distributed.joint_rows import places_met
 from limbeck.distributed.mesh import MeshShape, check_model, plan_cluster, plan_mesh
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
+from tests.distributed.launch_cases import write_run
 from tests.models.tiny import LLAMA, config, tokenizer
 
 WIDE = {**LLAMA, "num_key_value_heads": 4}
@@ -73,6 +78,16 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         with pytest.raises(ConfigError, match=message):
             Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")
+
+
+def test_a_run_refuses_its_teachers_layout_before_it_loads_the_student(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("limbeck.models.build.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("limbeck.models.build.current_world", lambda: 4)
+    settings = resolve(MasterConfig, load_config(write_run(tmp_path), ["teacher.dtensor_cfg.tensor_parallel_size=4"]))
+    with pytest.raises(ConfigError, match="teacher_0: tensor_parallel_size 4 does not divide the model's num_key"):
+        run(settings)
 
 
 def test_which_rows_meet_in_a_teachers_block() -> None:
