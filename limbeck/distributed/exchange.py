@@ -46,7 +46,7 @@ def once_for_all(work: Callable[[], bytes], group: Any) -> bytes:
     if dist.get_rank(group) == 0:
         try:
             answer = _GOOD + work()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others must not wait for an answer
             broadcast_bytes(_BAD + (str(error) or type(error).__name__).encode(), group)
             raise
     answer = broadcast_bytes(answer, group)

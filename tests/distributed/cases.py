@@ -162,6 +162,12 @@ def step(
     return {**kept, "gradients": gradients, "held_out": held["loss"], "scores": scored, "bits": bits}
 
 
+def close(found: Any, expected: Any, what: str, floor: float = 1e-9) -> None:
+    """Equal to 1e-5, relative to the entry or to the largest one."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) + floor, msg=lambda m: f"{what}: {m}")
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

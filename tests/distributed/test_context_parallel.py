@@ -17,7 +17,7 @@ from limbeck.distributed import context_parallel, ring_attention
 from limbeck.distributed.context_parallel import GatheredAttention, Span, SplitSequences, query_spans
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import VarlenKernel
-from tests.distributed.cases import Case, step, together
+from tests.distributed.cases import Case, close, step, together
 from tests.distributed.launch_cases import figures, write_run
 from tests.models.test_varlen import plain_kernel
 from tests.models.tiny import LLAMA, QWEN3
@@ -100,11 +100,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp("context")
     return {world: together(world, work, folder / str(world)) for world in (2, 4)}
-
-
-def close(found: Any, expected: Any, what: str) -> None:
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) + 1e-9, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.parametrize(("layout", "case"), [(n, c) for n, entry in LAYOUTS.items() for c in entry[3]])

@@ -18,7 +18,7 @@ import torch
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.microbatch import plan_microbatches
 from limbeck.models.policy import Policy
-from tests.distributed.cases import CASES, Case, batch, loss_of, step, student_of, teachers_of, together, whole
+from tests.distributed.cases import CASES, Case, batch, close, loss_of, step, student_of, teachers_of, together, whole
 from tests.models.tiny import LLAMA
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
@@ -166,11 +166,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp("equality")
     return {world: together(world, work, folder / str(world)) for world in (2, 4)}
-
-
-def close(found: Any, expected: Any, what: str) -> None:
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) + 1e-9, msg=lambda m: f"{what}: {m}")
 
 
 def check(found: dict[str, Any], expected: dict[str, Any], rank: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from limbeck.algorithms.trace_distillation import TraceRun, setup
 from tests.algorithms.trace_tiny import MODEL, config, short_traces, tokenizer_folder
-from tests.distributed.cases import together, whole
+from tests.distributed.cases import close, together, whole
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 FACTORS = {"policy": 0.7, "hint": 1.3, "preference": 0.4}
@@ -174,11 +174,6 @@ def outcome(folder: Path) -> dict[int, list[dict[str, dict[str, Any]]]]:
 def alone(case_name: str, folder: Path) -> dict[str, Any]:
     case = CASES[case_name]
     return steps(case, {}, case.rows[0] + case.rows[1], folder, f"alone {case_name}")
-
-
-def close(found: Any, expected: Any, what: str, floor: float = 1e-9) -> None:
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) + floor, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.parametrize(("layout", "case"), [(n, c) for n, entry in LAYOUTS.items() for c in entry[2]])
