@@ -16,6 +16,7 @@ import yaml
 from limbeck.cli import main
 from limbeck.config import load_config, resolve
 from limbeck.utils.logger import read_metrics
+from tests.gates import Gate, Place, hold_run, wait_until
 from tests.models.tiny import LLAMA, QWEN3, TEXTS, tokenizer
 
 # What may differ between two runs of the same run file: clocks, and what is derived from them.
@@ -153,7 +154,9 @@ def leftovers(run_dir: Path) -> list[str]:
     return [str(p) for p in run_dir.rglob("*") if p.name.startswith(marks) or p.name.endswith(".tmp")]
 
 
-def _serve(arguments: list[str]) -> None:
+def _serve(arguments: list[str], hold: tuple[Gate, Place, int] | None = None) -> None:
+    if hold is not None:
+        hold_run(*hold)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         main(arguments)
 
@@ -171,8 +174,13 @@ _context.set_forkserver_preload(
 )
 
 
-def start(*arguments: str | Path) -> Any:
-    """``limbeck ...`` in a process of its own, which may be killed."""
-    process = _context.Process(target=_serve, args=([str(a) for a in arguments],), daemon=True)
+def start(*arguments: str | Path, hold: tuple[Gate, Place, int]) -> Any:
+    """``limbeck ...`` in a process of its own, which waits at a gate at a place of one step; returned once it is there.
+
+    ``hold``: gate, place and step, as ``hold_run`` takes them.
+    """
+    process = _context.Process(target=_serve, args=([str(a) for a in arguments], hold), daemon=True)
     process.start()
+    wait_until(lambda: hold[0].arrived() == [process.pid] or not process.is_alive())
+    assert process.is_alive(), "the run ended before it came to the gate"
     return process

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gates import Gate, Place
 from tests.integration.material import (
     checkpoint,
     leftovers,
@@ -50,14 +50,6 @@ def assert_same(broken: Path, uninterrupted: Path) -> None:
     assert kept[0] == kept[1]
 
 
-def wait(process: Any, condition: Any) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert process.is_alive(), "the run ended before it could be killed"
-        assert time.monotonic() < end
-        time.sleep(0.0005)
-
-
 def steps_done(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") - 1 if path.exists() else -1
@@ -70,15 +62,16 @@ def saving(run_dir: Path) -> bool:
 def test_kills_do_not_change_a_bit(whole, tmp_path):
     run_file, uninterrupted = whole
     run_dir = tmp_path / "run"
-    moments = [
-        lambda: steps_done(run_dir) >= 1,
-        lambda: saving(run_dir),
-        lambda: steps_done(run_dir) >= 5,
-        lambda: saving(run_dir) and checkpoint(run_dir, 4).exists(),
+    moments: list[tuple[Place, int, Any]] = [
+        ("row written", 1, lambda: steps_done(run_dir) == 1),
+        ("save begun", 2, lambda: saving(run_dir)),
+        ("row written", 5, lambda: steps_done(run_dir) == 5),
+        ("save filled", 6, lambda: saving(run_dir) and checkpoint(run_dir, 4).exists()),
     ]
-    for moment in moments:
-        process = start("train", run_file, "-q", f"logger.log_dir={run_dir}")
-        wait(process, moment)
+    for number, (place, step, is_now) in enumerate(moments):
+        gate = Gate(tmp_path / f"gate_{number}")
+        process = start("train", run_file, "-q", f"logger.log_dir={run_dir}", hold=(gate, place, step))
+        assert is_now()
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -91,9 +84,10 @@ def testsigterm_saves_and_a_resume_goes_on(whole, tmp_path):
     run_dir = tmp_path / "run"
     # nothing but the signal would save before the end
     options = ("-q", f"logger.log_dir={run_dir}", "checkpointing.save_period=0")
-    process = start("train", run_file, *options)
-    wait(process, lambda: steps_done(run_dir) >= 3)
+    gate = Gate(tmp_path / "gate")
+    process = start("train", run_file, *options, hold=(gate, "row written", 3))
     os.kill(process.pid, signal.SIGTERM)
+    gate.open()
     process.join()
     assert process.exitcode == 0
     (saved,) = (run_dir / "checkpoints").iterdir()
