@@ -25,6 +25,7 @@ from limbeck.models.policy import Policy
 from limbeck.models.scoring import score_rows
 from limbeck.models.teachers import LiveTeacher
 from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
+from tests.patience import TEST_SECONDS
 
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}
 
@@ -177,7 +178,7 @@ def free_port() -> int:
 def _main(rank: int, world: int, port: int, work: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TEST_SECONDS))
     try:
         result = work(rank, world, *args)
         torch.save(result, Path(folder) / f"rank_{rank}.pt")

@@ -15,6 +15,7 @@ from limbeck.distributed import ray_launch
 from limbeck.distributed.launch import launch
 from limbeck.utils.errors import ConfigError
 from tests.distributed.launch_cases import figures, write_run
+from tests.patience import TEST_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 def train(path: Path, run_dir: Path, *launcher: str) -> None:
     command = [sys.executable, "-m", *launcher, "limbeck", "train", str(path), f"logger.log_dir={run_dir}", "-q"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -22,6 +22,7 @@ from tests.distributed.launch_cases import figures, write_run
 from tests.distributed.test_equality import close
 from tests.models import tiny
 from tests.models.scoring_server import ScoringServer, serving
+from tests.patience import TEST_SECONDS
 
 CASE = Case({"mode": "boundary_kl", "vocab_topk": None})
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,13 @@ def one_run(layout: dict[str, Any], rows: tuple[int, ...], url: str, on_failure:
     """A held-out pass, a step and the teacher's bits per byte; or the error that ended it."""
     student = student_of(CASE, layout)
     group = None if student.mesh is None else student.mesh.rows_group
-    settings = ServerConfig(url=url, k=40, prompts_per_request=2, on_failure=on_failure)  # type: ignore[arg-type]
+    settings = ServerConfig(
+        url=url,
+        k=40,
+        prompts_per_request=2,
+        timeout=TEST_SECONDS,
+        on_failure=on_failure,  # type: ignore[arg-type]
+    )
     data = batch(CASE, rows)
     try:
         teacher = ServerTeacher(settings, tiny.tokenizer(340), group=group)
@@ -137,6 +144,7 @@ def test_a_whole_run_of_two_ranks_asks_what_one_process_asks(tmp_path: Path) -> 
         for name, layout in (("one", {}), ("two", {"tensor_parallel_size": 2})):
             overrides = [
                 f"teacher.server.url={far.url}",
+                f"teacher.server.timeout={TEST_SECONDS}",
                 f"data.validation={tmp_path / 'train.jsonl'}",
                 f"logger.log_dir={tmp_path / name}",
                 *(f"policy.dtensor_cfg.{key}={value}" for key, value in layout.items()),

@@ -24,6 +24,7 @@ from tests.algorithms.test_distillation_validation import bits_per_byte, held_ou
 from tests.integration import material
 from tests.integration.material import checkpoint, limbeck, merge, model, rows, settings, write_run_file
 from tests.models.tiny import TEXTS
+from tests.patience import TEST_SECONDS
 
 # Losses of recipes/cpu_smoke.yaml; they change only where the arithmetic, the data or the recipe does.
 SMOKE_LOSSES = [
@@ -197,7 +198,7 @@ def test_two_processes_train_like_one(stuff, tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(TEST_SECONDS)
         assert process.exitcode == 0
     two = rows(tmp_path / "two")
     assert [r["step"] for r in two] == [r["step"] for r in one]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from limbeck.models.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
 from limbeck.models.cache_format import RecordLayout
 from limbeck.utils.errors import CacheError
+from tests.patience import TEST_SECONDS
 
 SPEC = CacheSpec("topk", vocab_size=70_000, teacher_fingerprint="f" * 64, model_identity={"weights": "w"}, k=4)
 
@@ -280,7 +281,7 @@ def test_several_processes_read_at_once_and_readers_travel(tmp_path):
     workers = [context.Process(target=_read_all, args=(tmp_path, queue)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    assert [queue.get(timeout=30) for _ in workers] == [20, 20, 20]
+    assert [queue.get(timeout=TEST_SECONDS) for _ in workers] == [20, 20, 20]
     for worker in workers:
         worker.join()
     check(pickle.loads(pickle.dumps(CacheReader(tmp_path))), range(20))

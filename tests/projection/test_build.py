@@ -12,6 +12,7 @@ import pytest
 import limbeck.projection.build as build_module
 from limbeck.projection import load_or_build
 from limbeck.utils.errors import ProjectionError
+from tests.patience import TEST_SECONDS
 from tests.projection.tiny import byte_level
 
 STUDENT = byte_level(["201", "the"])
@@ -100,7 +101,7 @@ def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "t"), str(cache)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for run in runs:
-        _, errors = run.communicate(timeout=120)
+        _, errors = run.communicate(timeout=TEST_SECONDS)
         assert run.returncode == 0, errors
     load_or_build(STUDENT, TEACHER, cache_dir=cache)
     assert not list(cache.glob(".*"))

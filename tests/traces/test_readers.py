@@ -486,7 +486,9 @@ def logs_of_all_formats() -> list[list[dict[str, Any]]]:
 LOGS = logs_of_all_formats()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     seed=st.integers(0, 2**32),
     which=st.integers(0, len(LOGS) - 1),
