@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +16,9 @@ from limbeck.models.policy import Policy
 from limbeck.models.scoring import score_rows
 from limbeck.tokens import TextEncoder
 
-# Changes an answer: gets the request's number, its body and (status, answer); a float first sleeps that long.
+# Changes an answer: gets the request's number, its body and (status, answer); HOLD sends nothing while the server runs.
 Lie = Callable[[int, dict[str, Any], tuple[int, Any]], Any]
+HOLD = object()
 
 
 class ScoringServer:
@@ -33,6 +33,7 @@ class ScoringServer:
         self.headers: list[dict[str, str]] = []
         self.most_at_once = self._now = 0
         self._lock = threading.Lock()
+        self.closing = threading.Event()
 
     def handle(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Any:
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
@@ -48,8 +49,8 @@ class ScoringServer:
         try:
             answer = (404, {"message": "no model"}) if body["model"] != self.name else self.complete(body)
             changed = self.lie(number, body, answer) if self.lie else None
-            if isinstance(changed, float):
-                time.sleep(changed)
+            if changed is HOLD:
+                self.closing.wait()
                 changed = None
             return answer if changed is None else changed
         finally:
@@ -142,6 +143,7 @@ def serving(server: ScoringServer) -> Iterator[ScoringServer]:
     try:
         yield server
     finally:
+        server.closing.set()
         listener.shutdown()
         listener.server_close()
         thread.join()

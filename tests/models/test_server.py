@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from limbeck.models.server_config import ServerConfig
 from limbeck.models.teachers import LiveTeacher
 from limbeck.utils.errors import DataError, ServerError
 from limbeck.utils.http import TokenBucket
-from tests.models.scoring_server import ScoringServer, serving
+from tests.models.scoring_server import HOLD, ScoringServer, serving
 from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
+from tests.patience import TEST_SECONDS
 
 KEY = "sk-a-very-secret-key"
 
@@ -35,7 +37,7 @@ def server(policy):
 
 
 def settings(server, **more):
-    return ServerConfig(url=server.url, **{"backoff": 0.001, "retries": 2, "k": 16, "timeout": 20.0, **more})
+    return ServerConfig(url=server.url, **{"backoff": 0.001, "retries": 2, "k": 16, "timeout": TEST_SECONDS, **more})
 
 
 def remote(server, **more):
@@ -131,8 +133,10 @@ def test_the_token_bucket_spreads_requests():
     assert bucket.take(1) == pytest.approx(90.1)
 
 
-def test_the_limit_is_applied_to_requests(server):
+def test_the_limit_is_applied_to_requests(server, monkeypatch):
     slept = []
+    # on a clock that stands still nothing is regained while the server computes
+    monkeypatch.setattr("limbeck.models.server_client.TokenBucket", partial(TokenBucket, clock=lambda: 0.0))
     cfg = settings(server, tokens_per_minute=6000, concurrency=1)
     source = ServerTeacher(cfg, tokenizer(340), client=ServerClient(cfg, sleep=slept.append))
     data = batch()
@@ -162,10 +166,12 @@ def test_passing_failures_are_retried(server, status):
 
 
 def test_an_http_time_out_is_retried(server):
-    source = remote(server, timeout=0.3, retries=1)
-    server.lie = lambda number, body, answer: 0.8
+    source = remote(server)
+    source.client = ServerClient(settings(server, timeout=0.3, retries=1))
+    server.lie = lambda number, body, answer: HOLD
     with pytest.raises(ServerError, match=r"timeout: no .*answer in 0.3 s"):
         source.announce(batch([0]), 0)
+    assert (source.client.counts["requests"], source.client.counts["retries"]) == (2, 1)
 
 
 # ---- failures and lies ---------------------------------------------------------------------------------------------

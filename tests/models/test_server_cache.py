@@ -19,6 +19,7 @@ from limbeck.utils.errors import CacheError, ConfigError, ServerError
 from tests.distributed.launch_cases import figures, write_run
 from tests.models import tiny
 from tests.models.scoring_server import ScoringServer, serving
+from tests.patience import TEST_SECONDS
 
 SHORT = {"max_num_steps": 2, "num_prompts_per_step": 4, "val_at_start": False}
 
@@ -41,7 +42,8 @@ def path(tmp_path: Path) -> Path:
 
 def far(path: Path, url: str, folder: str, *more: str) -> MasterConfig:
     server = [f"teacher.server.url={url}", "teacher.server.k=12", "teacher.server.concurrency=2"]
-    return load(path, *server, f"teacher.cache={path.parent / folder}", *more)
+    patient = f"teacher.server.timeout={TEST_SECONDS}"
+    return load(path, *server, patient, f"teacher.cache={path.parent / folder}", *more)
 
 
 def documents(folder: Path, *, allow_incomplete: bool = False) -> dict[str, dict[str, np.ndarray]]:

@@ -13,6 +13,7 @@ from limbeck.models.server_config import ServerConfig
 from limbeck.utils.errors import ConfigError, ServerError
 from tests.models.scoring_server import ScoringServer, serving
 from tests.models.tiny import teacher, tokenizer
+from tests.patience import TEST_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def policy():
 
 
 def refusal(server, tok=None, **more):
-    cfg = ServerConfig(url=server.url, **{"backoff": 0.001, "k": 8, **more})
+    cfg = ServerConfig(url=server.url, timeout=TEST_SECONDS, **{"backoff": 0.001, "k": 8, **more})
     with pytest.raises(ServerError) as caught:
         ServerTeacher(cfg, tok or tokenizer(340), longest=64)
     assert "\n" not in str(caught.value)
@@ -45,7 +46,7 @@ def test_wrong_key(policy, monkeypatch):
         assert "which is set" in (line := refusal(server))
         assert "wrong-secret" not in line
         monkeypatch.setenv("LIMBECK_API_KEY", "right")
-        ServerTeacher(ServerConfig(url=server.url, k=8), tokenizer(340))
+        ServerTeacher(ServerConfig(url=server.url, k=8, timeout=TEST_SECONDS), tokenizer(340))
 
 
 def test_wrong_model(policy):
@@ -58,7 +59,7 @@ def test_no_list_of_models(policy):
         real = server.handle
         server.handle = lambda path, body, headers: (404, {}) if body is None else real(path, body, headers)
         assert "lists no models (HTTP 404)" in refusal(server)
-        named = ServerConfig(url=server.url, k=8, model="tiny")
+        named = ServerConfig(url=server.url, k=8, model="tiny", timeout=TEST_SECONDS)
         assert ServerTeacher(named, tokenizer(340)).facts.model == "tiny"
 
 

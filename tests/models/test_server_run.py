@@ -11,6 +11,7 @@ from limbeck.utils.errors import ConfigError, ServerError
 from tests.distributed.launch_cases import figures, write_run
 from tests.models.scoring_server import ScoringServer, serving
 from tests.models.tiny import tokenizer
+from tests.patience import TEST_SECONDS
 
 KEY = "sk-a-very-secret-key"
 
@@ -31,6 +32,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
             path,
             f"teacher.server.url={server.url}",
             "teacher.server.k=340",
+            f"teacher.server.timeout={TEST_SECONDS}",
             f"data.validation={tmp_path / 'train.jsonl'}",
             f"logger.log_dir={tmp_path / 'far'}",
         )

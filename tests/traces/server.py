@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+HOLD: Literal["hold"] = "hold"
+"""In place of an answer: nothing is sent as long as the server runs."""
 
 
 def completion(content: str | None = None, calls: list[tuple[str, dict[str, Any]]] | None = None) -> dict[str, Any]:
@@ -34,8 +35,8 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(answer: Callable[[int, dict[str, Any]], Reply | float]) -> Iterator[Endpoint]:
-    """Serve ``answer(number of the request, body) -> (status, body[, headers])``; a float sleeps that long instead."""
+def endpoint(answer: Callable[[int, dict[str, Any]], Reply | Literal["hold"]]) -> Iterator[Endpoint]:
+    """Serve ``answer(number of the request, body) -> (status, body[, headers])``, or ``HOLD``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -45,9 +46,9 @@ def endpoint(answer: Callable[[int, dict[str, Any]], Reply | float]) -> Iterator
                 seen.requests.append(body)
                 seen.headers.append({name.lower(): value for name, value in self.headers.items()})
             reply = answer(number, body)
-            if isinstance(reply, float):
-                time.sleep(reply)
-                reply = (200, completion("late"))
+            if reply == HOLD:
+                closing.wait()
+                return
             raw = reply[1] if isinstance(reply[1], bytes) else json.dumps(reply[1]).encode()
             try:
                 self.send_response(reply[0])
@@ -62,7 +63,7 @@ def endpoint(answer: Callable[[int, dict[str, Any]], Reply | float]) -> Iterator
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    lock = threading.Lock()
+    lock, closing = threading.Lock(), threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     seen = Endpoint(f"http://127.0.0.1:{server.server_address[1]}/v1")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -70,6 +71,7 @@ def endpoint(answer: Callable[[int, dict[str, Any]], Reply | float]) -> Iterator
     try:
         yield seen
     finally:
+        closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
