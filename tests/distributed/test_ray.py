@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
+from limbeck.algorithms import ray_cache
 from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
@@ -23,8 +22,11 @@ from limbeck.distributed.launch import launch
 from limbeck.models.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.launch_cases import figures, write_run
+from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
+from tests.gates import Gate, wait_until
 from tests.models import tiny
 from tests.models.scoring_server import ScoringServer, serving
+from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,8 @@ RAY = ["cluster.launcher=ray", "cluster.num_workers=2"]
 def cluster():
     """A Ray cluster of two cores on this machine, whose workers see this source tree."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # a start that takes longer counts as a failure of the run
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(TEST_SECONDS)
     ray_launch.load_ray()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
@@ -46,46 +50,34 @@ def config(path: Path, **cluster) -> MasterConfig:
     return resolve(MasterConfig, load_config(path, overrides))
 
 
-def workers(name: str) -> list[psutil.Process]:
-    """Processes of this machine that run an actor of Ray."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::") and name in line:
-            found.append(process)
-    return found
-
-
 class Killer(threading.Thread):
-    """Kills one worker, without warning, once ``ready`` says so."""
+    """Kills one worker, without warning, once ``number`` of them wait at the gate, and lets the others go."""
 
-    def __init__(self, name: str, ready) -> None:
+    def __init__(self, gate: Gate, number: int) -> None:
         super().__init__(daemon=True)
-        self.actor, self.ready, self.killed = name, ready, 0
+        self.gate, self.number, self.killed = gate, number, 0
 
     def run(self) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not self.killed:
-            found = workers(self.actor)
-            if found and self.ready():
-                os.kill(found[-1].pid, signal.SIGKILL)
-                self.killed = found[-1].pid
-            time.sleep(0.01)
+        wait_until(lambda: len(self.gate.arrived()) >= self.number)
+        victim = self.gate.arrived()[-1]
+        os.kill(victim, signal.SIGKILL)
+        self.killed = victim
+        self.gate.open()
 
 
 def test_a_killed_worker_costs_no_step(tmp_path):
     """The whole run ends with the same figures as two processes that nobody killed."""
     path = write_run(tmp_path, distillation={"max_num_steps": 6, "num_prompts_per_step": 4, "val_at_start": False})
-    killer = Killer("RayTrainWorker", lambda: any((tmp_path / "run" / "checkpoints").glob("step_[2-4]")))
+    killer = Killer(gate_beside(tmp_path / "run"), 2)
     killer.start()
-    folder = launch(run, config(path))
+    folder = launch(held_run, config(path))
     assert killer.killed
     assert folder == tmp_path / "run"
     calm = tmp_path / "calm"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "limbeck", "train", str(path), f"logger.log_dir={calm}", "-q"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert figures(folder) == figures(calm)
     assert [row["step"] for row in figures(folder)] == [1, 2, 3, 4, 5, 6]
@@ -109,10 +101,11 @@ def test_without_ray_the_error_says_so(tmp_path, monkeypatch):
         launch(run, config(write_run(tmp_path)))
 
 
-def test_a_cache_by_workers_that_die(tmp_path):
+def test_a_cache_by_workers_that_die(tmp_path, monkeypatch):
     """Every record is stored exactly once, with the scores of a single process; complete parts are not done again."""
     path = write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
-    killer = Killer("PartCacher", lambda: any((tmp_path / "cache").glob("shard_*.journal")))
+    monkeypatch.setattr(ray_cache, "PartCacher", HeldPartCacher)
+    killer = Killer(gate_beside(tmp_path / "cache"), 1)
     killer.start()
     lines: list[str] = []
     (summary,) = cache_teachers(config(path, cache_parts=6), say=lines.append)
@@ -143,6 +136,7 @@ def test_a_cache_from_a_server(tmp_path):
     with serving(ScoringServer(policy, max_k=8)) as server:
         server.lie = refuse
         far = [f"teacher.server.url={server.url}", "teacher.server.k=8", "teacher.server.on_failure=skip"]
+        far.append(f"teacher.server.timeout={TEST_SECONDS}")
         job = resolve(MasterConfig, load_config(path, [*far, *RAY, "cluster.cache_parts=4"]))
         (summary,) = cache_teachers(job, say=lines.append)
         assert (summary["documents"], summary["failed"]) == (23, {"http_400": 1})
