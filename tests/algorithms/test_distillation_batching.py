@@ -108,10 +108,21 @@ def test_two_updates_in_a_step(stuff, tmp_path, layout):
     updates = {"train_global_batch_size": 4}
     plain = step(stuff, tmp_path / "plain", policy=updates)
     assert_close(step(stuff, tmp_path / "other", policy={**updates, **LAYOUTS[layout]}), plain)
-    # two steps of four records are the same two updates
-    halves = step(stuff, tmp_path / "halves", distillation={"num_prompts_per_step": 4, "max_num_steps": 2})
-    for name, value in plain[1].items():
-        assert torch.equal(halves[1][name], value), name
+
+
+def test_two_steps_are_the_two_updates_of_one(stuff, tmp_path):
+    """Two steps of four records are one step of eight in two updates.
+
+    Rows are padded to the longest of their step, so the two runs multiply matrices of other widths, and a CPU may add
+    those products in another order: equal within float32, not bit for bit.
+    """
+    updates = step(stuff, tmp_path / "updates", policy={"train_global_batch_size": 4})
+    steps = {"num_prompts_per_step": 4, "max_num_steps": 2}
+    halves = step(stuff, tmp_path / "halves", distillation=steps)
+    first = step(stuff, tmp_path / "first", distillation={**steps, "max_num_steps": 1})
+    for name, value in updates[1].items():
+        assert torch.allclose(halves[1][name], value, rtol=0, atol=1e-5), name
+    assert any((first[1][name] - value).abs().max() > 1e-2 for name, value in updates[1].items())
 
 
 def test_joined_documents_are_one_update(stuff, tmp_path):
