@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,7 +10,17 @@ import sys
 import pytest
 
 from limbeck.cli import main
+from limbeck.tokens import load_tokenizer
 from tests.zoo import tokenizer_dir
+
+load_once = functools.cache(load_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def _tokenizers_once(monkeypatch) -> None:
+    """Real tokenizers take seconds to read, and what is derived from one is kept with it: read each once."""
+    for user in ("limbeck.tokens", "limbeck.report.doctor"):
+        monkeypatch.setattr(f"{user}.load_tokenizer", load_once)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
