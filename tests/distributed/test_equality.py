@@ -21,6 +21,8 @@ from limbeck.models.policy import Policy
 from tests.distributed.cases import CASES, Case, batch, close, loss_of, step, student_of, teachers_of, together, whole
 from tests.models.tiny import LLAMA
 
+pytestmark = pytest.mark.slow
+
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 EMPTY = ["an empty rank", "a rank without chunks"]
 MATRIX: dict[str, tuple[int, dict[str, Any]]] = {

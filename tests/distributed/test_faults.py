@@ -16,6 +16,8 @@ from limbeck.models.policy import Policy
 from limbeck.utils import CheckpointManager
 from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
 
+pytestmark = pytest.mark.slow
+
 CASE = CASES["one row at a time"]
 STEPS = 3
 ADAM = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}}

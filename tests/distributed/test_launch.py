@@ -17,6 +17,8 @@ from limbeck.utils.errors import ConfigError
 from tests.distributed.launch_cases import figures, write_run
 from tests.patience import TEST_SECONDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +31,6 @@ def train(path: Path, run_dir: Path, *launcher: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_torchrun_computes_what_one_process_does(tmp_path):
     """Two processes share the records of each step, so losses and gradient norms are those of one."""
     path = write_run(tmp_path, distillation={"num_prompts_per_step": 4, "max_num_steps": 3, "val_at_start": False})

@@ -14,6 +14,8 @@ from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, student_of, together
 from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
 
+pytestmark = pytest.mark.slow
+
 # a scaled embedding and tables of two kinds are what no checkpoint holds; biases are cut twice
 GEMMA = {**QWEN3, "model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 8}
 BIASED = {**LLAMA, "model_type": "qwen2", "intermediate_size": 56}

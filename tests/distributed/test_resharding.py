@@ -12,6 +12,8 @@ from limbeck.models.policy import Policy
 from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
 from tests.models.tiny import QWEN3
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {"fsdp": {"fsdp": True}, "tensor": {"tensor_parallel_size": 2}, "context": {"context_parallel_size": 2}}
 CASE = CASES["boundary_kl"]
 TIED = CASES["same vocabulary"]

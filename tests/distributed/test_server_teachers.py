@@ -24,6 +24,8 @@ from tests.models import tiny
 from tests.models.scoring_server import ScoringServer, serving
 from tests.patience import TEST_SECONDS
 
+pytestmark = pytest.mark.slow
+
 CASE = Case({"mode": "boundary_kl", "vocab_topk": None})
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},

@@ -13,6 +13,8 @@ from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together
 from tests.models.tiny import QWEN3, config, tokenizer
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
     "tensor": {"tensor_parallel_size": 2, "sequence_parallel": True},

@@ -15,6 +15,8 @@ from limbeck.models.cache import CacheReader
 from tests.distributed.cases import together
 from tests.distributed.launch_cases import write_run
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, list[str]] = {
     "tensor": ["tensor_parallel_size=2"],
     "fsdp": ["fsdp=true"],

@@ -14,6 +14,8 @@ from tests.distributed.cases import Case, batch, loss_of, step, student_of, teac
 from tests.distributed.test_equality import close
 from tests.models.tiny import LLAMA
 
+pytestmark = pytest.mark.slow
+
 SPLIT: dict[str, Any] = {"sequence_parallel": True}
 FSDP: dict[str, Any] = {"fsdp": True}
 EMPTY = ((0, 1, 2, 3, 4, 5), ())

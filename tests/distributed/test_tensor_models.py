@@ -16,6 +16,8 @@ from tests.distributed.test_equality import close
 from tests.distributed.test_sharding_options import step
 from tests.models.tiny import LLAMA
 
+pytestmark = pytest.mark.slow
+
 WINDOW = {"sliding_window": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,

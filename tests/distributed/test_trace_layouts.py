@@ -15,6 +15,8 @@ from limbeck.algorithms.trace_distillation import TraceRun, setup
 from tests.algorithms.trace_tiny import MODEL, config, short_traces, tokenizer_folder
 from tests.distributed.cases import close, together, whole
 
+pytestmark = pytest.mark.slow
+
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 FACTORS = {"policy": 0.7, "hint": 1.3, "preference": 0.4}
 # the third has neither error site nor pair

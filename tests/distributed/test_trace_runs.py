@@ -15,6 +15,8 @@ from tests.algorithms.trace_tiny import config, short_traces, tokenizer_folder
 from tests.distributed.cases import together
 from tests.distributed.launch_cases import figures
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp": {"fsdp": True}, "tensor": {"tensor_parallel_size": 2}}
 NAMES = ("store-count-1", "store-count-2", "store-count-3", "files-todo-2")
 ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "eps": 1e-3}}
