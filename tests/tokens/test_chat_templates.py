@@ -11,38 +11,7 @@ from limbeck.tokens.chat_regions import TurnFinder
 from limbeck.tokens.chat_template import ChatTemplate
 from limbeck.utils.errors import TemplateError
 from tests import zoo
-from tests.tokens.chat_cases import TOOLS, Message, answer, call, result, user
-
-CONVERSATIONS: dict[str, list[Message]] = {
-    "plain": [user("Hi {{ there }}"), answer('Say "yes"\n\tor \\n “no”.'), user("bye"), answer("  Bye <b>&amp;</b> ")],
-    "system": [{"role": "system", "content": "Be 'nice'."}, user("q"), answer("a")],
-    "tool": [
-        user("weather?"),
-        answer(None, tool_calls=[call(1, {"city": "Pa\"ris'\n", "n": 2, "deep": {"list": ["é", None]}})]),
-        result(1, '{"t": "21°"}'),
-        answer("It is 21."),
-    ],
-    "parallel": [
-        user("weather?"),
-        answer("See:", tool_calls=[call(1, {"city": "Rome"}), call(2, {"city": "Oslo"})]),
-        result(1, "1"),
-        result(2, "2"),
-        answer("ok"),
-    ],
-    "reasoning": [
-        user("q"),
-        answer("a1", reasoning_content="r1"),
-        user("q2"),
-        answer("a2", reasoning_content="r2\nr3"),
-    ],
-    "empty": [user("q"), answer(""), user("q2"), answer("x")],
-    "adjacent": [user("q"), user("q"), answer("x"), answer("x")],
-    "inline": [
-        user("what does </think> do"),
-        answer("<think>\nabc\n</think>\n\nans"),
-        user("<tool_response>x</tool_response>"),
-    ],
-}
+from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call, user
 
 
 def _regions(template_name: str, messages: list[Message], tools: list[dict] | None) -> dict[int, str] | None:
