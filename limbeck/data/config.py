@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DataConfig(BaseModel):
@@ -40,8 +40,6 @@ class DataConfig(BaseModel):
     cache_dir: str | None = None
     """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
 
-    alignment_cache: str | None = None
-    """SQLite file that keeps tokenized and aligned texts between epochs and runs (text mode)."""
     shuffle: bool = True
     num_workers: int | None = Field(default=None, ge=0)
     """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
@@ -52,3 +50,16 @@ class DataConfig(BaseModel):
     """Longest student sequence in tokens."""
     max_teacher_seq_length: int | list[int] | None = None
     """Longest teacher sequence in tokens, one number or one per teacher; default: the student's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_alignment_cache(cls, values: Any) -> Any:
+        """Run folders of earlier versions hold the key without a value; one with a value asks for what is gone."""
+        if not isinstance(values, dict) or "alignment_cache" not in values:
+            return values
+        if values["alignment_cache"] is not None:
+            raise ValueError(
+                "alignment_cache is gone: loader processes (num_workers) tokenize and align ahead of the training "
+                "step; remove the key"
+            )
+        return {key: value for key, value in values.items() if key != "alignment_cache"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 
 from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import last_fitting
-from limbeck.align.cache import AlignmentCache
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.tokens import Rendering, TextEncoder
@@ -123,7 +121,6 @@ class CrossTokenizerCollator:
         train_on: in chat mode, ``all`` assistant turns or only the ``last``.
         student_template, teacher_template: chat templates that replace the tokenizers' own.
         template_kwargs, teacher_template_kwargs: arguments for the templates (the latter may be one per teacher).
-        alignment_cache: SQLite file in which texts' renderings and alignments are kept (text mode).
 
     Batch keys: ``input_ids, input_lengths, token_mask, target_bytes, sample_mask, idx, dropped``; per teacher *i*
     ``teacher_{i}_input_ids, ..._input_lengths, ..._token_mask, ..._target_bytes`` and ``alignment_{i}_*``; teacher 0's
@@ -149,7 +146,6 @@ class CrossTokenizerCollator:
         teacher_template: str | Sequence[str | None] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         teacher_template_kwargs: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
-        alignment_cache: str | Path | None = None,
     ) -> None:
         teachers = _as_list(teacher_tokenizer)
         n = len(teachers)
@@ -173,7 +169,6 @@ class CrossTokenizerCollator:
         ]
         self.mode, self.append_eos, self.train_on = mode, append_eos, train_on
         self.pad_to_max, self.skip_errors = pad_to == "max", on_error == "skip"
-        self.caches = [self._cache(alignment_cache, side) for side in self.teachers]
         if mode == "chat":
             self._require_templates()
 
@@ -217,18 +212,12 @@ class CrossTokenizerCollator:
         if self.mode == "text":
             known = self._render_texts([self._text(r, d) for r, d in zip(batch, dropped, strict=True)])
         for row, record in enumerate(batch):
-            mine, theirs, found = known[row] if self.mode == "text" else self._render_chat(record, dropped[row])
+            mine, theirs = known[row] if self.mode == "text" else self._render_chat(record, dropped[row])
             student.append(mine)
             for i, side in enumerate(self.teachers):
-                if side is None:
-                    continue
-                aligned = found[i]
-                if aligned is None:
-                    aligned = self._align(i, mine, theirs[i], dropped[row])
-                    if self.caches[i] is not None and not dropped[row]["skipped_record"]:
-                        self.caches[i].put(mine.source.decode("utf-8"), mine, theirs[i], aligned)  # type: ignore[union-attr]
-                teachers[i].append(theirs[i])
-                chunks[i].append(aligned)
+                if side is not None:
+                    teachers[i].append(theirs[i])
+                    chunks[i].append(self._align(i, mine, theirs[i], dropped[row]))
         return student, teachers, chunks
 
     def _align(self, i: int, student: Rendering, teacher: Rendering, dropped: Counter[str]) -> Chunks:
@@ -260,43 +249,27 @@ class CrossTokenizerCollator:
         space = text.rfind(" ", budget // 2, budget)
         return text[: space if space > 0 else budget]
 
-    def _render_texts(self, texts: list[str]) -> list[tuple[Rendering, list[Any], list[Chunks | None]]]:
-        mine: list[Rendering | None] = [None] * len(texts)
-        theirs: list[list[Any]] = [[None] * len(self.teachers) for _ in texts]
-        found: list[list[Chunks | None]] = [[None] * len(self.teachers) for _ in texts]
-        for i, cache in enumerate(self.caches):
-            for row, text in enumerate(texts) if cache is not None else ():
-                hit = cache.get(text) if cache is not None else None
-                if hit is not None:
-                    mine[row], theirs[row][i], found[row][i] = hit
-        missing = [row for row, r in enumerate(mine) if r is None]
-        fresh = self.student.render_texts([texts[r] for r in missing], append_eos=self.append_eos)
-        for row, r in zip(missing, fresh, strict=True):
-            mine[row] = r
-        for i, side in enumerate(self.teachers):
-            if side is not None:
-                missing = [row for row in range(len(texts)) if theirs[row][i] is None]
-                fresh = side.render_texts([texts[r] for r in missing], append_eos=self.append_eos)
-                for row, r in zip(missing, fresh, strict=True):
-                    theirs[row][i] = r
-        return [(r, theirs[row], found[row]) for row, r in enumerate(mine) if r is not None]
+    def _render_texts(self, texts: list[str]) -> list[tuple[Rendering, list[Any]]]:
+        mine = self.student.render_texts(texts, append_eos=self.append_eos)
+        theirs = [
+            [None] * len(texts) if side is None else side.render_texts(texts, append_eos=self.append_eos)
+            for side in self.teachers
+        ]
+        return [(r, [rows[row] for rows in theirs]) for row, r in enumerate(mine)]
 
-    def _render_chat(
-        self, record: DatumSpec, dropped: Counter[str]
-    ) -> tuple[Rendering, list[Any], list[Chunks | None]]:
-        none: list[Chunks | None] = [None] * len(self.teachers)
+    def _render_chat(self, record: DatumSpec, dropped: Counter[str]) -> tuple[Rendering, list[Any]]:
         try:
             if not record.get("messages") and not record.get("skip_reason"):
                 raise DataError(f"record {_where(record)} has no messages; its keys are {sorted(record)}.")
             if record.get("messages"):
                 mine = self.student.render_messages(record, self.train_on)
                 theirs = [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
-                return mine, theirs, none
+                return mine, theirs
             dropped[str(record["skip_reason"])] += 1
         except LimbeckError as error:
             self._refuse(record, error, dropped)
         empty = [None if s is None else s.encoder.encode("") for s in self.teachers]
-        return self.student.encoder.encode(""), empty, none
+        return self.student.encoder.encode(""), empty
 
     def _refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
         if not self.skip_errors:
@@ -328,12 +301,6 @@ class CrossTokenizerCollator:
                 end = int(chunks[i][row].teacher_end[-1]) if kept else 0
                 teachers[i][row] = teachers[i][row].truncated(end)
         return student, teachers, chunks
-
-    def _cache(self, path: str | Path | None, side: Side | None) -> AlignmentCache | None:
-        if path is None or side is None or self.mode != "text":
-            return None
-        options = f"bos={self.student.encoder.adds_bos},{side.encoder.adds_bos} eos={self.append_eos}"
-        return AlignmentCache(path, self.student.encoder.vocab.fingerprint, side.encoder.vocab.fingerprint, options)
 
     def _require_templates(self) -> None:
         for side in (self.student, *self.teachers):

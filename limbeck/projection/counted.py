@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.align import align_renderings
 from limbeck.projection.corpus import batched
 from limbeck.projection.matrix import Projection, from_triples
 from limbeck.tokens import TextEncoder
@@ -49,9 +50,6 @@ class PairCounter:
 
     def add(self, texts: list[str]) -> None:
         """Count the pairs of some texts."""
-        # limbeck.align brings torch along, which building by rules does not need.
-        from limbeck.align import align_renderings
-
         students, teachers = self._student.encode_batch(texts), self._teacher.encode_batch(texts)
         for student, teacher in zip(students, teachers, strict=True):
             chunks = align_renderings(student, teacher)

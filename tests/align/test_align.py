@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import chunk_stretch, last_fitting, shared_boundaries
-from limbeck.align.cache import AlignmentCache
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.utils.errors import AlignmentError
 from tests.texts import TEXTS, unicode_text
@@ -255,26 +254,3 @@ def test_pairs_show_tokens() -> None:
     shown = pair.pairs(student, teacher, pair.align_renderings(student, teacher))
     assert [p.is_correct for p in shown] == [True] * len(shown)
     assert "".join("".join(p.s_tokens) for p in shown) == "語x"
-
-
-def test_cache_returns_what_was_stored_and_nothing_else(tmp_path) -> None:
-    pair = aligner("llama3_2", "qwen3")
-    prints = pair.student_vocab.fingerprint, pair.teacher_vocab.fingerprint
-    cache = AlignmentCache(tmp_path / "deep" / "alignments.db", *prints)
-    for text in TEXTS.values():
-        student, teacher = encode("llama3_2", text, bos=True, eos=True), encode("qwen3", text, eos=True)
-        chunks = pair.align_renderings(student, teacher)
-        assert cache.get(text) is None
-        cache.put(text, student, teacher, chunks)
-        got_s, got_t, got = cache.get(text) or pytest.fail("missing")
-        for a, b in ((student, got_s), (teacher, got_t), (chunks, got)):
-            for name in ("ids", "ends", "exact", "special", "target") if a is not chunks else a.__dataclass_fields__:
-                assert np.array_equal(getattr(a, name), getattr(b, name)), name
-        assert got_s.segments == student.segments
-    assert len(cache) == len(TEXTS)
-    assert AlignmentCache(cache.path, prints[1], prints[0]).get("") is None
-    cache._open().execute("UPDATE alignment SET value = substr(value, 1, 20)")
-    assert cache.get("") is None
-    (tmp_path / "broken.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(AlignmentError, match="cannot be used"):
-        AlignmentCache(tmp_path / "broken.db", *prints).get("x")

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.align import TokenAligner
+from limbeck.config import resolve
+from limbeck.data.config import DataConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.projection.command import peak_rss_mb
 from limbeck.tokens import ByteVocab, TextEncoder
@@ -174,13 +176,11 @@ def test_a_pad_id_that_is_a_real_or_an_end_token_changes_nothing(student: str) -
     )
 
 
-def test_alignment_cache_changes_nothing(tmp_path) -> None:
-    plain = collator()(records(TEXTS.values()))
-    make = collator(alignment_cache=tmp_path / "a.db")
-    for batch in (make(records(TEXTS.values())), make(records(TEXTS.values()))):
-        for key, value in plain.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, batch[key]), key
+def test_the_alignment_cache_of_earlier_versions_is_refused_in_one_sentence() -> None:
+    assert resolve(DataConfig, {"train": "a.jsonl", "alignment_cache": None}).train == "a.jsonl"
+    with pytest.raises(ConfigError, match=r"alignment_cache is gone: .*; remove the key") as caught:
+        resolve(DataConfig, {"train": "a.jsonl", "alignment_cache": "a.db"})
+    assert "\n" not in str(caught.value)
 
 
 def test_published_tokenize_batch() -> None:
