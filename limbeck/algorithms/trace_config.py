@@ -14,7 +14,7 @@ from limbeck.losses.hint import HintSpec
 from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, PolicyMode
 from limbeck.losses.preference import PreferenceKind, PreferenceSpec
 from limbeck.models.policy_config import PolicyConfig
-from limbeck.traces.placement import Placement
+from limbeck.tokens.chat import Placement
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.logger import LoggerConfig

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.chat import ChatRenderer, Conversation
 from limbeck.traces.collator_batch import (
     ComposerBatch,
     Padder,
@@ -32,7 +33,6 @@ from limbeck.traces.collator_config import CollatorConfig, TokenizerLike
 from limbeck.traces.collator_examples import Example, HintTarget, to_example
 from limbeck.traces.collator_hints import HintSide, SiteRow, site_row
 from limbeck.traces.collator_pairs import PairRow, pair_row
-from limbeck.traces.collator_pieces import Conversation, Renderer
 from limbeck.traces.collator_windows import View
 from limbeck.traces.schema import Message, Trace
 from limbeck.traces.sites import Site, SiteFinder
@@ -66,11 +66,11 @@ class ComposerDataCollator:
         self.tokenizer = tokenizer
         self.config = config = CollatorConfig() if config is None else config
         self.sites = sites
-        self.student = Renderer(tokenizer, template_kwargs=config.template_kwargs)
+        self.student = ChatRenderer(tokenizer, template_kwargs=config.template_kwargs)
         self.teacher = self.student
         if teacher_tokenizer is not None and teacher_tokenizer is not tokenizer:
             kwargs = config.teacher_template_kwargs
-            self.teacher = Renderer(teacher_tokenizer, template_kwargs=kwargs, name="teacher")
+            self.teacher = ChatRenderer(teacher_tokenizer, template_kwargs=kwargs, name="teacher")
         self.finder = SiteFinder(hints=config.hints(), recovery_weight=config.recovery_weight)
         self.pads = _padder(self.student, config, config.pad_token_id), _padder(self.teacher, config, None)
         if self.teacher is self.student:
@@ -232,7 +232,7 @@ class ComposerDataCollator:
         return rows
 
 
-def _padder(renderer: Renderer, config: CollatorConfig, given: int | None) -> Padder:
+def _padder(renderer: ChatRenderer, config: CollatorConfig, given: int | None) -> Padder:
     tokenizer = renderer.tokenizer
     known = (i for i in (given, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
     pad_id = next(known, 0)

@@ -15,11 +15,11 @@ from limbeck.align import AlignmentBatch
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.traces.collator_hints import SiteRow
 from limbeck.traces.collator_pairs import PairRow
-from limbeck.traces.collator_pieces import IntArray
 from limbeck.utils.errors import TraceError
 
 Channel = Literal["policy", "hint", "preference"]
 
+IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 

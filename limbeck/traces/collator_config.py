@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
+from limbeck.tokens.chat import PLACEMENTS, Placement
 from limbeck.traces.hints import HintGenerator, HookHints, LayeredHints
-from limbeck.traces.placement import PLACEMENTS, Placement
 from limbeck.utils.errors import ConfigError
 
 

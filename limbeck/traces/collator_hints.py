@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from limbeck.align import Chunks, align_renderings
+from limbeck.tokens.chat import ChatRenderer, Conversation, Placement, insert_hint, probe_placement
 from limbeck.traces.collator_examples import HintTarget
-from limbeck.traces.collator_pieces import Conversation, IntArray, Renderer
-from limbeck.traces.collator_windows import View, Window, cut_windows
-from limbeck.traces.placement import Placement, insert_hint, probe_placement
+from limbeck.traces.collator_windows import IntArray, View, Window, cut_windows
 from limbeck.utils.errors import TemplateError
 
 
@@ -45,7 +44,7 @@ class SiteRow:
 class HintSide:
     """One model's part in the hint channel: its renderer, its window, and where its template shows a hint."""
 
-    def __init__(self, renderer: Renderer, limit: int, placement: Placement | None) -> None:
+    def __init__(self, renderer: ChatRenderer, limit: int, placement: Placement | None) -> None:
         self.renderer, self.limit = renderer, limit
         self.placement: Placement = placement or probe_placement(renderer.tokenizer)
 

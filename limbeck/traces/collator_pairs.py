@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.traces.collator_pieces import IntArray, Renderer
-from limbeck.traces.collator_windows import View, cut_windows
+from limbeck.tokens.chat import ChatRenderer
+from limbeck.traces.collator_windows import IntArray, View, cut_windows
 from limbeck.traces.schema import Message, PreferencePair, Trace, messages_to_chat
 
 
@@ -25,7 +25,7 @@ class PairRow:
 
 
 def pair_row(
-    renderer: Renderer, pair: PreferencePair, trace: Trace, tools: Sequence[Any] | None, limit: int
+    renderer: ChatRenderer, pair: PreferencePair, trace: Trace, tools: Sequence[Any] | None, limit: int
 ) -> PairRow | str:
     """Both sides inside a window of ``limit`` tokens, or the reason why the pair is dropped.
 
@@ -50,7 +50,7 @@ def pair_row(
     return PairRow(pair, first.ids, first.places, second.ids, second.places)
 
 
-def _view(renderer: Renderer, messages: list[Message], tools: Sequence[Any] | None, limit: int) -> View | None:
+def _view(renderer: ChatRenderer, messages: list[Message], tools: Sequence[Any] | None, limit: int) -> View | None:
     conversation = renderer.conversation(messages_to_chat(messages), tools)
     answer = len(messages) - 1
     target = renderer.target(conversation, answer)

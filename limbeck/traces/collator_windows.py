@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from limbeck.traces.collator_pieces import Conversation, IntArray, Piece, Renderer, Target
+from limbeck.tokens.chat import ChatRenderer, Conversation, Piece, Target
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class View:
         limit: longest sequence, in tokens.
     """
 
-    renderer: Renderer
+    renderer: ChatRenderer
     plain: Conversation
     piece: int
     target: Target

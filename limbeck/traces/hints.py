@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from limbeck.traces.placement import Placement, insert_hint, probe_placement
+from limbeck.tokens.chat import Placement, insert_hint, probe_placement
 from limbeck.traces.schema import Message, ToolCall, Trace
 from limbeck.traces.store import JsonCache, fingerprint
 

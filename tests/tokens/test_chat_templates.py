@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from limbeck.tokens.chat_layout import lay_out
-from limbeck.tokens.chat_regions import TurnFinder
-from limbeck.tokens.chat_template import ChatTemplate
+from limbeck.tokens.chat import ChatTemplate
+from limbeck.tokens.chat.markers import lay_out
+from limbeck.tokens.chat.turns import TurnFinder
 from limbeck.utils.errors import TemplateError
 from tests import zoo
 from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call, user

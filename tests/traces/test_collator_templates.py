@@ -9,10 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from limbeck.tokens.chat import render_chat
+from limbeck.tokens.chat import ChatRenderer, probe_placement, render_chat
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
-from limbeck.traces.collator_pieces import Renderer
-from limbeck.traces.placement import probe_placement
 from limbeck.traces.schema import Trace
 from tests import zoo
 from tests.traces import collator_cases as cases
@@ -62,7 +60,7 @@ def test_student_and_teacher_share_the_target(name: str, data: st.DataObject) ->
 def test_pieces_spell_the_whole_rendering(name: str, data: st.DataObject) -> None:
     trace = data.draw(traces_for(name))
     tokenizer = zoo.tokenizer(name)
-    renderer = Renderer(tokenizer)
+    renderer = ChatRenderer(tokenizer)
     conversation = renderer.conversation(trace.to_messages())
     ids = [token for piece in conversation.pieces for token in renderer.ids(piece).tolist()]
     assert ids == render_chat(tokenizer, trace.to_messages()).ids.tolist()

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from limbeck.tokens.chat import PLACEMENTS
 from limbeck.traces.hints import (
     HintGenerator,
     HintRequest,
@@ -26,7 +27,6 @@ from limbeck.traces.hints import (
     leaks,
     probe_placement,
 )
-from limbeck.traces.placement import PLACEMENTS
 from limbeck.traces.readers import read_traces
 from limbeck.traces.readers.errors import ERROR_KINDS
 from limbeck.traces.schema import Trace

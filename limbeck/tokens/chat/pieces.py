@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.tokens import Rendering, Segment, TextEncoder
-from limbeck.tokens.chat import locate_turns
-from limbeck.tokens.chat_layout import Layout
-from limbeck.tokens.chat_regions import Turn
-from limbeck.tokens.chat_spans import Place
-from limbeck.tokens.chat_template import ChatTemplate
-from limbeck.tokens.chat_tokens import AliasedText, Special
+from limbeck.tokens.chat.markers import Layout, Place
+from limbeck.tokens.chat.render import AliasedText, supervise
+from limbeck.tokens.chat.template import ChatTemplate
+from limbeck.tokens.chat.turns import Special, Turn, locate_turns
+from limbeck.tokens.encoder import TextEncoder
+from limbeck.tokens.rendering import Rendering
 from limbeck.tokens.roles import KNOWN_ROLES, is_end
 
 IntArray = npt.NDArray[np.int64]
@@ -84,7 +83,7 @@ class Conversation:
         return next((i for i, piece in enumerate(self.pieces) if piece.messages), len(self.pieces))
 
 
-class Renderer:
+class ChatRenderer:
     """One model's view of conversations: its tokenizer, its chat template, and the pieces tokenised so far.
 
     Attributes:
@@ -193,31 +192,15 @@ def _turn_end(turn: Turn) -> int:
 
 
 def _target(aliased: AliasedText, turns: Sequence[Turn]) -> Target | None:
-    places: list[int] = []
-    segments: list[Segment] = []
-    straddling, empty = 0, True
-    for turn in turns:
-        first, last, cut = aliased.cover(*turn.region)
-        places += range(first, last)
-        straddling += cut
-        empty = empty and turn.region[0] == turn.region[1]
-        for kind, start, end in turn.segments:
-            tokens = aliased.cover(start, end)[:2]
-            segments.append(Segment(0, kind, aliased.byte(start), aliased.byte(end), *tokens))
-        if turn.end is not None:
-            token, at = aliased.special_token(turn.end), aliased.byte(turn.end.start)
-            places.append(token)
-            segments.append(Segment(0, "eot", at, at, token, token + 1))
+    rendering, straddling = supervise(aliased, turns)
+    places = np.flatnonzero(rendering.target)
     ends = sum(turn.end is not None for turn in turns)
+    empty = all(turn.region[0] == turn.region[1] for turn in turns)
     # A token that only ends the turn carries nothing of a message that has a text.
-    if not places or (len(places) == ends and not empty):
+    if not len(places) or (len(places) == ends and not empty):
         return None
-    where = np.array(sorted(set(places)), dtype=np.int64)
-    mask = np.zeros(len(aliased.rendering), dtype=bool)
-    mask[where] = True
-    rendering = replace(aliased.rendering, target=mask, segments=tuple(segments))
     dropped = Counter({"straddle": straddling} if straddling else {})
-    return Target(where, aliased.rendering.ids[where], rendering, dropped)
+    return Target(places, rendering.ids[places], rendering, dropped)
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------

@@ -1,22 +1,33 @@
-"""What an assistant wrote in a rendered conversation: its spans, and the token that ends its turn."""
+"""What an assistant wrote in a rendered conversation, by characters: its spans, and the token that ends its turn."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
-from limbeck.tokens.chat_layout import Layout
-from limbeck.tokens.chat_template import Span, render_errors
-from limbeck.tokens.chat_tokens import Special
+from limbeck.tokens.chat.markers import Layout, lay_out
+from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
+from limbeck.tokens.encoder import TextEncoder
 from limbeck.tokens.roles import is_end
 
 _CALL = {"name": "tool_call", "argument": "tool_call"}
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 _OPENING_ROLES = ("bos", "start_of_turn")
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special token that the template wrote: its characters in the rendering, its id and its role."""
+
+    start: int
+    end: int
+    id: int
+    role: str
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,78 @@ class Turn:
     region: Span
     segments: tuple[tuple[str, int, int], ...]
     end: Special | None
+
+
+@dataclass(frozen=True)
+class LocatedTurns:
+    """A rendered conversation before it is tokenised: its text, the template's special tokens, and what the assistant
+    wrote, all by characters."""
+
+    layout: Layout
+    specials: list[Special]
+    turns: list[Turn]
+    dropped: Counter[str]
+
+
+def locate_turns(
+    template: ChatTemplate,
+    encoder: TextEncoder,
+    messages: Sequence[Message],
+    *,
+    train_on: str = "all",
+    generation_prompt: bool = False,
+) -> LocatedTurns:
+    """Render a conversation and find the turns of its assistant messages; see :func:`render_chat`."""
+    pattern = special_pattern(encoder)
+    layout = lay_out(
+        template,
+        messages,
+        holds_special=lambda text: pattern is not None and pattern.search(text) is not None,
+        generation_prompt=generation_prompt,
+    )
+    strings = [(p.start - e[0], p.end + e[1]) for p, e in zip(layout.places, layout.edges, strict=True)]
+    specials = find_specials(layout.text, strings, encoder)
+    finder = TurnFinder(layout, specials)
+    turns = finder.find(_supervised(messages, train_on))
+    if template.tools and not template.reads_tools:
+        finder.dropped["unrendered_tools"] += len(template.tools)
+    if not layout.edges_known:
+        finder.dropped["edge_whitespace"] += _edged(layout, turns)
+    return LocatedTurns(layout, specials, turns, finder.dropped)
+
+
+def _supervised(messages: Sequence[Message], train_on: str) -> list[int]:
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = assistant[-1:] if train_on == "last" else assistant
+    return [i for i in chosen if messages[i].get("supervise", True) and messages[i].get("weight", 1)]
+
+
+def _edged(layout: Layout, turns: Sequence[Turn]) -> int:
+    """Number of supervised strings that begin or end with white space."""
+    messages = {turn.message for turn in turns}
+    return sum(leaf.message in messages and leaf.text != leaf.text.strip() for leaf in layout.marked.leaves)
+
+
+@lru_cache(maxsize=32)
+def special_pattern(encoder: TextEncoder) -> re.Pattern[str] | None:
+    """Matches the content of any special token, the longest first."""
+    contents = sorted((c for c in encoder.aliases if c), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, contents))) if contents else None
+
+
+def find_specials(text: str, protected: Iterable[Span], encoder: TextEncoder) -> list[Special]:
+    """The special tokens in a rendering, outside the spans that hold text of messages."""
+    pattern = special_pattern(encoder)
+    if pattern is None:
+        return []
+    found, at = [], 0
+    ids = encoder.special_ids
+    for start, end in [*protected, (len(text), len(text))]:
+        for match in pattern.finditer(text, at, start):
+            token = ids[match[0]]
+            found.append(Special(match.start(), match.end(), token, encoder.vocab.roles.get(token, "")))
+        at = end
+    return found
 
 
 @dataclass
