@@ -10,11 +10,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "limbeck"
-ORDER = ("utils", "tokens", "align", "projection", "data", "traces", "losses", "distributed", "models", "algorithms")
+ORDER = ("distributed", "utils", "tokens", "align", "projection", "data", "traces", "losses", "models", "algorithms")
 LAST = ("report", "config", "demo", "cli", "__main__")
 RANK = {name: i for i, name in enumerate((*ORDER, *LAST))}
 # config.py only loads and validates what others define, so any package may use it.
 FREE = {"config"}
+# Arrows that still point up; the list only shrinks.
+PENDING = {
+    "distributed/comm.py imports limbeck.utils",
+    "distributed/context_parallel.py imports limbeck.data",
+    "distributed/context_parallel.py imports limbeck.losses",
+    "distributed/context_parallel.py imports limbeck.utils",
+    "distributed/exchange.py imports limbeck.utils",
+    "distributed/mesh.py imports limbeck.utils",
+    "distributed/parallelize.py imports limbeck.losses",
+    "distributed/parallelize.py imports limbeck.utils",
+    "distributed/planner.py imports limbeck.utils",
+    "distributed/ray_launch.py imports limbeck.utils",
+    "distributed/ring_attention.py imports limbeck.utils",
+    "distributed/tensor_plan.py imports limbeck.utils",
+    "distributed/vocab_parallel.py imports limbeck.losses",
+}
 
 
 def _imports(path: Path) -> set[str]:
@@ -30,13 +46,13 @@ def _imports(path: Path) -> set[str]:
 
 
 def test_no_package_imports_one_below_it() -> None:
-    wrong = []
+    wrong = set()
     for path in sorted(ROOT.rglob("*.py")):
         here = path.relative_to(ROOT).parts[0].removesuffix(".py")
         for other in _imports(path) - FREE - {here}:
             if other in RANK and here in RANK and RANK[other] > RANK[here]:
-                wrong.append(f"{path.relative_to(ROOT)} imports limbeck.{other}")
-    assert wrong == []
+                wrong.add(f"{path.relative_to(ROOT)} imports limbeck.{other}")
+    assert wrong == PENDING
 
 
 def test_every_package_has_its_place() -> None:

@@ -1,0 +1,81 @@
+"""Which device a process computes on, and copies to it that the host does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Tree = TypeVar("_Tree")
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def to_device(tree: _Tree, device: torch.device | str) -> _Tree:
+    """A tensor, or a tree of dataclasses, lists, tuples and dicts, with all tensors on `device`.
+
+    From main memory to CUDA they travel pinned, in one copy per type, behind the work already queued there: an
+    ordinary copy makes the host wait until the device has reached it. Tensors that are there already stay as they are;
+    whatever is no tensor is shared with the original.
+    """
+    target = torch.device(device)
+    found = {id(t): t for t in _tensors(tree) if not _is_on(t, target)}
+    new: dict[int, Tensor] = {}
+    pinned = {key: t for key, t in found.items() if target.type == "cuda" and t.device.type == "cpu"}
+    for dtype in dict.fromkeys(t.dtype for t in pinned.values()):
+        same = {key: t for key, t in pinned.items() if t.dtype == dtype}
+        flat = _sent(next(iter(same.values())) if len(same) == 1 else _flat(list(same.values())), target)
+        pieces = flat.reshape(-1).split([t.numel() for t in same.values()])
+        new |= {key: piece.view(t.shape) for (key, t), piece in zip(same.items(), pieces, strict=True)}
+    new |= {key: t.to(target) for key, t in found.items() if key not in new}
+    return _rebuilt(tree, new) if new else tree
+
+
+def _is_on(t: Tensor, target: torch.device) -> bool:
+    return t.device.type == target.type and target.index in (None, t.device.index)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    out = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, pin_memory=True)
+    return torch.cat([t.reshape(-1) for t in tensors], out=out)
+
+
+def _sent(value: Tensor, target: torch.device) -> Tensor:
+    return (value if value.is_pinned() else value.pin_memory()).to(target, non_blocking=True)
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from _tensors(item)
+    elif isinstance(node, list | tuple):
+        for item in node:
+            yield from _tensors(item)
+    elif is_dataclass(node) and not isinstance(node, type):
+        for f in fields(node):
+            if f.init:
+                yield from _tensors(getattr(node, f.name))
+
+
+def _rebuilt(node: Any, new: dict[int, Tensor]) -> Any:
+    if isinstance(node, Tensor):
+        return new.get(id(node), node)
+    if isinstance(node, dict):
+        return {key: _rebuilt(item, new) for key, item in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(_rebuilt(item, new) for item in node))
+    if isinstance(node, list | tuple):
+        return type(node)(_rebuilt(item, new) for item in node)
+    if is_dataclass(node) and not isinstance(node, type):
+        values = {f.name: getattr(node, f.name) for f in fields(node) if f.init}
+        moved = {k: v for k, v in values.items() if isinstance(v, Tensor | dict | list | tuple) or is_dataclass(v)}
+        return replace(node, **{k: _rebuilt(v, new) for k, v in moved.items()})
+    return node
