@@ -25,7 +25,6 @@ PENDING = {
     "distributed/mesh.py imports limbeck.utils",
     "distributed/parallelize.py imports limbeck.losses",
     "distributed/parallelize.py imports limbeck.utils",
-    "distributed/planner.py imports limbeck.utils",
     "distributed/ray_launch.py imports limbeck.utils",
     "distributed/ring_attention.py imports limbeck.utils",
     "distributed/tensor_plan.py imports limbeck.utils",
