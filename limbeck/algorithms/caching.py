@@ -14,7 +14,7 @@ from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.distributed.process import join_peers, rank_and_world
+from limbeck.distributed.comm import init_distributed
 from limbeck.models.cache import CacheWriter, estimate_bytes
 from limbeck.models.cache_build import server_spec, spec_for, write_cache
 from limbeck.models.policy import Policy
@@ -34,20 +34,19 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
         from limbeck.algorithms.ray_cache import cache_on_ray
 
         return cache_on_ray(config, say=say)
-    join_peers(config.cluster.backend)
-    rank, world = rank_and_world()
+    world = init_distributed(config.cluster.backend)
     job = CacheJob(config)
     out = []
     for index in job.wanted:
-        if rank == 0:
+        if world.rank == 0:
             say(job.describe(index))
 
         def on_batch(records: int, writer: CacheWriter, index: int = index) -> None:
-            if rank == 0:
-                done = min(records * world, job.records)
+            if world.rank == 0:
+                done = min(records * world.size, job.records)
                 say(f"teacher {index}: {done}/{job.records} records, {writer.documents} stored")
 
-        writer = job.write(index, rank, world, on_batch)
+        writer = job.write(index, world.rank, world.size, on_batch)
         out.append(job.summary(index, writer.documents, job.failures(index)))
         if failed := out[-1]["failed"]:
             say(f"teacher {index}: {describe_failures(failed)}")

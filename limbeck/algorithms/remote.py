@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from limbeck.algorithms.master_config import MasterConfig
-from limbeck.distributed.exchange import failing_together
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import ParallelMesh, current_world, plan_mesh
 from limbeck.models.policy_config import DTensorConfig
 from limbeck.models.server_config import ServerConfig
@@ -43,7 +42,7 @@ def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest
     """A ``ServerTeacher``, or the same error on all processes. Collective."""
     from limbeck.models.server import ServerTeacher
 
-    with failing_together(dist.group.WORLD if current_world() > 1 else None):
+    with Comm.world().fail_together():
         teacher = ServerTeacher(
             server, tokenizer, student_fingerprint=student.fingerprint, longest=longest, group=group
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
@@ -22,7 +21,7 @@ from limbeck.align.view import view_messages, view_text
 from limbeck.config import dump_yaml, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
-from limbeck.distributed.process import rank_and_world
+from limbeck.distributed.comm import Comm
 from limbeck.utils.errors import ConfigError, DataError, TemplateError
 from limbeck.utils.paths import write_atomic
 
@@ -117,29 +116,10 @@ def versions(**more: Any) -> dict[str, Any]:
     return {**found, "started": started, **more}
 
 
-def over_ranks(counts: Counter[str]) -> Counter[str]:
-    """The sum of all ranks' counts. Collective; ranks need not know the same names."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world == 1:
-        return counts
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    raw = json.dumps(counts).encode()
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = len(raw)
-    dist.all_reduce(sizes)
-    table = torch.zeros(world, int(sizes.max()), dtype=torch.int32, device=device)
-    table[dist.get_rank(), : len(raw)] = torch.tensor(list(raw), dtype=torch.int32, device=device)
-    dist.all_reduce(table)
-    total: Counter[str] = Counter()
-    for row, size in zip(table.tolist(), sizes.tolist(), strict=True):
-        total.update(json.loads(bytes(row[:size])))
-    return total
-
-
 def write_dropped(run_dir: str | Path, dropped: Counter[str]) -> Counter[str]:
     """Store and return everything that all ranks have left out so far, by reason. Collective."""
-    total = over_ranks(dropped)
-    if rank_and_world()[0] == 0:
+    total = Comm.world().sum_counter(dropped)
+    if Comm.world().rank == 0:
         write_atomic(Path(run_dir) / "dropped.json", json.dumps(dict(sorted(total.items())), indent=1) + "\n")
     return total
 
@@ -158,8 +138,8 @@ def save_failed_batch(run_dir: str | Path, step: int, batch: BatchedDataDict) ->
     """Keep this rank's batch of a failed step: tensors as safetensors, the record numbers beside them."""
     folder = Path(run_dir) / f"failed_batch_step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    rank, world = rank_and_world()
-    suffix = "" if world == 1 else f"_rank_{rank}"
+    world = Comm.world()
+    suffix = "" if world.size == 1 else f"_rank_{world.rank}"
     # clones: unnumbered keys share storage with teacher 0's
     tensors = {k: v.contiguous().clone() for k, v in batch.items() if isinstance(v, torch.Tensor)}
     save_file(tensors, folder / f"batch{suffix}.safetensors")

@@ -43,8 +43,8 @@ from limbeck.algorithms.training_loop import (
     whole_run,
 )
 from limbeck.data.sampler import ShardSampler
+from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
-from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
@@ -92,8 +92,8 @@ class TraceRun:
 
 def setup(config: TraceMasterConfig) -> TraceRun:
     """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
-    group = join_peers(config.cluster.backend)
-    plan_cluster(config.cluster, rank_and_world()[1])
+    ranks = init_distributed(config.cluster.backend)
+    plan_cluster(config.cluster, ranks.size)
     seed = config.distillation.seed
     seed_everything(seed)
     tokenizer = load_chat_tokenizer(config.policy)
@@ -119,7 +119,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         seed=seed,
         weights_path=latest / "policy" / "weights" if latest else None,
         optimizer_path=latest / "policy" / "optimizer" if latest else None,
-        dp_group=group,
+        dp_group=ranks,
     )
     policy_loss = PolicyGradientLossFn(plan.spec)
     policy_loss.active = plan.spec
@@ -144,7 +144,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     elif reference is not None:
         rank, world = data_rank_and_world(config.policy.dtensor_cfg)
         reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
-    logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=rank_and_world()[0])
+    logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
     logger.print(f"{len(dataset)} traces, policy mode {plan.spec.mode}")
     return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
 
@@ -156,7 +156,7 @@ def _fresh_state() -> TraceSaveState:
 def _open_folder(
     config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any, dataset: TraceDataset, *, has_checkpoint: bool
 ) -> None:
-    if rank_and_world()[0] != 0:
+    if Comm.world().rank != 0:
         return
     others = [] if teacher_tokenizer is None else [teacher_tokenizer]
     facts = run_folder.versions(

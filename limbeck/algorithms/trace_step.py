@@ -20,7 +20,7 @@ from limbeck.algorithms.trace_monitors import CollapseMonitor, check_disjoint
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.microbatch import option, packing_enabled
 from limbeck.data.packing import Bins
-from limbeck.data.rank_counts import sum_over_ranks
+from limbeck.distributed.comm import Comm
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.leaf import Metrics
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
@@ -107,8 +107,9 @@ class ReferenceLogProbs:
             places = self._places(batch)
             self.values[places] = response_sums(policy, channel).reshape(-1, 2)
             self.checks[places] = _checksums(channel).reshape(-1, 2)
-        self.values, checks = sum_over_ranks([self.values, self.checks.double()], policy.dp_group)
-        self.checks = checks.long()
+        # data-parallel ranks, once per run: two numbers and two checksums per pair, zeros but for those scored here
+        ranks = Comm.of(policy.dp_group)
+        self.values, self.checks = ranks.sum(self.values), ranks.sum(self.checks)
 
     def attach(self, batch: ComposerBatch, channel: BatchedDataDict) -> None:
         """Write ``reference_logprobs`` ``[2 pairs]`` into a preference channel."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.algorithms.trace_monitors import CollapseMonitor, response_lengths
 from limbeck.algorithms.trace_step import rank_batches, response_sums
-from limbeck.data.rank_counts import sum_over_ranks
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.models.policy import Policy
 from limbeck.traces import ComposerBatch
-
-Sums = dict[str, tuple[float, float]]
+from limbeck.utils.metrics import Metrics
 
 NAMES = (
     "erroneous_logprob",
@@ -44,20 +40,18 @@ class TraceValidation:
         self.policy, self.dataset, self.collate, self.monitor, self.rows = policy, dataset, collate, monitor, rows
         self._prompts: list[Tensor] | None = None
 
-    def measure(self) -> Sums:
+    def measure(self) -> dict[str, tuple[float, float]]:
         """All figures that the traces allow."""
         rank, world = data_rank_and_world(self.policy.cfg["dtensor_cfg"])
-        sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in NAMES}
+        sums = Metrics(dict.fromkeys(NAMES, (0.0, 0.0)))
         for mine in rank_batches(range(len(self.dataset)), rank=rank, world=world, rows=self.rows):
             self._add(sums, self.collate([self.dataset[i] for i in mine]))
         # the ranks of a sharded model can only write together
         if self.monitor.config.generate and (rank == 0 or self.policy.sharded is not None):
             lengths = response_lengths(self.policy, self.prompts(), self.monitor)
             if rank == 0:
-                _put(sums, "response_length", float(sum(lengths)), len(lengths))
-        flat = torch.tensor([sums[name] for name in NAMES], dtype=torch.float64)
-        (total,) = sum_over_ranks([flat], self.policy.dp_group)
-        return {name: (float(s), float(c)) for name, (s, c) in zip(NAMES, total.tolist(), strict=True)}
+                sums.add({"response_length": (float(sum(lengths)), len(lengths))})
+        return sums.reduced(Comm.of(self.policy.dp_group))[0].pairs()
 
     def prompts(self) -> list[Tensor]:
         """What stands in front of the first error sites, ``[T]`` each; the same on all ranks and every time."""
@@ -72,14 +66,14 @@ class TraceValidation:
                     break
         return self._prompts
 
-    def _add(self, sums: dict[str, list[float]], batch: ComposerBatch) -> None:
+    def _add(self, sums: Metrics, batch: ComposerBatch) -> None:
         # a channel without rows is scored too: the ranks of a sharded model must make the same calls
         policy = self.policy
         hint = batch.channel("hint")
-        _put(sums, "erroneous_logprob", float(response_sums(policy, hint).sum()), hint.size)
+        sums.add({"erroneous_logprob": (response_sums(policy, hint).sum(), hint.size)})
         if self.collate.collator.teacher is self.collate.collator.student:
             hinted = response_sums(policy, hint, "teacher_")
-            _put(sums, "erroneous_logprob_hinted", float(hinted.sum()), hint.size)
+            sums.add({"erroneous_logprob_hinted": (hinted.sum(), hint.size)})
         chosen, rejected = response_sums(policy, batch.channel("preference")).reshape(-1, 2).unbind(1)
         for name, values in (
             ("chosen_logprob", chosen),
@@ -87,12 +81,7 @@ class TraceValidation:
             ("margin", chosen - rejected),
             ("preference_accuracy", (chosen > rejected).double()),
         ):
-            _put(sums, name, float(values.sum()), len(values))
+            sums.add({name: (values.sum(), len(values))})
         whole = batch.channel("policy")
-        tokens = float((whole["token_mask"][:, 1:] > 0).sum())
-        _put(sums, "supervised_logprob", float(response_sums(policy, whole).sum()), tokens)
-
-
-def _put(sums: dict[str, list[float]], name: str, total: float, count: Any) -> None:
-    sums[name][0] += total
-    sums[name][1] += float(count)
+        tokens = (whole["token_mask"][:, 1:] > 0).sum()
+        sums.add({"supervised_logprob": (response_sums(policy, whole).sum(), tokens)})

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
-from limbeck.distributed.process import rank_and_world
+from limbeck.distributed.comm import Comm, leave_distributed
 from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import CheckpointError, DataError, LossError
@@ -53,7 +53,7 @@ class TrainingLoop(ABC):
         self.logger, self.checkpointer = logger, checkpointer
         self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
         # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
-        self.dropped: Counter[str] = Counter(state.get("dropped", {}) if rank_and_world()[0] == 0 else {})
+        self.dropped: Counter[str] = Counter(state.get("dropped", {}) if Comm.world().rank == 0 else {})
         d = config.distillation
         self.total = min(d.max_num_steps, d.max_num_epochs * len(loader))
         self.validated: tuple[int, dict[str, float]] = (-1, {})
@@ -193,7 +193,7 @@ class TrainingLoop(ABC):
     def _save(self, step: int) -> None:
         # a checkpoint is ranked by what was measured on its own weights, not by an earlier validation
         measured = self.validated[1] if self.validated[0] == step else {}
-        self.state["dropped"] = dict(run_folder.over_ranks(self.dropped))
+        self.state["dropped"] = dict(Comm.world().sum_counter(self.dropped))
         used = self.state["current_step"] * self.config.distillation.num_prompts_per_step
         sampler: Any = self.loader.sampler
         with self.checkpointer.saving(step, {**self.state, **measured}) as folder:
@@ -232,7 +232,7 @@ def sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
 
 
 def _rank_folder(checkpoint: Path) -> Path:
-    return checkpoint / "train_state" / f"rank_{rank_and_world()[0]}"
+    return checkpoint / "train_state" / f"rank_{Comm.world().rank}"
 
 
 def stored_state(checkpoint: Path) -> dict[str, Any]:
@@ -278,5 +278,5 @@ def whole_run(run_dir: str) -> Iterator[None]:
             f"no space left while writing to the run folder {run_dir!r}; free some space and start the same run again: "
             "it goes on from its last checkpoint"
         ) from error
-    if alone and dist.is_initialized():
-        dist.destroy_process_group()
+    if alone:
+        leave_distributed()

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.distributed.exchange import failing_together
+from limbeck.distributed.comm import Comm
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
-from limbeck.models.step import attach, process_group
+from limbeck.models.step import attach
 from limbeck.models.teachers import TeacherSource, key_prefix
 from limbeck.utils.logger import merge_sums
+from limbeck.utils.metrics import Metrics
 from limbeck.utils.timer import Timer
 
 Sums = dict[str, tuple[float, float]]
@@ -88,7 +86,7 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
         sums: Sums = {}
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, i)
-            with failing_together(process_group(student.dp_group)):
+            with Comm.of(student.dp_group).fail_together():
                 logprobs = teacher.logprobs(batch, i)
             # NaN marks rows that a remote teacher could not score
             counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
@@ -104,11 +102,5 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
 
 
 def _reduced(sums: Sums, student: Any) -> Sums:
-    """Sums over data-parallel ranks; every rank has the same names."""
-    group = process_group(student.dp_group)
-    if group is None:
-        return sums
-    values = torch.tensor([v for pair in sums.values() for v in pair], dtype=torch.float64, device=student.device)
-    dist.all_reduce(values, group=group)
-    numbers = values.tolist()
-    return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(sums)}
+    """Sums over data-parallel ranks."""
+    return Metrics(sums).reduced(Comm.of(student.dp_group))[0].pairs()

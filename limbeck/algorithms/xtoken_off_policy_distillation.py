@@ -22,8 +22,8 @@ from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_c
 from limbeck.algorithms.training_loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import plan_cluster
-from limbeck.distributed.process import join_peers, rank_and_world
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.build import check_settings
 from limbeck.models.policy import Policy
@@ -109,8 +109,8 @@ def setup(
         checkpointer, state and configuration, in the published order.
     """
     config = master_config
-    group = join_peers(config.cluster.backend)
-    plan_cluster(config.cluster, rank_and_world()[1])
+    world = init_distributed(config.cluster.backend)
+    plan_cluster(config.cluster, world.size)
     seed_everything(config.distillation.seed)
     tokenizers = _listed(teacher_tokenizer)
     teachers = config.all_teachers
@@ -122,7 +122,7 @@ def setup(
     remote = connect_servers(config, tokenizers, vocab)
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
     latest = checkpointer.latest() if config.checkpointing.enabled else None
-    if rank_and_world()[0] == 0:
+    if Comm.world().rank == 0:
         prints = [ByteVocab.from_tokenizer(t).fingerprint for t in tokenizers]
         facts = run_folder.versions(
             seed=config.distillation.seed, student_fingerprint=vocab.fingerprint, teacher_fingerprints=prints
@@ -138,7 +138,7 @@ def setup(
         seed=config.distillation.seed,
         weights_path=latest / "policy" / "weights" if latest else None,
         optimizer_path=latest / "policy" / "optimizer" if latest else None,
-        dp_group=group,
+        dp_group=world,
         extra_parameters=loss_fn.parameters(),
     )
     sources = [remote.get(i) or _teacher(config, i, tokenizer, vocab) for i, tokenizer in enumerate(tokenizers)]
@@ -148,7 +148,7 @@ def setup(
     state = _default_off_policy_distillation_save_state()
     if latest is not None:
         state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
-    logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=rank_and_world()[0])
+    logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
 
 
@@ -339,7 +339,7 @@ def run(config: MasterConfig) -> Path:
         student_tokenizer, teacher_tokenizers = load_tokenizers(config)
         train, val = load_datasets(config)
         parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
-        if teacher_tokenizers and rank_and_world()[0] == 0:
+        if teacher_tokenizers and Comm.world().rank == 0:
             run_folder.write_alignment_sample(config.logger.log_dir, student_tokenizer, teacher_tokenizers[0], train)
         xtoken_off_policy_distillation_train(*parts)
     return Path(config.logger.log_dir)

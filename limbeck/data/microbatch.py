@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.packing import Bins
-from limbeck.data.pinned import to_device
-from limbeck.data.rank_counts import max_over_ranks, sum_over_ranks
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import to_device
 from limbeck.utils.errors import ConfigError, DataError
 
 
@@ -250,7 +250,8 @@ def get_microbatch_iterator(
         tokens_key: the budget to use, e.g. ``"logprob_mb_tokens"`` for scoring.
     """
     bins = plan_microbatches(data, cfg, mbs, tokens_key=tokens_key)
-    total = max_over_ranks(len(bins), dp_mesh)
+    # data-parallel ranks before their first micro-batch: one number each, since all must take as many
+    total = int(Comm.of(dp_mesh).max(torch.tensor(len(bins))))
 
     def raw_batches() -> Iterator[BatchedDataDict]:
         for items in bins:
@@ -339,12 +340,12 @@ def process_global_batch(
     valid_toks = (batch["token_mask"][:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
     local = {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
     extra = dict(loss_fn.counts(batch)) if hasattr(loss_fn, "counts") else {}
-    names = sorted(extra)
-    values = [*local.values(), *(torch.as_tensor(extra[name]) for name in names)]
-    summed = sum_over_ranks(values, dp_group)
-    result: dict[str, Any] = {"batch": batch, **dict(zip(local, summed, strict=False))}
+    values = {**local, **{name: torch.as_tensor(extra[name]) for name in sorted(extra)}}
+    # data-parallel ranks, once per global batch: a few numbers, by which every rank divides its losses
+    summed = Comm.of(dp_group).sum_named(values)
+    result: dict[str, Any] = {"batch": batch, **{name: summed.pop(name) for name in local}}
     if hasattr(loss_fn, "counts"):
-        result["counts"] = dict(zip(names, summed[len(local) :], strict=True))
+        result["counts"] = summed
     return result
 
 

@@ -254,7 +254,7 @@ class Comm:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Work that may fail on some ranks: a `LimbeckError` of one is raised by all, with its text.
+        """Work that may fail on some ranks: a `LimbeckError` of one is raised by all, of its kind and with its text.
 
         Otherwise the others would go on and wait for it in their next collective.
         """
@@ -268,15 +268,16 @@ class Comm:
             own = 0 if error is None else self.size - self.rank
             worst = int(self.max(torch.tensor(own, device=self.device)))
             if worst:
-                text = self._broadcast_bytes(str(error or "").encode(), self.size - worst).decode()
-                error = error or LimbeckError(text)
+                told = self._broadcast_bytes(_packed(error), self.size - worst)
+                error = error or _unpacked(told)
         if error is not None:
             raise error
 
     def first_only(self, work: Callable[[], bytes]) -> bytes:
         """What `work` gives on the first rank, on all of them.
 
-        An error of that rank is one of all: the others raise a `LimbeckError` with its text.
+        An error of that rank is one of all: the others raise one of its kind (`LimbeckError` if it is not ours) with
+        its text.
         """
         if self.size == 1:
             return work()
@@ -285,15 +286,25 @@ class Comm:
             try:
                 answer = _GOOD + work()
             except Exception as error:  # whatever it is, the others must not wait for an answer
-                self._broadcast_bytes(_BAD + (str(error) or type(error).__name__).encode())
+                self._broadcast_bytes(_BAD + _packed(error))
                 raise
         answer = self._broadcast_bytes(answer)
         if answer[:1] == _BAD:
-            raise LimbeckError(answer[1:].decode())
+            raise _unpacked(answer[1:])
         return answer[1:]
 
 
 _ALONE = Comm(None)
+
+
+def _packed(error: Exception | None) -> bytes:
+    return json.dumps([type(error).__name__, str(error) or type(error).__name__]).encode()
+
+
+def _unpacked(raw: bytes) -> LimbeckError:
+    name, text = json.loads(raw)
+    kinds = {kind.__name__: kind for kind in LimbeckError.__subclasses__()}
+    return kinds.get(name, LimbeckError)(text)
 
 
 class _SumSameLoss(torch.autograd.Function):

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from limbeck.data.pinned import to_device
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import to_device
 from limbeck.losses.peers import Peers
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import varlen_kernel
@@ -48,19 +48,13 @@ class ContextPeers(Peers):
     """The ranks of a context-parallel group, among which a micro-batch's loss is shared out."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
-
-    @torch.no_grad()
-    def _reduced(self, values: Tensor, op: Any) -> Tensor:
-        out = values.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, op=op, group=self.group)
-        return out
+        self.comm = Comm.of(group)
 
     def maximum(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self.comm.max(values)
 
     def sum(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self.comm.sum(values)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -69,19 +63,18 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, split: GatheredAttention, dim: int) -> Tensor:
         ctx.split, ctx.dim = split, dim
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(split.ranks)]
-        dist.all_gather(parts, own.contiguous(), group=split.group)
-        halves = [half for part in parts for half in part.chunk(2, dim)]
+        # context-parallel ranks, twice per layer and once at the end: T / n positions of keys, values, hidden states
+        halves = [half for part in split.comm.gather(own) for half in part.chunk(2, dim)]
         # rank r brought pieces r and 2n - 1 - r
         return torch.cat(halves[0::2] + halves[1::2][::-1], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        split, pieces = ctx.split, grads[0].chunk(2 * ctx.split.ranks, ctx.dim)
-        sent = [torch.cat((pieces[r], pieces[2 * split.ranks - 1 - r]), ctx.dim) for r in range(split.ranks)]
-        out = torch.empty_like(sent[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter(out, [s.contiguous() for s in sent], group=split.group)
-        return out, None, None
+        comm = ctx.split.comm
+        pieces = grads[0].chunk(2 * comm.size, ctx.dim)
+        parts = [torch.cat((pieces[r], pieces[2 * comm.size - 1 - r]), ctx.dim) for r in range(comm.size)]
+        # the way back: every rank has gradients of all positions and wants the sum at its own
+        return comm.reduce_scatter(parts), None, None
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ class SplitSequences:
 
     def piece(self, number: int) -> tuple[int, int]:
         """First and last (excluded) position of a piece."""
-        size = self.length // (2 * self.split.ranks)
+        size = self.length // (2 * self.split.comm.size)
         return number * size, (number + 1) * size
 
     def tables(self, spans: Sequence[Span], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -144,15 +137,15 @@ class GatheredAttention:
     """All-gather attention over a context-parallel group."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.comm = Comm.of(group)
 
     def pieces(self) -> tuple[int, int]:
         """The two of 2n pieces that this rank holds."""
-        return self.rank, 2 * self.ranks - 1 - self.rank
+        return self.comm.rank, 2 * self.comm.size - 1 - self.comm.rank
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's part of `[B, T]`."""
-        parts = values.chunk(2 * self.ranks, 1)
+        parts = values.chunk(2 * self.comm.size, 1)
         return torch.cat([parts[i] for i in self.pieces()], 1)
 
     def install(self, body: Any) -> None:
@@ -165,8 +158,10 @@ class GatheredAttention:
     def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
         """See `SequenceSplit`. The length must be a multiple of twice the number of ranks."""
         ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
-        if ids.shape[1] % (2 * self.ranks):
-            raise ConfigError(f"sequences of {ids.shape[1]} tokens cannot be cut into {2 * self.ranks} equal pieces")
+        if ids.shape[1] % (2 * self.comm.size):
+            raise ConfigError(
+                f"sequences of {ids.shape[1]} tokens cannot be cut into {2 * self.comm.size} equal pieces"
+            )
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if borders is None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape, ParallelMesh
 
 
@@ -32,7 +31,7 @@ class JointRows:
     ``owners``: per pass the rank within the block that brings the rows; ``own``: the pass with this rank's rows.
     """
 
-    group: Any
+    comm: Comm
     owners: tuple[int, ...]
     own: int
 
@@ -48,30 +47,26 @@ class JointRows:
         most = max(len(places) for places in met)
         if most == 1:
             return None
-        rank, places = dist.get_rank(), met[teacher.data_rank]
+        rank, places = Comm.world().rank, met[teacher.data_rank]
         first = teacher.data_rank * shape.same_rows
         owners = [max(place * student.same_rows, first) - first for place in places]
         if alike:
             owners += owners[-1:] * (most - len(owners))
-        return cls(teacher.rows_group, tuple(owners), places.index(rank // student.same_rows))
+        return cls(Comm.of(teacher.rows_group), tuple(owners), places.index(rank // student.same_rows))
 
     @torch.no_grad()
     def passes(self, ids: Tensor, lengths: Tensor) -> Iterator[tuple[bool, Tensor, Tensor]]:
         """Per pass: whether it holds this rank's rows, ids ``[B, T]`` and lengths ``[B]`` on the CPU; sizes differ.
 
-        ids, lengths: this rank's rows, possibly none, on the device of the group's backend.
+        ids, lengths: this rank's rows, possibly none.
         """
-        ranks = dist.get_world_size(self.group)
-        size = torch.tensor(ids.shape, dtype=torch.int64, device=ids.device)
-        sizes = [torch.empty_like(size) for _ in range(ranks)]
-        dist.all_gather(sizes, size, group=self.group)
-        shapes = [(int(rows), int(width)) for rows, width in torch.stack(sizes).tolist()]
+        # the ranks of one copy of a teacher, per micro-batch: first how many rows each has, then all ids and lengths,
+        # 8 bytes a token; rows are small beside the teacher's forward pass, which all of them run
+        shapes = [tuple(size.tolist()) for size in self.comm.gather(torch.tensor(ids.shape))]
         rows, width = (max(column) for column in zip(*shapes, strict=True))
         mine = torch.cat((lengths[:, None].to(ids), F.pad(ids, (0, width - ids.shape[1]))), 1)
         mine = F.pad(mine, (0, 0, 0, rows - ids.shape[0])).contiguous()
-        found = [torch.empty_like(mine) for _ in range(ranks)]
-        if rows:
-            dist.all_gather(found, mine, group=self.group)
+        found = self.comm.gather(mine) if rows else [mine] * self.comm.size
         for number, owner in enumerate(self.owners):
             rows, width = shapes[owner]
             table = found[owner][:rows].cpu()

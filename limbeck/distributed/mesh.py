@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.tensor_plan import plan_of
 from limbeck.utils.errors import ConfigError
 
@@ -46,7 +47,7 @@ class MeshShape:
 
 def current_world() -> int:
     """Number of processes that have joined; 1 without torch.distributed."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return Comm.world().size
 
 
 def plan_mesh(layout: Mapping[str, Any], world: int, *, name: str = "policy") -> MeshShape:
@@ -81,7 +82,7 @@ def data_rank_and_world(layout: Any) -> tuple[int, int]:
     """This process's place among the readers of data, and their number, for a policy's ``dtensor_cfg``."""
     settings = layout if isinstance(layout, Mapping) else layout.model_dump()
     shape = plan_mesh(settings, current_world())
-    return (dist.get_rank() if shape.world > 1 else 0) // shape.same_rows, shape.data
+    return Comm.world().rank // shape.same_rows, shape.data
 
 
 def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None, name: str = "policy") -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.context_parallel import SequenceSplit
 from limbeck.distributed.mesh import ParallelMesh
 from limbeck.distributed.ring_attention import split_attention
@@ -206,16 +206,11 @@ class ShardedModel:
         for p in params:
             grad = _local(_settle(p))
             if self.mesh.reduce_group is not None and not _split_over(p)[0]:
-                self._sum(grad, self.mesh.reduce_group)
+                # data x context ranks: parameters that FSDP does not shard
+                Comm.of(self.mesh.reduce_group).sum_(grad)
             if id(p) in self._partial:
-                self._sum(grad, self.mesh.tensor_group)
-
-    def _sum(self, value: Tensor, group: Any) -> None:
-        """All-reduce in place; what lies in main memory travels over the device, whose backend the group has."""
-        there = value.to(self.mesh.device_mesh.device_type)
-        dist.all_reduce(there, group=group)
-        if there is not value:
-            value.copy_(there)
+                # tensor-parallel ranks: norms of single heads, and what saw a part of the sequence; h numbers each
+                Comm.of(self.mesh.tensor_group).sum_(grad)
 
     @torch.no_grad()
     def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
@@ -228,9 +223,10 @@ class ShardedModel:
         for kind in sorted(kinds):
             square = torch.stack([g.float().norm().double() for g in kinds[kind]]).square().sum()
             square = square.to(self.mesh.device_mesh.device_type)
+            # one number per way of splitting: each rank has the squares of its shards
             for split, group in zip(kind[:2], (self.mesh.reduce_group, self.mesh.tensor_group), strict=True):
                 if split:
-                    self._sum(square, group)
+                    square = Comm.of(group).sum(square)
             total = total + square
         norm = torch.as_tensor(total).sqrt()
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -249,9 +245,9 @@ class ShardedModel:
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in whole:
                 full = whole_tensor(value)
-                whole[id(value)] = full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
+                whole[id(value)] = full.cpu() if Comm.world().rank == 0 else full.new_empty(0)
             out[name] = whole[id(value)]
-        return out if dist.get_rank() == 0 else None
+        return out if Comm.world().rank == 0 else None
 
 
 def _other_dimension(p: nn.Parameter) -> Shard | None:

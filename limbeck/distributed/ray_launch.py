@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from limbeck.distributed.comm import leave_distributed
 from limbeck.utils.errors import ConfigError, LimbeckError
 
 
@@ -176,18 +177,10 @@ def _work(payload: dict[str, Any]) -> None:
         # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
         kind = type(error)
         ray.get(payload["outcome"].end.remote(f"{kind.__module__}:{kind.__qualname__}", str(error)))
-        _leave_peers()
+        leave_distributed()
     except RuntimeError:
         if not _peer_ended(payload["outcome"]):
             raise
-
-
-def _leave_peers() -> None:
-    """Close the process group, so that peers in a collective fail instead of waiting."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _peer_ended(outcome: Any, patience: float = 5.0) -> bool:

@@ -79,7 +79,7 @@ class RingAttention(GatheredAttention):
         odd_width = query.is_cuda and query.shape[-1] % 8
         if sequences.packed or window is not None or dropout or odd_width:
             return super().attend(query, key, value, sequences, window=window, scaling=scaling, dropout=dropout)
-        out: Tensor = _Ring.apply(query, key, value, self.group, scaling)
+        out: Tensor = _Ring.apply(query, key, value, self.comm._group, scaling)
         return out
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from limbeck.distributed.comm import Comm
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Source:
     def _send(self, whole: Tensor | None, like: Tensor, device: str) -> Tensor:
         out = torch.empty(like.shape, dtype=like.dtype, device=device) if whole is None else whole.detach().to(device)
         out = out.to(like.dtype).contiguous()
-        dist.broadcast(out, src=0)
-        return out
+        # rank 0 to all, one weight at a time: each keeps its part, so a whole model is in one process's memory only
+        return Comm.world().broadcast_(out)
 
 
 def _piece(whole: Tensor, p: Tensor) -> Tensor:

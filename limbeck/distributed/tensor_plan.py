@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from limbeck.distributed.comm import Comm
 from limbeck.utils.errors import ConfigError
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -57,7 +57,7 @@ class TensorSplit:
         parallelize_module(body, mesh, split)
         if sequence:
             self.partial |= self._on_parts(styles, parents)
-            SplitSequence(mesh.get_group(), mesh.size()).install(body, parents)
+            SplitSequence(Comm.of(mesh)).install(body, parents)
 
     def _named(self, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """(path, style) of the linear maps that the plan splits."""
@@ -172,21 +172,20 @@ class SplitSequence:
     """Between attention and MLP each rank holds T / t positions: norms and residuals are neither stored nor computed
     t times. Attention and MLP gather their input; their row-wise maps scatter the output."""
 
-    def __init__(self, group: Any, ranks: int) -> None:
-        self.group, self.ranks, self.rank = group, ranks, dist.get_rank(group)
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def cut(self, whole: Tensor) -> Tensor:
-        if whole.shape[1] % self.ranks:
+        if whole.shape[1] % self.comm.size:
             raise ConfigError(
-                f"sequences of {whole.shape[1]} tokens cannot be cut into {self.ranks} equal parts; "
+                f"sequences of {whole.shape[1]} tokens cannot be cut into {self.comm.size} equal parts; "
                 "sequence_parallel needs lengths that are multiples of tensor_parallel_size"
             )
-        return whole.chunk(self.ranks, 1)[self.rank].contiguous()
+        return whole.chunk(self.comm.size, 1)[self.comm.rank].contiguous()
 
     def gather(self, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        # tensor-parallel ranks, before attention and MLP of every layer: T / t positions of h numbers from each
+        return torch.cat(self.comm.gather(part), 1)
 
     def install(self, body: Any, parents: set[str]) -> None:
         """Hooks that cut before the first layer, gather before the modules at `parents` and after the last norm."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from limbeck.data.pinned import to_device
+from limbeck.distributed.device import to_device
 
 _Tree = TypeVar("_Tree")
 

@@ -5,20 +5,21 @@ A model that is to be sharded is read by rank 0 alone. The others build it witho
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
 from limbeck.distributed.source import Source
 from limbeck.distributed.tensor_plan import probe
 from limbeck.models.loading import body_of, check_head, empty_model, load_model, model_numbers, parse_dtype, unwrap
 from limbeck.models.lora import apply_lora
 from limbeck.models.settings import plain_settings
-from limbeck.utils.errors import ConfigError, LimbeckError
+from limbeck.utils.errors import ConfigError
 
 
 def tokenizer_size(tokenizer: Any) -> int | None:
@@ -138,20 +139,17 @@ class ModelBuilder:
 
     def _read_once(self, tensor: int) -> tuple[Any, Source]:
         """(a model without weights, where they are). Every rank must call it; an error of rank 0 is raised on all."""
-        source, error = Source(), None
-        if dist.get_rank() == 0:
-            try:
+        world, source, numbers = Comm.world(), Source(), None
+        with world.fail_together():
+            if world.rank == 0:
                 # it only runs in main memory, where not every way to attend does
                 source.model = self._read({**self.cfg, "attn_implementation": None})
                 check_head(source.model, self.size)
                 source.hidden = probe(body_of(source.model), tensor, "cpu") if tensor > 1 else None
-            except LimbeckError as e:
-                error = e
-        told = [None if error is None else str(error), getattr(source.model, "config", None)]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None:
-            raise error or ConfigError(told[0])
+                numbers = json.loads(source.model.config.to_json_string(use_diff=False))
+        # rank 0 to all, once per model: what only the reader of a file knows, such as a GGUF's sizes
+        numbers = world.broadcast_json(numbers)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = empty_model(self.cfg, told[1], param_dtype(self.cfg, self.trained))
+            model = empty_model(self.cfg, numbers, param_dtype(self.cfg, self.trained))
         model.tie_weights()
         return model.eval(), source

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
 from limbeck.models.cache import CacheSpec, CacheWriter, document_key
@@ -130,9 +130,7 @@ class _Scorer:
             return
         while True:
             documents = next(wanted, None)
-            left = torch.tensor([float(documents is not None)], device=self.policy.device)
-            dist.all_reduce(left, op=dist.ReduceOp.MAX)
-            if not int(left):
+            if not Comm.world().any(documents is not None):
                 return
             yield documents or []
 

@@ -132,8 +132,11 @@ def _random(cfg: dict[str, Any], dtype: torch.dtype, vocab_size: int | None, see
         raise ConfigError(f"no model can be made from {cfg['model_name'] or overrides}: {_one_line(e)}") from e
 
 
-def empty_model(cfg: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
-    """The model of a transformers configuration as ``load_model`` makes it, with whatever weights."""
+def empty_model(cfg: dict[str, Any], numbers: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A model as ``load_model`` makes it, with whatever weights, of a transformers configuration's own keys."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[numbers["model_type"]].from_dict(numbers)
     return _auto()[1].from_config(config, dtype=dtype, **_extras(cfg))
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
-from limbeck.data.pinned import to_device
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import default_device, to_device
 from limbeck.distributed.mesh import MeshShape, current_world
 from limbeck.distributed.parallelize import (
     ShardedModel,
@@ -92,7 +92,7 @@ class Policy:
     ) -> None:
         self.cfg = plain_settings(cfg)
         self.name, self.tokenizer, self.dp_group = name, tokenizer, dp_group
-        self.device = torch.device(device if device is not None else _default_device())
+        self.device = torch.device(device if device is not None else default_device())
         self.precision = parse_dtype(self.cfg["precision"])
         refuse_unsupported(self.cfg, name, init_optimizer)
         size = tokenizer_size(tokenizer)
@@ -411,7 +411,7 @@ class Policy:
         Every rank must call it. Weights are whole from any layout; the train state may be read under another one.
         """
         whole = None if self.sharded is None else self.sharded.full_state()
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if Comm.world().rank == 0:
             save_weights(self.model, weights_path, self.tokenizer, tokenizer_path, state=whole)
         if optimizer_path is not None:
             save_state(optimizer_path, self.train_state())
@@ -443,7 +443,3 @@ class Policy:
             groups = len(self.optimizer.param_groups) if self.optimizer else 1
             self.scheduler.load_state_dict(scheduler_state(state["scheduler"], groups))
         self.steps = int(state["steps"])
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

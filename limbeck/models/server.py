@@ -20,7 +20,7 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
-from limbeck.distributed.exchange import once_for_all
+from limbeck.distributed.comm import Comm
 from limbeck.losses.signals import Signal, TopKSignal
 from limbeck.models.cache import document_key
 from limbeck.models.scoring import next_tokens
@@ -81,7 +81,7 @@ class ServerTeacher:
         self._same_ids = student_fingerprint in (None, vocab.fingerprint)
         self._found: dict[str, ScoredDocument | ServerFailure] = {}
         self._in_a_row = 0
-        self._group = group
+        self._readers = Comm.of(group)
         self._retries = 0
         self.facts = self._probe(tokenizer)
         if longest is not None and self.facts.max_length is not None and longest > self.facts.max_length:
@@ -96,13 +96,13 @@ class ServerTeacher:
 
     def attach(self, student: Policy) -> None:
         """Learn which processes read the same rows; every rank must call it."""
-        self._group = None if student.mesh is None else student.mesh.rows_group
+        self._readers = Comm.of(None if student.mesh is None else student.mesh.rows_group)
 
     def _probe(self, tokenizer: Any) -> ServerFacts:
         def ask() -> bytes:
             return json.dumps(asdict(probe_server(self.client, self.config, tokenizer))).encode()
 
-        return ServerFacts(**json.loads(once_for_all(ask, self._group)))
+        return ServerFacts(**json.loads(self._readers.first_only(ask)))
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class ServerTeacher:
             found = self.score(documents)
             return pack_scores(found, retries=self.client.counts["retries"] - before)
 
-        found, facts = unpack_scores(once_for_all(ask, self._group))
+        found, facts = unpack_scores(self._readers.first_only(ask))
         self._retries += facts["retries"]
         return found
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.context_parallel import ContextPeers
-from limbeck.distributed.exchange import failing_together
 from limbeck.losses.blocks import deferred_checks
 from limbeck.utils.errors import ConfigError, DataError, LossError
+from limbeck.utils.metrics import Metrics
 from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
     from limbeck.models.teachers import TeacherSource
 
 Sums = dict[str, tuple[Any, Any]]
-
-
-def process_group(mesh_or_group: Any) -> Any:
-    """The process group of a data-parallel mesh or group; None where it has only this rank."""
-    if mesh_or_group is None or not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = mesh_or_group.get_group() if hasattr(mesh_or_group, "get_group") else mesh_or_group
-    return group if dist.get_world_size(group) > 1 else None
 
 
 def train_on_batches(
@@ -52,8 +43,7 @@ def train_on_batches(
     timer: Timer,
 ) -> dict[str, Any]:
     """See ``Policy.train``."""
-    group = process_group(policy.dp_group)
-    ranks = dist.get_world_size(group) if group is not None else 1
+    ranks = Comm.of(policy.dp_group).size
     # among several ranks one may have no rows; it still takes part
     local = max(data.size, int(ranks > 1)) if gbs is None else gbs // ranks
     if local < 1 or (gbs is not None and gbs % ranks):
@@ -95,7 +85,7 @@ def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource], student: 
     sums: Sums = {}
     for index, teacher in enumerate(teachers):
         if hasattr(teacher, "announce"):
-            with failing_together(process_group(student.dp_group)):
+            with Comm.of(student.dp_group).fail_together():
                 mask, metrics = teacher.announce(data, index)
             data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
             sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
@@ -136,31 +126,10 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("loss", "grad_norm"):
         values = [r[name] for r in results if r[name] is not None]
         last[name] = sum(values) / len(values) if values else None
-    metrics: Sums = {}
-    for result in results:
-        for name, (total, count) in result["metrics"].items():
-            old = metrics.get(name, (0.0, 0.0))
-            metrics[name] = (old[0] + total, old[1] + count)
-    last["metrics"] = metrics
+    last["metrics"] = Metrics.total(result["metrics"] for result in results).pairs()
     for name in ("tokens", "microbatches"):
         last[name] = sum(r[name] for r in results)
     return last
-
-
-def same_names(sums: dict[str, list[Tensor]], group: Any, device: torch.device) -> dict[str, list[Tensor]]:
-    """The metrics of all ranks, with zeros for those that this rank's rows did not have (no chunk, no site)."""
-    if group is None:
-        return sums
-    # a short digest settles the usual case, in which all ranks have the same
-    digest = zlib.crc32("/".join(sorted(sums)).encode())
-    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-    if int(ends[0]) == -int(ends[1]):
-        return sums
-    lists: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(lists, sorted(sums), group=group)
-    zeros = [torch.zeros((), dtype=torch.float64, device=device)] * 2
-    return {name: sums.get(name, zeros) for name in sorted(set().union(*lists))}
 
 
 @dataclass
@@ -197,8 +166,8 @@ class Step:
 
     def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
         self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
-        self.group, self.reduce_group = process_group(policy.dp_group), process_group(policy.reduce_group)
-        self.sums: dict[str, list[Tensor]] = {}
+        self.data, self.reduce = Comm.of(policy.dp_group), Comm.of(policy.reduce_group)
+        self.metrics = Metrics()
         self.tokens = self.number = 0
         self.counts: dict[str, Tensor] = {}
         self.valid = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
@@ -220,7 +189,7 @@ class Step:
     ) -> None:
         """Forward and backward of global batch ``index`` of ``data``, ``local`` rows of this rank (default: all)."""
         size = max(data.size, 1) if local is None else local
-        prepared = process_global_batch(data, loss_fn, self.group, batch_idx=index, batch_size=size)
+        prepared = process_global_batch(data, loss_fn, self.data, batch_idx=index, batch_size=size)
         batch, counts = prepared["batch"], prepared.get("counts", {})
         if not self.eval_mode:
             _check_all_trained(self.policy, loss_fn)
@@ -302,17 +271,7 @@ class Step:
 
     def add_metrics(self, metrics: Sums) -> None:
         """Add (sum, count) pairs to this step's."""
-        for name, pair in metrics.items():
-            values = [self._wide(v) for v in pair]
-            old = self.sums.get(name)
-            self.sums[name] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
-
-    def _wide(self, value: Any) -> Tensor:
-        """A number as float64 on the device; one that the host knows is written there, since copying it would wait."""
-        device = self.policy.device
-        if isinstance(value, Tensor) and value.device.type == device.type:
-            return value.double()
-        return torch.full((), float(value), dtype=torch.float64, device=device)
+        self.metrics.add(metrics)
 
     def _check(self, read: _Read) -> None:
         """Refuse a step whose loss or gradient is not finite; all ranks come to the same answer."""
@@ -375,30 +334,21 @@ class Step:
         if self.policy.sharded is not None:
             self.policy.sharded.collect(params)
             return
-        if self.group is None:
-            return
         for p in params:
             # a parameter that this rank's rows did not reach still takes part, with zeros
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad, group=self.group)
+            self.data.sum_(p.grad)
 
     def _read(self, norm: Tensor | None) -> _Read:
         """Loss, metrics and flags summed over ranks; the one place where a step waits for the device."""
-        device = self.policy.device
-        self.sums = same_names(self.sums, self.reduce_group, device)
-        names = sorted(self.sums)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         losses = torch.stack([done.loss.double() for done in self.done]) if self.done else zero[None]
         flags = sum((flag.double() for done in self.done for flag in done.flags), zero.expand(2))
         infinite = (~torch.isfinite(losses)).sum() + flags[0]
-        values = torch.stack([losses.sum(), infinite, flags[1], self._wide(self.tokens), *self._flat(names)])
-        if self.reduce_group is not None:
-            dist.all_reduce(values, group=self.reduce_group)
-        numbers = torch.cat((values, (zero if norm is None else norm.to(zero)).reshape(1))).tolist()
-        loss, bad, odd, tokens, *pairs, last = numbers
-        metrics: Sums = {n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)}
-        return _Read(loss, metrics, int(tokens), bool(bad), bool(odd), None if norm is None else last)
-
-    def _flat(self, names: list[str]) -> list[Tensor]:
-        return [value for name in names for value in self.sums[name]]
+        same = [] if norm is None else [norm]
+        # data x context ranks, once per step: a few numbers, all that the host learns of it
+        metrics, (loss, bad, odd, tokens, *norms) = self.metrics.reduced(
+            self.reduce, losses.sum(), infinite, flags[1], self.tokens, same=same
+        )
+        return _Read(loss, metrics.pairs(), int(tokens), bool(bad), bool(odd), norms[0] if norms else None)

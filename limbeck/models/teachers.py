@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, process_microbatch
-from limbeck.data.pinned import to_device
+from limbeck.distributed.device import to_device
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
 from limbeck.losses.inputs import teacher_prefix

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
+from limbeck.distributed.comm import Comm
 from limbeck.utils.errors import CheckpointError, ConfigError
 from limbeck.utils.paths import fsync_path, fsync_tree, write_atomic
 
@@ -60,12 +61,6 @@ def parse_duration(text: str) -> float:
     return float(sum(int(p) * unit for p, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 
 
-def _dist() -> Any | None:
-    import torch.distributed as dist
-
-    return dist if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
-
-
 def _is_disk_full(error: BaseException | None) -> bool:
     """Libraries wrap the system's error or only keep its text, so look along the chain and at the words."""
     seen: set[int] = set()
@@ -101,40 +96,17 @@ class CheckpointManager:
         self._start = self._last_save = time.monotonic()
         by = self.config.checkpoint_must_save_by
         self._deadline = None if by is None else parse_duration(by)
-        if self.config.enabled and self._rank() == 0:
+        if self.config.enabled and Comm.world().rank == 0:
             self._make_dir()
             self._clean()
-        self._barrier()
+        # nobody may look for checkpoints before the leftovers of a killed run are gone
+        Comm.world().barrier()
 
     def _make_dir(self) -> None:
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise CheckpointError(f"cannot make checkpoint folder {str(self.checkpoint_dir)!r}: {e}") from e
-
-    @staticmethod
-    def _rank() -> int:
-        d = _dist()
-        return d.get_rank() if d else 0
-
-    @staticmethod
-    def _barrier() -> None:
-        d = _dist()
-        if d:
-            d.barrier()
-
-    @staticmethod
-    def _agree(flag: bool) -> bool:
-        """True on all ranks if it is on any: clocks and signals differ between ranks, the decision must not."""
-        d = _dist()
-        if d is None:
-            return flag
-        import torch
-
-        device = "cuda" if d.get_backend() == "nccl" else "cpu"
-        value = torch.tensor(int(flag), device=device)
-        d.all_reduce(value, op=d.ReduceOp.MAX)
-        return bool(value.item())
 
     def _clean(self) -> None:
         """Remove what a killed run left behind; put back a checkpoint that was about to be replaced."""
@@ -162,7 +134,8 @@ class CheckpointManager:
     def should_stop(self) -> bool:
         """Whether the run must end now, after saving: SIGTERM arrived or the deadline passed. Collective."""
         late = self._deadline is not None and time.monotonic() - self._start >= self._deadline
-        return self._agree(self.save_on_signal or late)
+        # clocks and signals differ between ranks, the decision must not
+        return Comm.world().any(self.save_on_signal or late)
 
     def should_save(self, step: int, *, last: bool = False, stop: bool = False) -> bool:
         """Whether to save after ``step``. Pass ``stop=should_stop()``. Collective where time decides."""
@@ -171,7 +144,7 @@ class CheckpointManager:
         period = self.config.save_period
         by_time = False
         if self.config.save_every_minutes is not None:
-            by_time = self._agree(time.monotonic() - self._last_save >= 60 * self.config.save_every_minutes)
+            by_time = Comm.world().any(time.monotonic() - self._last_save >= 60 * self.config.save_every_minutes)
         return last or stop or by_time or (period > 0 and step % period == 0)
 
     # -- write ------------------------------------------------------------------------------------------------------
@@ -183,7 +156,7 @@ class CheckpointManager:
         if not self.config.enabled:
             raise CheckpointError("checkpointing is disabled in this run; set checkpointing.enabled=true to save")
         tmp = self.checkpoint_dir / f"tmp_step_{step}"
-        if self._rank() == 0:
+        if Comm.world().rank == 0:
             if tmp.exists():
                 shutil.rmtree(tmp)
             tmp.mkdir(parents=True)
@@ -191,15 +164,17 @@ class CheckpointManager:
             write_atomic(tmp / INFO_NAME, json.dumps(info, indent=1, sort_keys=True))
             if run_config is not None:
                 write_atomic(tmp / "config.json", json.dumps(run_config, indent=1, sort_keys=True, default=str))
-        self._barrier()
+        # the folder must be there before any rank writes into it
+        Comm.world().barrier()
         return tmp
 
     def finalize_checkpoint(self, tmp: str | Path) -> Path:
         """Flush ``tmp_step_N``, give it its name, then remove what need not be kept."""
         tmp = Path(tmp)
         final = self.checkpoint_dir / tmp.name.removeprefix("tmp_")
-        self._barrier()
-        if self._rank() == 0:
+        # rank 0 must not name it before all have written
+        Comm.world().barrier()
+        if Comm.world().rank == 0:
             fsync_tree(tmp)
             if final.exists():
                 old = self.checkpoint_dir / f"old_{final.name}"
@@ -213,7 +188,8 @@ class CheckpointManager:
                 tmp.rename(final)
                 fsync_path(self.checkpoint_dir)
             self.remove_old_checkpoints()
-        self._barrier()
+        # and nobody may look for it before it has its name
+        Comm.world().barrier()
         self._last_save = time.monotonic()
         return final
 

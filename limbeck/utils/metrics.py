@@ -69,7 +69,7 @@ class Metrics:
         numbers = _stacked([value for pair in self._pairs.values() for value in pair]).tolist()
         return dict(zip(self._pairs, zip(numbers[0::2], numbers[1::2], strict=True), strict=True))
 
-    def reduced(self, comm: Comm, *more: Tensor, same: Sequence[Tensor] = ()) -> tuple[Metrics, list[float]]:
+    def reduced(self, comm: Comm, *more: Value, same: Sequence[Tensor] = ()) -> tuple[Metrics, list[float]]:
         """The sum over the ranks, by name, as numbers; names that some rank lacks are 0 there. One wait.
 
         Args:

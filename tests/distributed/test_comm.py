@@ -169,6 +169,6 @@ def _errors(rank: int, world: int) -> list[str]:
 
 def test_an_error_of_one_is_one_of_all(tmp_path: Path) -> None:
     first, second, third = together(3, _errors, tmp_path)
-    assert first == ["fine", "LimbeckError: rank 1", "LimbeckError: rank 1", "ValueError: only the first knows"]
+    assert first == ["fine", "ConfigError: rank 1", "ConfigError: rank 1", "ValueError: only the first knows"]
     assert second == ["fine", "ConfigError: rank 1", "ConfigError: rank 1", "LimbeckError: only the first knows"]
-    assert third == ["fine", "LimbeckError: rank 1", "ConfigError: rank 2", "LimbeckError: only the first knows"]
+    assert third == ["fine", "ConfigError: rank 1", "ConfigError: rank 2", "LimbeckError: only the first knows"]

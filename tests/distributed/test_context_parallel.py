@@ -14,6 +14,7 @@ import torch
 from limbeck.algorithms.dispatch import resolve_and_run
 from limbeck.config import load_config
 from limbeck.distributed import context_parallel, ring_attention
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.context_parallel import GatheredAttention, Span, SplitSequences, query_spans
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import VarlenKernel
@@ -132,7 +133,7 @@ class Alone(GatheredAttention):
     """Both pieces of a sequence on the only rank."""
 
     def __init__(self) -> None:
-        self.group, self.rank, self.ranks = None, 0, 1
+        super().__init__(Comm.alone())
 
 
 @pytest.mark.parametrize("window", [None, 5])
