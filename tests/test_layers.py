@@ -24,7 +24,6 @@ PENDING = {
     "distributed/parallelize.py imports limbeck.losses",
     "distributed/parallelize.py imports limbeck.utils",
     "distributed/ray_launch.py imports limbeck.utils",
-    "distributed/ring_attention.py imports limbeck.utils",
     "distributed/tensor_plan.py imports limbeck.utils",
     "distributed/vocab_parallel.py imports limbeck.losses",
 }

@@ -304,7 +304,7 @@ def process_microbatch(
         inputs = replace(inputs, position_ids=None, vlm_kwargs=vlm_kwargs)
     if cp_size > 1:
         inputs.seq_index = torch.arange(inputs.seq_len, device=ids.device)[None]
-        # A ring attends causally and takes no mask; right padding is never seen by a real token.
+        # Attention over ranks is causal and takes no mask; right padding is never seen by a real token.
         inputs.attention_mask = None
         assert inputs.position_ids is not None
         inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]

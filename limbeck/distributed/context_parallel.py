@@ -4,9 +4,6 @@ Rank r of n holds pieces r and 2n - 1 - r of 2n, so that early and late position
 are shared evenly. Keys and values are gathered per layer (their gradients are summed back by a reduce-scatter); queries
 stay. The last hidden states are gathered too, R x h, after which rows are where a single process would have them: the
 next-token shift and chunks that straddle ranks need no care, and each rank takes its share of the loss's blocks.
-
-`SequenceSplit` is the interface: a body and its inputs in, whole hidden states out. `GatheredAttention` runs on any
-backend and knows packed documents and sliding windows; `limbeck.distributed.ring_attention` has torch's own ring.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,18 +27,6 @@ from limbeck.utils.varlen_kernel import varlen_kernel
 ATTENTION_NAME = "limbeck_context"
 _BAND_ROWS = 512
 """Queries that share one mask of a sliding window, at least; the mask is as wide as they and the window together."""
-
-
-class SequenceSplit(Protocol):
-    """Runs a body on sequences that are split over ranks."""
-
-    def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
-        """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has.
-
-        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence; borders:
-        the same on the host, which otherwise waits for them.
-        """
-        ...
 
 
 class ContextPeers(Peers):
@@ -136,8 +121,8 @@ class SplitSequences:
 class GatheredAttention:
     """All-gather attention over a context-parallel group."""
 
-    def __init__(self, group: Any) -> None:
-        self.comm = Comm.of(group)
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def pieces(self) -> tuple[int, int]:
         """The two of 2n pieces that this rank holds."""
@@ -156,7 +141,12 @@ class GatheredAttention:
         body.config._attn_implementation = ATTENTION_NAME
 
     def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
-        """See `SequenceSplit`. The length must be a multiple of twice the number of ranks."""
+        """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has; T must be a
+        multiple of twice the number of ranks.
+
+        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence; borders:
+        the same on the host, which otherwise waits for them.
+        """
         ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
         if ids.shape[1] % (2 * self.comm.size):
             raise ConfigError(

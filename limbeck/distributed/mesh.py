@@ -54,8 +54,13 @@ def plan_mesh(layout: Mapping[str, Any], world: int, *, name: str = "policy") ->
     """Shape of the mesh for ``dtensor_cfg``: data parallelism takes what tensor and context parallelism leave.
 
     Raises:
-        ConfigError: the sizes do not divide the number of processes.
+        ConfigError: the sizes do not divide the number of processes, or a way to attend is asked for that is gone.
     """
+    if layout.get("context_parallel_attention") == "ring":
+        raise ConfigError(
+            f"{name}: dtensor_cfg.context_parallel_attention is 'ring', which stood on private functions of torch and "
+            "was removed; set it to 'gather' (what 'auto' means) or leave it out"
+        )
     tensor, context = int(layout["tensor_parallel_size"]), int(layout["context_parallel_size"])
     if world % (tensor * context):
         raise ConfigError(

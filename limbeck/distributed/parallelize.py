@@ -16,9 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.context_parallel import SequenceSplit
+from limbeck.distributed.context_parallel import GatheredAttention
 from limbeck.distributed.mesh import ParallelMesh
-from limbeck.distributed.ring_attention import split_attention
 from limbeck.distributed.source import Source
 from limbeck.distributed.tensor_plan import TensorSplit, check_probe, probe
 from limbeck.distributed.vocab_parallel import ShardedAxis
@@ -35,7 +34,6 @@ class ShardedModel:
         fsdp: shard parameters, gradients and optimizer state over data x context.
         param_dtype: type in which sharded parameters are gathered for the computation; None: their own.
         sequence_parallel: split hidden states between layers over the tensor-parallel ranks.
-        context_attention: ``auto``, ``gather`` or ``ring``, see `split_attention`.
         cpu_offload: keep FSDP's shards, their gradients and optimizer state in main memory.
         source: where the weights of a model on the meta device come from.
     """
@@ -49,7 +47,6 @@ class ShardedModel:
         fsdp: bool,
         param_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
-        context_attention: str = "auto",
         cpu_offload: bool = False,
         source: Source | None = None,
     ) -> None:
@@ -60,11 +57,10 @@ class ShardedModel:
         self._check_adapters()
         self._partial: set[int] = set()
         self._split_weights(param_dtype, sequence_parallel, cpu_offload, source)
-        self.split: SequenceSplit | None = None
+        self.split: GatheredAttention | None = None
         if mesh.context_group is not None:
-            found = split_attention(context_attention, mesh.context_group, mesh.device_mesh.device_type)
-            found.install(body)
-            self.split = found
+            self.split = GatheredAttention(Comm.of(mesh.context_group))
+            self.split.install(body)
         self._leaf: Tensor | None = None
         self._whole: Tensor | None = None
         self._axis: VocabAxis | None = None

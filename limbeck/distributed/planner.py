@@ -86,7 +86,6 @@ class Workload:
     trained: int | None = None
     optimizer_bytes: int = 8
     checkpointing: bool = False
-    packed: bool = False
 
     @property
     def trained_parameters(self) -> int:
@@ -185,8 +184,8 @@ def memory_of(work: Workload, layout: Layout) -> dict[str, float]:
     tokens = work.microbatch_tokens / layout.mesh.context
     per_layer = tokens * layer_activation_bytes(s, work.compute_bytes, tensor)
     kept = tokens * s.hidden * work.compute_bytes
-    if layout.mesh.context > 1 and work.packed:
-        # packed documents attend to gathered keys and values, which the backward pass wants again
+    if layout.mesh.context > 1:
+        # queries attend to gathered keys and values, which the backward pass wants again
         per_layer += work.microbatch_tokens * 2 * s.kv_heads * s.head_dim * work.compute_bytes / tensor
     activations = s.layers * kept + per_layer if work.checkpointing else s.layers * per_layer
     out = {

@@ -125,7 +125,6 @@ class Policy:
             self.body,
             self.mesh,
             fsdp=layout["fsdp"],
-            context_attention=layout["context_parallel_attention"],
             param_dtype=self.precision if narrow else None,
             sequence_parallel=layout["sequence_parallel"],
             cpu_offload=layout["cpu_offload"],

@@ -35,8 +35,8 @@ class DTensorConfig(_Strict):
     tensor_parallel_size: int = Field(default=1, ge=1)
     context_parallel_size: int = Field(default=1, ge=1)
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
-    """How ranks that share a sequence attend: to gathered keys and values, or to those that torch's ring brings them,
-    layer by layer where it can (full attention, no packing). auto: the ring on accelerators, otherwise gather."""
+    """How ranks that share a sequence attend: to gathered keys and values, which is also ``auto``. ``ring`` was removed
+    and is refused."""
     fsdp: bool = False
     """Shard parameters, gradients and optimizer state over the data- and context-parallel processes (FSDP2)."""
 

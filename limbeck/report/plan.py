@@ -168,7 +168,6 @@ def workload_of(config: MasterConfig) -> Workload:
         trained=_trained(policy, student),
         optimizer_bytes=_optimizer_bytes(policy),
         checkpointing=policy.dtensor_cfg.activation_checkpointing,
-        packed=policy.sequence_packing.enabled,
     )
 
 

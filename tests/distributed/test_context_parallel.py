@@ -1,4 +1,4 @@
-"""Sequences split over ranks: packed documents, sliding windows, torch's ring and losses that look at whole
+"""Sequences split over ranks: packed documents, sliding windows and losses that look at whole
 micro-batches take the step that one process takes (float32, 1e-5 relative), on real processes."""
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 
 from limbeck.algorithms.dispatch import resolve_and_run
 from limbeck.config import load_config
-from limbeck.distributed import context_parallel, ring_attention
+from limbeck.distributed import context_parallel
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.context_parallel import GatheredAttention, Span, SplitSequences, query_spans
-from limbeck.utils.errors import ConfigError
 from limbeck.utils.varlen_kernel import VarlenKernel
 from tests.distributed.cases import Case, close, step, together
 from tests.distributed.launch_cases import figures, write_run
@@ -24,7 +23,6 @@ from tests.models.test_varlen import plain_kernel
 from tests.models.tiny import LLAMA, QWEN3
 
 CONTEXT, TENSOR, FSDP = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}, {"fsdp": True}
-RING = {**CONTEXT, "context_parallel_attention": "ring"}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 9}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 MIXED = {
@@ -62,18 +60,15 @@ RECOMPUTED = {"activation_checkpointing": True}
 
 # name: (processes, layout of the student, layout of the teachers, cases)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
-    "context": (2, CONTEXT, CONTEXT, [name for name in CASES if name not in ("padded", "windows", *EMPTY)]),
+    "context": (2, CONTEXT, CONTEXT, [name for name in CASES if name not in ("windows", *EMPTY)]),
     "context, whole teachers": (2, CONTEXT, {}, ["two teachers"]),
-    "context, recomputed": (2, {**CONTEXT, **RECOMPUTED}, CONTEXT, ["windows"]),
-    "ring": (2, RING, RING, ["packed", "some layers with windows"]),
-    "ring, recomputed": (2, {**RING, **RECOMPUTED}, RING, ["padded"]),
-    "ring of four": (4, {**RING, "context_parallel_size": 4}, {}, ["padded"]),
-    "context of four": (4, {"context_parallel_size": 4}, {}, ["windows"]),
+    "context, recomputed": (2, {**CONTEXT, **RECOMPUTED}, CONTEXT, ["padded", "windows"]),
+    "context of four": (4, {"context_parallel_size": 4}, {}, ["padded", "windows"]),
     "data x context": (4, CONTEXT, CONTEXT, ["two teachers", *EMPTY]),
     "fsdp x context": (4, {**FSDP, **CONTEXT}, {**FSDP, **CONTEXT}, ["packed, tied", "an empty rank"]),
     "context x tensor": (4, {**CONTEXT, **TENSOR}, {**CONTEXT, **TENSOR}, ["packed", "p_kl", "scored by ce"]),
     "context x sequence": (4, {**CONTEXT, **SEQUENCE}, CONTEXT, ["windows"]),
-    "ring x tensor": (4, {**RING, **TENSOR}, TENSOR, ["padded"]),
+    "context x tensor, other teachers": (4, {**CONTEXT, **TENSOR}, TENSOR, ["padded"]),
 }
 
 
@@ -165,41 +160,6 @@ def test_one_kernel_call_per_piece_is_the_loop_over_documents(
         torch.testing.assert_close(one, other)
 
 
-DEVICES = [
-    ("cpu", torch.float32, 1e-5),
-    pytest.param("cuda", torch.float32, 1e-4, marks=[pytest.mark.gpu]),
-    pytest.param("cuda", torch.bfloat16, 2e-2, marks=[pytest.mark.gpu]),
-]
-
-
-@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_rings_kernels_are_attention(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
-    """Grouped heads and lengths that fill no tile: outputs, and gradients from what the forward kernel kept."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    lengths = (37, 37) if causal else (37, 74)
-    shapes = [(2, 4, lengths[0], 16), (2, 2, lengths[1], 16), (2, 2, lengths[1], 16)]
-    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(x.float() for x in inputs), is_causal=causal, enable_gqa=True, scale=0.3
-    )
-    weight = torch.randn_like(wanted)
-    grads = torch.autograd.grad((wanted * weight).sum(), inputs)
-    with torch.no_grad():
-        out, lse, *random = ring_attention._forward_kernel(*inputs, is_causal=causal, scale=0.3)
-        kept = dict(zip(("query", "key", "value"), inputs, strict=True))
-        found = ring_attention._backward_kernel(
-            grad_out=weight.to(dtype), **kept, out=out, logsumexp=lse, is_causal=causal, scale=0.3, random=random
-        )
-    assert lse.shape == (2, 4, 37)
-    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
-    for one, other in zip(found, grads, strict=True):
-        torch.testing.assert_close(
-            one.float(), other.float(), rtol=tolerance, atol=tolerance * float(other.abs().max())
-        )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 50])
@@ -219,19 +179,6 @@ def test_flash_attends_like_the_loop(window: int | None, borders: list[int]) -> 
         grads = [torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, wanted)]
         for one, other in zip(*grads, strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
-
-
-def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatheredAttention, "__init__", lambda self, group: None)
-    choose = ring_attention.split_attention
-    assert type(choose("auto", None, "cpu")) is GatheredAttention
-    assert type(choose("gather", None, "cuda")) is GatheredAttention
-    assert type(choose("auto", None, "cuda")) is ring_attention.RingAttention
-    assert type(choose("ring", None, "cpu")) is ring_attention.RingAttention
-    monkeypatch.setattr(ring_attention, "_engine", None)
-    assert type(choose("auto", None, "cuda")) is GatheredAttention
-    with pytest.raises(ConfigError, match=r"'ring', which torch .* does not have"):
-        choose("ring", None, "cuda")
 
 
 def whole_run(rank: int, world: int, run: dict[str, Any]) -> None:

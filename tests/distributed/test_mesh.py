@@ -75,6 +75,7 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
         ({"cpu_offload": True}, "fsdp is off", {}),
         ({"cpu_offload": True, "fsdp": True, "tensor_parallel_size": 4}, "several data", {"model_overrides": WIDE}),
         ({"sequence_parallel": True}, "tensor_parallel_size is 1", {}),
+        ({"context_parallel_attention": "ring"}, r"'ring', .* was removed; set it to 'gather'", {}),
     ):
         with pytest.raises(ConfigError, match=message):
             Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")
