@@ -1,22 +1,195 @@
-"""Where the processes of a run come from: this one, those that torchrun started, or workers of a Ray cluster."""
+"""The same function under Ray Train: placement, process group, restarts from the last checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from limbeck.distributed.comm import leave_distributed
+from limbeck.utils.errors import ConfigError, LimbeckError
 
-def launch(run: Callable[[Any], Path], config: Any) -> Path:
-    """Run ``run(config)`` where ``config.cluster.launcher`` says; returns the run folder.
 
-    ``run``: a module-level function of one validated configuration. Under ``local`` it is simply called: a process
-    that torchrun started finds its peers in the environment (see ``limbeck.distributed.process``). Under ``ray`` the
-    same function runs in the workers of a Ray Train job, and goes on from its last checkpoint after one dies.
+def load_ray() -> Any:
+    """Ray, which is an optional part of the installation."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "cluster.launcher is 'ray' but Ray is not installed; pip install 'limbeck[ray]', or set it to local"
+        ) from error
+
+
+@contextmanager
+def connected(cluster: Any) -> Iterator[Any]:
+    """Ray, connected to the cluster of a run file; one that was started here ends with the block."""
+    ray = load_ray()
+    mine = not ray.is_initialized()
+    if mine:
+        _connect(ray, cluster.ray_address)
+    try:
+        yield ray
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    kwargs: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        kwargs["include_dashboard"] = False
+    try:
+        ray.init(address=address, **kwargs)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the Ray cluster {address or os.environ.get('RAY_ADDRESS')!r} cannot be joined: {line}"
+        ) from error
+
+
+def number_of_workers(cluster: Any) -> int:
+    """Training processes that a run file asks for."""
+    return int(cluster.num_workers or cluster.num_nodes * (cluster.gpus_per_node or 1))
+
+
+def worker_resources(ray: Any, cluster: Any, workers: int) -> dict[str, float]:
+    """What each worker reserves; a cluster that cannot hold them all is an error, for Ray would wait for ever."""
+    needs = {"CPU": float(cluster.cpus_per_worker)}
+    if cluster.gpus_per_node or (cluster.gpus_per_node is None and ray.cluster_resources().get("GPU", 0) >= workers):
+        needs["GPU"] = 1.0
+    has = ray.cluster_resources()
+    for name, amount in needs.items():
+        if has.get(name, 0.0) < amount * workers:
+            raise ConfigError(
+                f"the Ray cluster has {has.get(name, 0.0):g} {name}, but {workers} workers of {amount:g} each need "
+                f"{amount * workers:g}; lower cluster.num_workers or add machines"
+            )
+    return needs
+
+
+class Outcome:
+    """An actor that remembers the one line with which a run ended on purpose; restarts cannot mend such an end."""
+
+    def __init__(self) -> None:
+        self._found: tuple[str, str] | None = None
+
+    def end(self, kind: str, line: str) -> None:
+        self._found = self._found or (kind, line)
+
+    def get(self) -> tuple[str, str] | None:
+        return self._found
+
+
+def run_on_ray(run: Callable[[Any], Any], config: Any) -> None:
+    """Run ``run(config)`` in every worker of a Ray Train job.
+
+    ``config``: a pydantic model with a ``cluster`` section. The run folder must be storage that all machines share:
+    after a worker dies, all start again and ``run`` itself goes on from the latest checkpoint in it.
     """
-    if config.cluster.launcher == "ray":
-        from limbeck.distributed.ray_launch import run_on_ray
+    cluster = config.cluster
+    with connected(cluster) as ray:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+        from ray.train.torch import TorchConfig, TorchTrainer
 
-        run_on_ray(run, config)
-        return Path(config.logger.log_dir)
-    return run(config)
+        workers = number_of_workers(cluster)
+        needs = worker_resources(ray, cluster, workers)
+        outcome = ray.remote(num_cpus=0)(Outcome).remote()
+        folder = Path(config.logger.log_dir).absolute()
+        trainer = TorchTrainer(
+            _work,
+            train_loop_config={**_payload(run, config), "outcome": outcome},
+            torch_config=TorchConfig(backend=_backend(cluster, "GPU" in needs)),
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in needs, resources_per_worker=needs),
+            run_config=RunConfig(
+                name="ray",
+                storage_path=str(folder),
+                failure_config=FailureConfig(max_failures=cluster.max_restarts),
+            ),
+        )
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            _raise_recorded(ray.get(outcome.get.remote()))
+            line = " ".join(str(error).split())[:300]
+            raise LimbeckError(
+                f"the Ray run failed more often than cluster.max_restarts={cluster.max_restarts} allows: {line}"
+            ) from error
+        _raise_recorded(ray.get(outcome.get.remote()))
+
+
+def _backend(cluster: Any, gpus: bool) -> str:
+    return str(cluster.backend) if cluster.backend != "auto" else ("nccl" if gpus else "gloo")
+
+
+def _payload(run: Callable[[Any], Any], config: Any) -> dict[str, Any]:
+    data = config.model_dump(mode="json")
+    data["cluster"]["launcher"] = "local"
+    model = type(config)
+    return {
+        "run": f"{run.__module__}:{run.__qualname__}",
+        "model": f"{model.__module__}:{model.__qualname__}",
+        "config": data,
+        "folder": os.getcwd(),
+    }
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _raise_recorded(found: tuple[str, str] | None) -> None:
+    if found is not None:
+        kind = _named(found[0])
+        raise kind(found[1])
+
+
+def _work(payload: dict[str, Any]) -> None:
+    """A worker: this process has its rank and its process group; the rest is as under torchrun."""
+    import ray
+    import torch
+    from ray.train import get_context
+
+    if ray.get(payload["outcome"].get.remote()) is not None:
+        return
+    context = get_context()
+    os.environ.update(
+        RANK=str(context.get_world_rank()),
+        LOCAL_RANK=str(context.get_local_rank()),
+        WORLD_SIZE=str(context.get_world_size()),
+    )
+    # relative paths of a run file mean the folder in which the command was given
+    if os.path.isdir(payload["folder"]):
+        os.chdir(payload["folder"])
+    if torch.cuda.is_available():
+        from ray.train.torch import get_device
+
+        torch.cuda.set_device(get_device())
+    try:
+        _named(payload["run"])(_named(payload["model"]).model_validate(payload["config"]))
+    except LimbeckError as error:
+        # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
+        kind = type(error)
+        ray.get(payload["outcome"].end.remote(f"{kind.__module__}:{kind.__qualname__}", str(error)))
+        leave_distributed()
+    except RuntimeError:
+        if not _peer_ended(payload["outcome"]):
+            raise
+
+
+def _peer_ended(outcome: Any, patience: float = 5.0) -> bool:
+    """Whether this worker only failed because a peer ended on purpose, which may be told a moment later."""
+    import ray
+
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if ray.get(outcome.get.remote()) is not None:
+            return True
+        time.sleep(0.2)
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,13 +11,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda v: sum(v) / len(v),
+    "mean": statistics.fmean,
     "sum": sum,
     "min": min,
     "max": max,
-    "median": lambda v: sorted(v)[len(v) // 2] if len(v) % 2 else sum(sorted(v)[len(v) // 2 - 1 : len(v) // 2 + 1]) / 2,
-    "std": lambda v: (sum((x - sum(v) / len(v)) ** 2 for x in v) / len(v)) ** 0.5,
-    "count": lambda v: float(len(v)),
+    "median": statistics.median,
+    "std": statistics.pstdev,
+    "count": len,
 }
 
 
