@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.data.config import DataConfig
+from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.config import CrossTokenizerDistillationLossConfig
 from limbeck.models.policy_config import PolicyConfig
 from limbeck.models.server_config import ServerConfig
@@ -63,28 +64,6 @@ class TeacherConfig(PolicyConfig):
         """The model itself, without where its signals come from."""
         names = PolicyConfig.model_fields
         return PolicyConfig.model_validate({k: v for k, v in self.model_dump().items() if k in names})
-
-
-class ClusterConfig(BaseModel):
-    """Where the processes of a run come from."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    num_nodes: int = Field(default=1, ge=1)
-    gpus_per_node: int | None = Field(default=None, ge=0)
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    launcher: Literal["local", "ray"] = "local"
-    """``local``: this process, or those that torchrun started. ``ray``: workers of a Ray cluster."""
-    num_workers: int | None = Field(default=None, ge=1)
-    """Ray: training processes; default: num_nodes x gpus_per_node, or 1 without GPUs."""
-    cpus_per_worker: float = Field(default=1.0, gt=0)
-    """Ray: processor cores that each worker reserves."""
-    ray_address: str | None = None
-    """Ray: address of a running cluster; default: the one this machine belongs to, or a new one on it."""
-    max_restarts: int = Field(default=3, ge=-1)
-    """Ray: how often a run goes on from its last checkpoint after a worker dies; -1: without end."""
-    cache_parts: int = Field(default=64, ge=1, le=999)
-    """Ray: parts into which ``limbeck cache`` cuts the records; workers take one after the other. Fixed per cache."""
 
 
 def _default_loss() -> CrossTokenizerDistillationLossConfig:

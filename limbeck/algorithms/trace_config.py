@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from limbeck.algorithms.master_config import ClusterConfig, TeacherConfig
+from limbeck.algorithms.master_config import TeacherConfig
+from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.compose import ChannelWeights, Decay, WeightSchedule
 from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec
 from limbeck.losses.hint import HintSpec

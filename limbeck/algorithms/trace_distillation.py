@@ -57,7 +57,7 @@ from limbeck.traces import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import ConfigError, DataError
 from limbeck.utils.logger import Logger
-from limbeck.utils.rng import seed_everything
+from limbeck.utils.state import seed_everything
 
 __all__ = ["TraceMasterConfig", "TraceRun", "TraceSaveState", "run", "setup", "train"]
 

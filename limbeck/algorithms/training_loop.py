@@ -26,8 +26,7 @@ from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import CheckpointError, DataError, LossError
 from limbeck.utils.logger import Logger, to_means
-from limbeck.utils.rng import capture_rng, restore_rng
-from limbeck.utils.state_io import load_state, save_state
+from limbeck.utils.state import capture_rng, load_state, restore_rng, save_state
 from limbeck.utils.timer import Timer
 
 

@@ -33,7 +33,7 @@ from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.logger import Logger
-from limbeck.utils.rng import seed_everything
+from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The same function under Ray Train: placement, process group, restarts from the last checkpoint."""
+"""Where the processes of a run come from: this one, those that torchrun started, or workers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,10 +8,50 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.distributed.comm import leave_distributed
 from limbeck.utils.errors import ConfigError, LimbeckError
+
+
+class ClusterConfig(BaseModel):
+    """Where the processes of a run come from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_nodes: int = Field(default=1, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=0)
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    launcher: Literal["local", "ray"] = "local"
+    """``local``: this process, or those that torchrun started. ``ray``: workers of a Ray cluster."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Ray: training processes; default: num_nodes x gpus_per_node, or 1 without GPUs."""
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    """Ray: processor cores that each worker reserves."""
+    ray_address: str | None = None
+    """Ray: address of a running cluster; default: the one this machine belongs to, or a new one on it."""
+    max_restarts: int = Field(default=3, ge=-1)
+    """Ray: how often a run goes on from its last checkpoint after a worker dies; -1: without end."""
+    cache_parts: int = Field(default=64, ge=1, le=999)
+    """Ray: parts into which ``limbeck cache`` cuts the records; workers take one after the other. Fixed per cache."""
+
+
+def launch(run: Callable[[Any], Path], config: Any) -> Path:
+    """Run ``run(config)`` where ``config.cluster.launcher`` says; returns the run folder.
+
+    ``run``: a module-level function of one validated configuration. Under ``local`` it is simply called: a process
+    that torchrun started finds its peers in the environment (see ``init_distributed``). Under ``ray`` the
+    same function runs in the workers of a Ray Train job, and goes on from its last checkpoint after one dies.
+    """
+    if config.cluster.launcher == "ray":
+        run_on_ray(run, config)
+        return Path(config.logger.log_dir)
+    return run(config)
+
+
+# ---- the same function under Ray Train: placement, process group, restarts from the last checkpoint ----
 
 
 def load_ray() -> Any:

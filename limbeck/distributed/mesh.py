@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.tensor_plan import plan_of
+from limbeck.distributed.tensor_parallel import plan_of
 from limbeck.utils.errors import ConfigError
 
 DATA, CONTEXT, TENSOR, REDUCE, ROWS = "data", "context", "tensor", "reduce", "rows"

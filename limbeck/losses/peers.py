@@ -1,6 +1,6 @@
 """Ranks that share one micro-batch's rows, as a loss sees them: what is taken over the whole micro-batch is combined.
 
-A process that has all rows is `ALONE`; `limbeck.distributed.context_parallel` has the peers of a context-parallel rank.
+A process that has all rows is `ALONE`; `limbeck.distributed.attention` has the peers of a context-parallel rank.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch import nn
 
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
-from limbeck.distributed.source import Source
-from limbeck.distributed.tensor_plan import probe
+from limbeck.distributed.sharding import Source
+from limbeck.distributed.tensor_parallel import probe
 from limbeck.models.loading import body_of, check_head, empty_model, load_model, model_numbers, parse_dtype, unwrap
 from limbeck.models.lora import apply_lora
 from limbeck.models.settings import plain_settings

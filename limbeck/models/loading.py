@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from limbeck.distributed.parallelize import whole_tensor
+from limbeck.distributed.sharding import whole_tensor
 from limbeck.losses.signals import Head
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError

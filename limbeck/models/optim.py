@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from limbeck.distributed.parallelize import group_by_layout
+from limbeck.distributed.sharding import group_by_layout
 from limbeck.utils.errors import ConfigError
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")

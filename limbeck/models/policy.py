@@ -20,14 +20,14 @@ from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_mi
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device, to_device
 from limbeck.distributed.mesh import MeshShape, current_world
-from limbeck.distributed.parallelize import (
+from limbeck.distributed.sharding import (
     ShardedModel,
+    Source,
     empty_optimizer_state,
     load_optimizer_state,
     optimizer_state,
     scheduler_state,
 )
-from limbeck.distributed.source import Source
 from limbeck.losses.signals import Head
 from limbeck.models.build import ModelBuilder, make_mesh, refuse_unsupported, tokenizer_size
 from limbeck.models.export import save_weights
@@ -39,7 +39,7 @@ from limbeck.models.settings import plain_settings
 from limbeck.models.step import train_on_batches
 from limbeck.models.varlen import choose_attention
 from limbeck.utils.errors import CheckpointError, ConfigError
-from limbeck.utils.state_io import load_state, save_state
+from limbeck.utils.state import load_state, save_state
 from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.distributed.attention import ContextPeers
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.context_parallel import ContextPeers
 from limbeck.losses.blocks import deferred_checks
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.metrics import Metrics

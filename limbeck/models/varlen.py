@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.distributed.attention import varlen_kernel
 from limbeck.utils.errors import ConfigError
-from limbeck.utils.varlen_kernel import varlen_kernel
 
 NAME = "limbeck_varlen"
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from limbeck.utils.checkpoint import CheckpointingConfig, CheckpointManager
     from limbeck.utils.logger import Logger, LoggerConfig
     from limbeck.utils.paths import safe_join
-    from limbeck.utils.rng import capture_rng, restore_rng, seed_everything
-    from limbeck.utils.state_io import load_state, save_state
+    from limbeck.utils.state import capture_rng, load_state, restore_rng, save_state, seed_everything
     from limbeck.utils.timer import Timer
 
 _HOME = {
@@ -23,12 +22,12 @@ _HOME = {
     "Logger": "logger",
     "LoggerConfig": "logger",
     "Timer": "timer",
-    "capture_rng": "rng",
-    "load_state": "state_io",
-    "restore_rng": "rng",
+    "capture_rng": "state",
+    "load_state": "state",
+    "restore_rng": "state",
     "safe_join": "paths",
-    "save_state": "state_io",
-    "seed_everything": "rng",
+    "save_state": "state",
+    "seed_everything": "state",
 }
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""Nested training state on disk: tensors through torch's distributed checkpoint in safetensors form, the rest as JSON.
+"""Nested training state on disk, that of all random number generators included.
+
+Tensors go through torch's distributed checkpoint in safetensors form, the rest is JSON.
 
 Distributed checkpoint's own metadata file is a pickle, and it reads stored non-tensor objects by unpickling. Limbeck
 reads no pickle, so it uses distributed checkpoint's safetensors storage, which carries all it needs in the safetensors
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -202,3 +205,50 @@ def _load_tensors(
     except SafetensorError as e:
         raise CheckpointError(f"{str(folder)!r} holds a damaged safetensors file ({e}); take another one") from e
     return target
+
+
+# ---- random number generators ----
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (CPU and every CUDA device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of every generator, as plain values and tensors that `save_state` takes."""
+    version, keys, gauss = random.getstate()
+    name, np_keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "keys": torch.tensor(keys, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(np_keys).astype(np.int64)),
+            "pos": int(pos),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put every generator back to a captured state; CUDA states are used where there are as many devices as then."""
+    try:
+        py, nps = state["python"], state["numpy"]
+        random.setstate((int(py["version"]), tuple(int(k) for k in py["keys"]), py["gauss"]))
+        keys = nps["keys"].numpy().astype(np.uint32)
+        np.random.set_state((nps["name"], keys, int(nps["pos"]), int(nps["has_gauss"]), float(nps["cached"])))
+        torch.set_rng_state(state["torch"].to(torch.uint8))
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise CheckpointError(f"the stored random state is not usable ({e}); take another checkpoint") from e
+    cuda = state.get("cuda")
+    if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([s.to(torch.uint8) for s in cuda])

@@ -125,7 +125,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, teacher: str) -> 
     assert (whole / "dropped.json").read_text() == (parts / "dropped.json").read_text()
     if teacher == "ema":
         shared = [f / "checkpoints/step_5/train_state/shared" for f in (whole, parts)]
-        from limbeck.utils.state_io import load_state
+        from limbeck.utils.state import load_state
 
         states = [load_state(folder) for folder in shared]
         for name, value in states[0]["teacher"]["ema"].items():

@@ -13,10 +13,9 @@ import torch
 
 from limbeck.algorithms.dispatch import resolve_and_run
 from limbeck.config import load_config
-from limbeck.distributed import context_parallel
+from limbeck.distributed import attention
+from limbeck.distributed.attention import GatheredAttention, Span, SplitSequences, VarlenKernel, query_spans
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.context_parallel import GatheredAttention, Span, SplitSequences, query_spans
-from limbeck.utils.varlen_kernel import VarlenKernel
 from tests.distributed.cases import Case, close, step, together
 from tests.distributed.launch_cases import figures, write_run
 from tests.models.test_varlen import plain_kernel
@@ -138,7 +137,7 @@ def test_one_kernel_call_per_piece_is_the_loop_over_documents(
 ) -> None:
     """The way of accelerators, with a plain kernel in place of flash: values and gradients."""
     monkeypatch.setattr(
-        context_parallel, "varlen_kernel", lambda: VarlenKernel(plain_kernel, frozenset({"enable_gqa", "window_size"}))
+        attention, "varlen_kernel", lambda: VarlenKernel(plain_kernel, frozenset({"enable_gqa", "window_size"}))
     )
     sequences = SplitSequences(Alone(), 24, borders)
     rows = 1 if len(borders) > 2 else 3
@@ -149,9 +148,9 @@ def test_one_kernel_call_per_piece_is_the_loop_over_documents(
         piece = sequences.piece(number)
         spans = query_spans(piece, borders, window, None)
         args: dict[str, Any] = {"window": window, "scaling": None}
-        outputs[0].append(context_parallel._by_kernel(part, *inputs[1:], spans, sequences, **args))
+        outputs[0].append(attention._by_kernel(part, *inputs[1:], spans, sequences, **args))
         small = query_spans(piece, borders, window, None if window is None else 4)
-        outputs[1].append(context_parallel._by_span(part, *whole[1:], small, dropout=0.0, **args))
+        outputs[1].append(attention._by_span(part, *whole[1:], small, dropout=0.0, **args))
     found, wanted = (torch.cat(parts, 2) for parts in outputs)
     torch.testing.assert_close(found, wanted)
     weight = torch.randn_like(found)
@@ -172,8 +171,8 @@ def test_flash_attends_like_the_loop(window: int | None, borders: list[int]) -> 
     args: dict[str, Any] = {"window": window, "scaling": 0.2}
     for number, part in enumerate(inputs[0].chunk(2, 2)):
         spans = query_spans(sequences.piece(number), borders, window, None)
-        found = context_parallel._by_kernel(part, *inputs[1:], spans, sequences, **args)
-        wanted = context_parallel._by_span(part, *whole, spans, dropout=0.0, **args)
+        found = attention._by_kernel(part, *inputs[1:], spans, sequences, **args)
+        wanted = attention._by_span(part, *whole, spans, dropout=0.0, **args)
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
         weight = torch.randn_like(found)
         grads = [torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, wanted)]

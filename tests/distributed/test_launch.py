@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from limbeck.algorithms.master_config import ClusterConfig
-from limbeck.distributed import ray_launch
-from limbeck.distributed.launch import launch
+from limbeck.distributed.launch import ClusterConfig, _connect, launch, number_of_workers, worker_resources
 from limbeck.utils.errors import ConfigError
 from tests.distributed.launch_cases import figures, write_run
 from tests.patience import TEST_SECONDS
@@ -54,7 +52,7 @@ def test_local_simply_calls(tmp_path):
     [({}, 1), ({"num_workers": 3}, 3), ({"num_nodes": 2, "gpus_per_node": 8}, 16), ({"gpus_per_node": 0}, 1)],
 )
 def test_number_of_workers(cluster, workers):
-    assert ray_launch.number_of_workers(ClusterConfig(**cluster)) == workers
+    assert number_of_workers(ClusterConfig(**cluster)) == workers
 
 
 class Cluster:
@@ -67,11 +65,11 @@ class Cluster:
 
 def test_workers_take_gpus_where_there_are_enough():
     both = Cluster(CPU=16.0, GPU=4.0)
-    assert ray_launch.worker_resources(both, ClusterConfig(), 4) == {"CPU": 1.0, "GPU": 1.0}
-    assert ray_launch.worker_resources(both, ClusterConfig(), 8) == {"CPU": 1.0}
-    assert ray_launch.worker_resources(both, ClusterConfig(gpus_per_node=0), 4) == {"CPU": 1.0}
+    assert worker_resources(both, ClusterConfig(), 4) == {"CPU": 1.0, "GPU": 1.0}
+    assert worker_resources(both, ClusterConfig(), 8) == {"CPU": 1.0}
+    assert worker_resources(both, ClusterConfig(gpus_per_node=0), 4) == {"CPU": 1.0}
     with pytest.raises(ConfigError, match="has 4 GPU, but 8 workers of 1 each need 8"):
-        ray_launch.worker_resources(both, ClusterConfig(gpus_per_node=8), 8)
+        worker_resources(both, ClusterConfig(gpus_per_node=8), 8)
 
 
 def test_an_unreachable_cluster():
@@ -80,4 +78,4 @@ def test_an_unreachable_cluster():
             raise ConnectionError("nobody\nthere")
 
     with pytest.raises(ConfigError, match=r"the Ray cluster 'ray://far:1' cannot be joined: nobody there"):
-        ray_launch._connect(Unreachable(), "ray://far:1")
+        _connect(Unreachable(), "ray://far:1")

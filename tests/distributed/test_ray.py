@@ -17,8 +17,7 @@ from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
-from limbeck.distributed import ray_launch
-from limbeck.distributed.launch import launch
+from limbeck.distributed.launch import launch, load_ray
 from limbeck.models.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.launch_cases import figures, write_run
@@ -39,7 +38,7 @@ def cluster():
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # a start that takes longer counts as a failure of the run
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(TEST_SECONDS)
-    ray_launch.load_ray()
+    load_ray()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()

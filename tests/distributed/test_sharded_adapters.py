@@ -98,7 +98,7 @@ def test_exports_are_merged(outcome: Any, layout: str) -> None:
 
 
 def test_adapters_on_an_embedding_are_refused_with_shards() -> None:
-    from limbeck.distributed.parallelize import ShardedModel
+    from limbeck.distributed.sharding import ShardedModel
 
     settings = config(lora={"r": 4, "target_modules": ["embed_tokens"]})
     policy = Policy(settings, tokenizer(300), device="cpu", seed=0)

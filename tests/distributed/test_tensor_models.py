@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from limbeck.distributed.mesh import MeshShape, check_model
-from limbeck.distributed.tensor_plan import TensorSplit, check_probe, plan_of
+from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, plan_of
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, together
 from tests.distributed.test_equality import close

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.distributed.attention import VarlenKernel
 from limbeck.models import varlen
 from limbeck.utils.errors import ConfigError
-from limbeck.utils.varlen_kernel import VarlenKernel
 
 
 def plain_kernel(
