@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import ParallelMesh, current_world, plan_mesh
+from limbeck.distributed.device import default_device
+from limbeck.distributed.mesh import ParallelDims, current_world, plan_mesh
 from limbeck.models.policy_config import DTensorConfig
 from limbeck.models.server_config import ServerConfig
 from limbeck.tokens import ByteVocab
@@ -33,8 +32,8 @@ def connect_servers(
                 f"loss_fn.temperature is {loss.temperature}, but a server gives log-probabilities at 1; set it to 1"
             )
         longest = (lengths[index] if isinstance(lengths, list) else lengths) or config.data.max_input_seq_length
-        group = None if to_cache else same_rows_group(config.policy.dtensor_cfg)
-        found[index] = connect(teacher.server, tokenizer, student, longest=longest, group=group)
+        readers = Comm.alone() if to_cache else same_rows(config.policy.dtensor_cfg)
+        found[index] = connect(teacher.server, tokenizer, student, longest=longest, group=readers)
     return found
 
 
@@ -49,8 +48,7 @@ def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest
     return teacher
 
 
-def same_rows_group(layout: DTensorConfig) -> Any:
-    """Processes that will read the same rows as this one under the student's layout; None: it is alone. Collective."""
+def same_rows(layout: DTensorConfig) -> Comm:
+    """Processes that will read the same rows as this one under the student's layout. Collective."""
     shape = plan_mesh(layout.model_dump(), current_world(), name="policy")
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return ParallelMesh.get(shape, device_type).rows_group if shape.same_rows > 1 else None
+    return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()

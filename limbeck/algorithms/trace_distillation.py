@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.remote import connect, same_rows_group
+from limbeck.algorithms.remote import connect, same_rows
 from limbeck.algorithms.run_inputs import loader_processes
 from limbeck.algorithms.self_teacher import HintTeacher, make_other_teacher, make_self_teacher
 from limbeck.algorithms.trace_config import TraceMasterConfig
@@ -183,7 +183,7 @@ def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -
     traces = config.traces
     longest = traces.max_teacher_seq_length or min(traces.max_seq_length, config.policy.max_total_sequence_length)
     student = ByteVocab.from_tokenizer(tokenizer)
-    group = same_rows_group(config.policy.dtensor_cfg)
+    group = same_rows(config.policy.dtensor_cfg)
     found: TeacherSource = connect(config.teacher.server, teacher_tokenizer, student, longest=longest, group=group)
     return found
 

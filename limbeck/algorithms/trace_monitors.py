@@ -149,7 +149,7 @@ def response_lengths(policy: Policy, prompts: Sequence[Tensor], monitor: Collaps
     policy.model.eval()
     if not prompts:
         return []
-    if policy.sharded is not None:
+    if policy.sharding.is_sharded:
         return _lengths_together(policy, prompts, monitor)
     lengths: list[int] = []
     for prompt in prompts:
@@ -183,8 +183,7 @@ def _lengths_together(policy: Policy, prompts: Sequence[Tensor], monitor: Collap
         hidden = policy.forward_hidden(inputs)[inputs.row_start + (start + step - 1).to(policy.device)]
         head = policy.head()
         ids[row, start + step] = head.axis.argmax(head.logits(hidden)).cpu()
-    assert policy.sharded is not None
-    policy.sharded.release()
+    policy.sharding.release()
     lengths = []
     for prompt, line in zip(prompts, ids, strict=True):
         answer = line[len(prompt) : len(prompt) + new]

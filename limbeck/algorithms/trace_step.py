@@ -20,7 +20,6 @@ from limbeck.algorithms.trace_monitors import CollapseMonitor, check_disjoint
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.microbatch import option, packing_enabled
 from limbeck.data.packing import Bins
-from limbeck.distributed.comm import Comm
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.leaf import Metrics
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
@@ -108,7 +107,7 @@ class ReferenceLogProbs:
             self.values[places] = response_sums(policy, channel).reshape(-1, 2)
             self.checks[places] = _checksums(channel).reshape(-1, 2)
         # data-parallel ranks, once per run: two numbers and two checksums per pair, zeros but for those scored here
-        ranks = Comm.of(policy.dp_group)
+        ranks = policy.dims.data
         self.values, self.checks = ranks.sum(self.values), ranks.sum(self.checks)
 
     def attach(self, batch: ComposerBatch, channel: BatchedDataDict) -> None:

@@ -7,8 +7,6 @@ from torch import Tensor
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.algorithms.trace_monitors import CollapseMonitor, response_lengths
 from limbeck.algorithms.trace_step import rank_batches, response_sums
-from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.models.policy import Policy
 from limbeck.traces import ComposerBatch
 from limbeck.utils.metrics import Metrics
@@ -42,16 +40,16 @@ class TraceValidation:
 
     def measure(self) -> dict[str, tuple[float, float]]:
         """All figures that the traces allow."""
-        rank, world = data_rank_and_world(self.policy.cfg["dtensor_cfg"])
+        ranks = self.policy.dims.data
         sums = Metrics(dict.fromkeys(NAMES, (0.0, 0.0)))
-        for mine in rank_batches(range(len(self.dataset)), rank=rank, world=world, rows=self.rows):
+        for mine in rank_batches(range(len(self.dataset)), rank=ranks.rank, world=ranks.size, rows=self.rows):
             self._add(sums, self.collate([self.dataset[i] for i in mine]))
         # the ranks of a sharded model can only write together
-        if self.monitor.config.generate and (rank == 0 or self.policy.sharded is not None):
+        if self.monitor.config.generate and (ranks.rank == 0 or self.policy.sharding.is_sharded):
             lengths = response_lengths(self.policy, self.prompts(), self.monitor)
-            if rank == 0:
+            if ranks.rank == 0:
                 sums.add({"response_length": (float(sum(lengths)), len(lengths))})
-        return sums.reduced(Comm.of(self.policy.dp_group))[0].pairs()
+        return sums.reduced(ranks)[0].pairs()
 
     def prompts(self) -> list[Tensor]:
         """What stands in front of the first error sites, ``[T]`` each; the same on all ranks and every time."""

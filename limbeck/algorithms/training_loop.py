@@ -144,7 +144,7 @@ class TrainingLoop(ABC):
     def _step(self, batch: Any) -> None:
         state, start = self.state, time.perf_counter()
         step = state["total_steps"] + 1
-        if self.student.counts_records:
+        if self.student.dims.owns_records:
             for counts in self.dropped_of(batch):
                 self.dropped.update(counts)
         try:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.distributed.comm import Comm
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.step import attach
 from limbeck.models.teachers import TeacherSource, key_prefix
@@ -86,7 +85,7 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
         sums: Sums = {}
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, i)
-            with Comm.of(student.dp_group).fail_together():
+            with student.dims.data.fail_together():
                 logprobs = teacher.logprobs(batch, i)
             # NaN marks rows that a remote teacher could not score
             counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
@@ -103,4 +102,4 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
 
 def _reduced(sums: Sums, student: Any) -> Sums:
     """Sums over data-parallel ranks."""
-    return Metrics(sums).reduced(Comm.of(student.dp_group))[0].pairs()
+    return Metrics(sums).reduced(student.dims.data)[0].pairs()

@@ -101,8 +101,8 @@ def varlen_kernel() -> VarlenKernel | None:
 class ContextPeers(Peers):
     """The ranks of a context-parallel group, among which a micro-batch's loss is shared out."""
 
-    def __init__(self, group: Any) -> None:
-        self.comm = Comm.of(group)
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def maximum(self, values: Tensor) -> Tensor:
         return self.comm.max(values)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import MeshShape, ParallelMesh
+from limbeck.distributed.mesh import MeshShape, ParallelDims
 
 
 def places_met(student: MeshShape, teacher: MeshShape, block: int) -> list[int]:
@@ -36,7 +36,7 @@ class JointRows:
     own: int
 
     @classmethod
-    def plan(cls, student: MeshShape, teacher: ParallelMesh, *, alike: bool) -> JointRows | None:
+    def plan(cls, student: MeshShape, teacher: ParallelDims, *, alike: bool) -> JointRows | None:
         """None where every block of the teacher reads one place's rows. Every rank must ask.
 
         Args:
@@ -47,12 +47,12 @@ class JointRows:
         most = max(len(places) for places in met)
         if most == 1:
             return None
-        rank, places = Comm.world().rank, met[teacher.data_rank]
-        first = teacher.data_rank * shape.same_rows
+        rank, places = Comm.world().rank, met[teacher.data.rank]
+        first = teacher.data.rank * shape.same_rows
         owners = [max(place * student.same_rows, first) - first for place in places]
         if alike:
             owners += owners[-1:] * (most - len(owners))
-        return cls(Comm.of(teacher.rows_group), tuple(owners), places.index(rank // student.same_rows))
+        return cls(teacher.rows, tuple(owners), places.index(rank // student.same_rows))
 
     @torch.no_grad()
     def passes(self, ids: Tensor, lengths: Tensor) -> Iterator[tuple[bool, Tensor, Tensor]]:

@@ -7,7 +7,7 @@ next to each other. All ranks of one data-parallel place (tensor x context) read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.tensor_parallel import plan_of
 from limbeck.utils.errors import ConfigError
 
-DATA, CONTEXT, TENSOR, REDUCE, ROWS = "data", "context", "tensor", "reduce", "rows"
+DATA, CONTEXT, TENSOR, LOSS, ROWS = "data", "context", "tensor", "loss", "rows"
 
 CONTEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose attention context parallelism knows."""
@@ -132,71 +132,76 @@ def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None,
             )
 
 
-_MESHES: dict[tuple[str, MeshShape, int], ParallelMesh] = {}
+@dataclass(frozen=True)
+class ParallelDims:
+    """This rank's place: who it works with along every way of splitting the work; all of them `alone` on one process.
 
-
-class ParallelMesh:
-    """Process groups of one mesh shape. Made once per shape and process group; every rank must ask for it.
-
-    ``groups``: ``data`` (ranks with other rows), ``context``, ``tensor``; ``reduce``: data x context, over which
-    gradients, losses and metrics are summed. A group of one rank is None.
+    Attributes:
+        data: ranks that read other rows.
+        context: ranks that hold other parts of the same sequences.
+        tensor: ranks that hold other parts of the same weights and vocabulary.
+        rows: context x tensor, the ranks that read the same rows.
+        loss: data x context, over which gradients, losses and metrics are summed.
+        mesh: (loss, tensor), over which parameters are laid out; None where each rank has all of them.
     """
 
-    def __init__(self, shape: MeshShape, device_type: str) -> None:
-        self.shape = shape
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type, (shape.data, shape.context, shape.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
-        )
-        # parameters know only two ways: over data x context together, and over tensor ranks
-        self.shard_mesh: DeviceMesh = init_device_mesh(
-            device_type, (shape.data * shape.context, shape.tensor), mesh_dim_names=(REDUCE, TENSOR)
-        )
-        self.data_rank, self.context_rank, self.tensor_rank = shape.place(dist.get_rank())
-        self._rows_group: Any = None
+    shape: MeshShape = MeshShape()
+    data: Comm = field(default_factory=Comm.alone)
+    context: Comm = field(default_factory=Comm.alone)
+    tensor: Comm = field(default_factory=Comm.alone)
+    rows: Comm = field(default_factory=Comm.alone)
+    loss: Comm = field(default_factory=Comm.alone)
+    mesh: DeviceMesh | None = None
 
     @classmethod
-    def get(cls, shape: MeshShape, device_type: str) -> ParallelMesh:
-        """The mesh of this shape; groups are created at the first call, which all ranks must make."""
+    def alone(cls) -> ParallelDims:
+        """One process."""
+        return cls()
+
+    @classmethod
+    def replicas(cls, ranks: Comm) -> ParallelDims:
+        """Plain data parallelism: every rank has the whole model and rows of its own."""
+        return cls(MeshShape(data=ranks.size), data=ranks, loss=ranks)
+
+    @classmethod
+    def sharded(cls, shape: MeshShape, device_type: str) -> ParallelDims:
+        """Parameters laid out over a mesh of this shape. Made once per shape; every process of the run must ask."""
         key = (device_type, shape, id(dist.group.WORLD))
-        if key not in _MESHES:
-            _MESHES[key] = cls(shape, device_type)
-        return _MESHES[key]
+        if key not in _DIMS:
+            _DIMS[key] = cls._made(shape, device_type)
+        return _DIMS[key]
 
-    def _group(self, mesh: DeviceMesh, size: int) -> Any:
-        return mesh.get_group() if size > 1 else None
-
-    @property
-    def data_group(self) -> Any:
-        return self._group(self.device_mesh[DATA], self.shape.data)
-
-    @property
-    def context_group(self) -> Any:
-        return self._group(self.device_mesh[CONTEXT], self.shape.context)
-
-    @property
-    def tensor_group(self) -> Any:
-        return self._group(self.shard_mesh[TENSOR], self.shape.tensor)
-
-    @property
-    def rows_group(self) -> Any:
-        """Ranks that read the same rows, context x tensor. Made at the first use, which all ranks must share."""
-        shape = self.shape
-        if shape.context == 1 or shape.tensor == 1:
-            return self.tensor_group if shape.context == 1 else self.context_group
-        if self._rows_group is None:
-            device_type = self.device_mesh.device_type
-            mesh = init_device_mesh(device_type, (shape.data, shape.same_rows), mesh_dim_names=(DATA, ROWS))
-            self._rows_group = mesh[ROWS].get_group()
-        return self._rows_group
+    @classmethod
+    def _made(cls, shape: MeshShape, device_type: str) -> ParallelDims:
+        names = {DATA: shape.data, CONTEXT: shape.context, TENSOR: shape.tensor}
+        work = init_device_mesh(device_type, tuple(names.values()), mesh_dim_names=tuple(names))
+        # parameters know only two ways: over data x context together, and over tensor ranks
+        mesh = init_device_mesh(device_type, (shape.data * shape.context, shape.tensor), mesh_dim_names=(LOSS, TENSOR))
+        rows = init_device_mesh(device_type, (shape.data, shape.same_rows), mesh_dim_names=(DATA, ROWS))
+        return cls(
+            shape,
+            data=Comm.of(work[DATA]),
+            context=Comm.of(work[CONTEXT]),
+            tensor=Comm.of(mesh[TENSOR]),
+            rows=Comm.of(rows[ROWS]),
+            loss=Comm.of(mesh[LOSS]),
+            mesh=mesh,
+        )
 
     @property
-    def reduce_group(self) -> Any:
-        return self._group(self.reduce_mesh, self.shape.data * self.shape.context)
+    def is_sharded(self) -> bool:
+        """Whether parameters are laid out over a mesh."""
+        return self.mesh is not None
 
     @property
-    def reduce_mesh(self) -> DeviceMesh:
-        return self.shard_mesh[REDUCE]
+    def owns_rows(self) -> bool:
+        """Whether this rank speaks for its rows in a sum over `loss`: one of those that hold parts of them does."""
+        return self.context.rank == 0
 
     @property
-    def tensor_mesh(self) -> DeviceMesh:
-        return self.shard_mesh[TENSOR]
+    def owns_records(self) -> bool:
+        """Whether this rank speaks for the records it reads in a sum over all processes."""
+        return self.rows.rank == 0
+
+
+_DIMS: dict[tuple[str, MeshShape, int], ParallelDims] = {}

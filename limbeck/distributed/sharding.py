@@ -7,26 +7,123 @@ slice of the vocabulary), the loss's gradients collect in that copy, and one red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from limbeck.distributed.attention import GatheredAttention
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import ParallelMesh
+from limbeck.distributed.mesh import LOSS, TENSOR, ParallelDims
 from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, probe
-from limbeck.distributed.vocab_parallel import ShardedAxis
-from limbeck.losses.vocab_axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError
 
 
-class ShardedModel:
-    """One model on one mesh; made after loading, before the optimizer.
+class Sharding(ABC):
+    """What the ranks of one model must do together around its forward and backward passes: `NoSharding` for a model
+    that is whole in every process, `ShardedModel` for one on a mesh. Every rank of `dims` makes the same calls."""
+
+    fsdp = False
+    """Whether ranks that read other rows gather shards from each other, and so must take as many forward passes."""
+
+    def __init__(self, model: Any, body: Any, dims: ParallelDims) -> None:
+        self.model, self.body, self.dims = model, body, dims
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every forward pass is one of several ranks."""
+        return self.dims.is_sharded
+
+    @abstractmethod
+    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+        """Last hidden states `[B, T, h]` of whole sequences, from inputs of the body that every rank has; borders: of
+        packed documents, on the host."""
+
+    @abstractmethod
+    def head_weight(self, weight: Tensor, *, whole: bool = False) -> Tensor:
+        """The rows of the model's head `weight` for the block loss: all of them, or this rank's slice of the vocabulary
+        under tensor parallelism; whole: all of them in any case, without gradient."""
+
+    @abstractmethod
+    def release(self, *, gradient: bool = False) -> None:
+        """Forget what was gathered for a step. A head in which a gradient waits for `collect` is kept, unless
+        ``gradient`` asks to drop it too."""
+
+    @abstractmethod
+    def collect(self, params: Sequence[Tensor]) -> None:
+        """Make every gradient the sum over the whole run."""
+
+    @abstractmethod
+    def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
+        """Norm of all gradients; scales them down where it exceeds ``limit``."""
+
+    @abstractmethod
+    def full_state(self) -> dict[str, Tensor] | None:
+        """All weights, whole, in main memory of rank 0; None where the model's own are whole, and on other ranks."""
+
+
+class NoSharding(Sharding):
+    """A whole model in every process, alone or as one of several replicas."""
+
+    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+        hidden: Tensor = self.body(**kwargs).last_hidden_state
+        return hidden
+
+    def head_weight(self, weight: Tensor, *, whole: bool = False) -> Tensor:
+        return weight
+
+    def release(self, *, gradient: bool = False) -> None:
+        pass
+
+    @torch.no_grad()
+    def collect(self, params: Sequence[Tensor]) -> None:
+        if self.dims.data.size == 1:
+            return
+        for p in params:
+            # replicas, once per step: all gradients
+            self.dims.data.sum_(_settle(p))
+
+    def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(params, limit)
+
+    def full_state(self) -> dict[str, Tensor] | None:
+        return None
+
+
+def shard_model(
+    model: Any,
+    body: Any,
+    dims: ParallelDims,
+    *,
+    fsdp: bool = False,
+    param_dtype: torch.dtype | None = None,
+    sequence_parallel: bool = False,
+    cpu_offload: bool = False,
+    source: Source | None = None,
+) -> Sharding:
+    """Lay a model out over its ranks, after loading and before the optimizer; for the arguments see `ShardedModel`."""
+    if not dims.is_sharded:
+        return NoSharding(model, body, dims)
+    return ShardedModel(
+        model,
+        body,
+        dims,
+        fsdp=fsdp,
+        param_dtype=param_dtype,
+        sequence_parallel=sequence_parallel,
+        cpu_offload=cpu_offload,
+        source=source,
+    )
+
+
+class ShardedModel(Sharding):
+    """One model on one mesh.
 
     Args:
         model: transformers causal model; its linear maps may carry adapters.
@@ -42,7 +139,7 @@ class ShardedModel:
         self,
         model: Any,
         body: Any,
-        mesh: ParallelMesh,
+        dims: ParallelDims,
         *,
         fsdp: bool,
         param_dtype: torch.dtype | None = None,
@@ -50,20 +147,22 @@ class ShardedModel:
         cpu_offload: bool = False,
         source: Source | None = None,
     ) -> None:
-        self.model, self.body, self.mesh, self.fsdp = model, body, mesh, fsdp and mesh.reduce_group is not None
+        super().__init__(model, body, dims)
+        assert dims.mesh is not None
+        self.mesh: DeviceMesh = dims.mesh
+        self.fsdp = fsdp and dims.loss.size > 1
         self._head: Any = model.get_output_embeddings()
         if type(self._head) is not nn.Linear or self._head.bias is not None:
             raise ConfigError(f"{type(model).__name__} has no plain head, which a sharded model needs; use one process")
         self._check_adapters()
         self._partial: set[int] = set()
         self._split_weights(param_dtype, sequence_parallel, cpu_offload, source)
-        self.split: GatheredAttention | None = None
-        if mesh.context_group is not None:
-            self.split = GatheredAttention(Comm.of(mesh.context_group))
-            self.split.install(body)
+        self._context: GatheredAttention | None = None
+        if dims.context.size > 1:
+            self._context = GatheredAttention(dims.context)
+            self._context.install(body)
         self._leaf: Tensor | None = None
         self._whole: Tensor | None = None
-        self._axis: VocabAxis | None = None
 
     # ---- splitting ----
 
@@ -71,14 +170,14 @@ class ShardedModel:
         self, param_dtype: torch.dtype | None, sequence: bool, cpu_offload: bool, source: Source | None
     ) -> None:
         model, body, mesh = self.model, self.body, self.mesh
-        ranks, device = mesh.shape.tensor, mesh.device_mesh.device_type
+        ranks, device = self.dims.shape.tensor, mesh.device_type
         tied = self._head.weight is model.get_input_embeddings().weight
         expected = probe(body, ranks, device) if ranks > 1 and source is None else None
         partial: set[str] = set()
         if ranks > 1:
-            partial = TensorSplit(body, mesh.tensor_mesh, sequence=sequence).partial
+            partial = TensorSplit(body, mesh[TENSOR], sequence=sequence).partial
             if not tied:
-                self._set_head(distribute_tensor(self._head.weight.detach(), mesh.tensor_mesh, [Shard(0)]))
+                self._set_head(distribute_tensor(self._head.weight.detach(), mesh[TENSOR], [Shard(0)]))
         if self.fsdp:
             self._shard(param_dtype, tied, cpu_offload)
         if tied:
@@ -109,12 +208,12 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=None if param_dtype is None else torch.float32
         )
-        options: dict[str, Any] = {"mesh": self.mesh.reduce_mesh, "mp_policy": policy, "reshard_after_forward": True}
+        options: dict[str, Any] = {"mesh": self.mesh[LOSS], "mp_policy": policy, "reshard_after_forward": True}
         options["shard_placement_fn"] = _other_dimension
         if cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_mesh.device_type == "cuda")
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
         # a narrow adapter that tensor parallelism has split already cannot be cut evenly: it stays as it is
-        ranks = self.mesh.reduce_mesh.size()
+        ranks = self.dims.loss.size
         narrow = {
             p
             for name, p in self.body.named_parameters()
@@ -139,48 +238,44 @@ class ShardedModel:
     def _set_head(self, weight: Tensor) -> None:
         self._head.weight = nn.Parameter(weight, requires_grad=self._head.weight.requires_grad)
 
+    # ---- forward ----
+
+    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+        if self._context is not None:
+            return self._context.run(self.body, kwargs, borders)
+        hidden: Tensor = self.body(**kwargs).last_hidden_state
+        return hidden
+
     # ---- the head ----
 
-    def head_weight(self) -> Tensor:
-        """The head's rows for the block loss: all of them, or this rank's slice of the vocabulary under tensor
-        parallelism. Gathered at the first call of a step; its gradients collect in it until `collect`."""
-        weight = self._head.weight
+    def head_weight(self, weight: Tensor, *, whole: bool = False) -> Tensor:
+        # Gathered at the first call of a step over data x context ranks (whole: over tensor ranks too, for a student
+        # that splits its vocabulary otherwise): V h numbers, or V h / t. Gradients collect in this copy until
+        # `collect`. Between steps the memory is worth more.
         if not isinstance(weight, DTensor):
             return weight
+        if whole:
+            return self._whole_head(weight)
         if self._leaf is None:
-            whole: Any = _on_device(weight).detach()
-            whole = whole.redistribute(placements=self._gathered(weight, Replicate()))
-            self._leaf = whole.to_local().requires_grad_(weight.requires_grad)
+            gathered: Any = _on_device(weight).detach()
+            gathered = gathered.redistribute(placements=self._gathered(weight, Replicate()))
+            self._leaf = gathered.to_local().requires_grad_(weight.requires_grad)
         return self._leaf
 
     @torch.no_grad()
-    def whole_head(self) -> Tensor:
-        """All rows of the head on every rank, without gradient: for a student that splits its vocabulary otherwise.
-        Gathered at the first call of a step, like `head_weight`; between steps the memory is worth more."""
-        weight = self._head.weight
-        if not isinstance(weight, DTensor):
-            return weight
+    def _whole_head(self, weight: DTensor) -> Tensor:
         if self._whole is None:
             self._whole = _on_device(weight).redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
         return self._whole
 
-    def axis(self, vocab_size: int) -> VocabAxis:
-        """Which columns of the vocabulary `head_weight` has."""
-        if self._axis is None:
-            group, rows = self.mesh.tensor_group, self._head.weight.shape[0]
-            self._axis = WHOLE if group is None else ShardedAxis.of_rows(group, rows, vocab_size)
-        return self._axis
-
     def release(self, *, gradient: bool = False) -> None:
-        """Forget the gathered head: the next step must see the new weights, and until then it only takes room.
-        One in which a gradient waits for `collect` is kept, unless ``gradient`` asks to drop it too."""
         self._whole = None
         if gradient or self._leaf is None or self._leaf.grad is None:
             self._leaf = None
 
     def _gathered(self, weight: DTensor, over_shards: Placement) -> list[Placement]:
         names = weight.device_mesh.mesh_dim_names or ()
-        return [p if name == "tensor" else over_shards for name, p in zip(names, weight.placements, strict=True)]
+        return [p if name == TENSOR else over_shards for name, p in zip(names, weight.placements, strict=True)]
 
     def _collect_head(self) -> None:
         if self._leaf is None or self._leaf.grad is None:
@@ -196,21 +291,19 @@ class ShardedModel:
     # ---- gradients ----
 
     @torch.no_grad()
-    def collect(self, params: Iterable[Tensor]) -> None:
-        """Make every gradient the sum over the whole run: the head's, and those that no engine has reduced."""
+    def collect(self, params: Sequence[Tensor]) -> None:
         self._collect_head()
         for p in params:
             grad = _local(_settle(p))
-            if self.mesh.reduce_group is not None and not _split_over(p)[0]:
-                # data x context ranks: parameters that FSDP does not shard
-                Comm.of(self.mesh.reduce_group).sum_(grad)
+            if not _split_over(p)[0]:
+                # data x context ranks: parameters that FSDP has not sharded, and so not reduced
+                self.dims.loss.sum_(grad)
             if id(p) in self._partial:
                 # tensor-parallel ranks: norms of single heads, and what saw a part of the sequence; h numbers each
-                Comm.of(self.mesh.tensor_group).sum_(grad)
+                self.dims.tensor.sum_(grad)
 
     @torch.no_grad()
     def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
-        """Norm of all gradients over all shards; scales them down where it exceeds ``limit``."""
         kinds: dict[tuple[bool, bool, str], list[Tensor]] = {}
         for p in params:
             if p.grad is not None:
@@ -218,11 +311,11 @@ class ShardedModel:
         total: Tensor | float = 0.0
         for kind in sorted(kinds):
             square = torch.stack([g.float().norm().double() for g in kinds[kind]]).square().sum()
-            square = square.to(self.mesh.device_mesh.device_type)
+            square = square.to(self.mesh.device_type)
             # one number per way of splitting: each rank has the squares of its shards
-            for split, group in zip(kind[:2], (self.mesh.reduce_group, self.mesh.tensor_group), strict=True):
+            for split, ranks in zip(kind[:2], (self.dims.loss, self.dims.tensor), strict=True):
                 if split:
-                    square = Comm.of(group).sum(square)
+                    square = ranks.sum(square)
             total = total + square
         norm = torch.as_tensor(total).sqrt()
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -235,7 +328,6 @@ class ShardedModel:
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor] | None:
-        """All weights, whole, in main memory of rank 0; None on the others. Every rank must call it."""
         out: dict[str, Tensor] = {}
         whole: dict[int, Tensor] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -290,7 +382,7 @@ def _split_over(p: Tensor) -> tuple[bool, bool]:
     names = p.device_mesh.mesh_dim_names or ()
     # a bias that both ways cut has a placement of its own, which does not call itself a shard
     split = {name for name, placement in zip(names, p.placements, strict=True) if hasattr(placement, "dim")}
-    return bool(split - {"tensor"}), "tensor" in split
+    return bool(split - {TENSOR}), TENSOR in split
 
 
 def group_by_layout(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

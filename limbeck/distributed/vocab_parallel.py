@@ -23,26 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.distributed.comm import Comm
 from limbeck.losses.vocab_axis import VocabAxis
 from limbeck.losses.vocab_map import VocabMap
-
-
-class _Total(torch.autograd.Function):
-    """Sum over ranks; the loss behind it is the same on all of them, so its gradient is already the whole one."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        out = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -65,10 +51,9 @@ class _Candidates(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: ShardedAxis) -> Tensor:
-        ctx.place = (axis.rank * own.shape[1], own.shape[1])
-        parts = [torch.empty_like(own) for _ in range(axis.ranks)]
-        dist.all_gather(parts, own.contiguous(), group=axis.group)
-        return torch.cat(parts, 1)
+        ctx.place = (axis.comm.rank * own.shape[1], own.shape[1])
+        # tensor-parallel ranks, per block: k numbers per row from each
+        return torch.cat(axis.comm.gather(own), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -80,26 +65,25 @@ class ShardedAxis(VocabAxis):
 
     sharded = True
 
-    def __init__(self, group: Any, bounds: Sequence[tuple[int, int]]) -> None:
-        self.group, self.bounds = group, tuple(bounds)
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.start, self.end = self.bounds[self.rank]
+    def __init__(self, comm: Comm, bounds: Sequence[tuple[int, int]]) -> None:
+        self.comm, self.bounds = comm, tuple(bounds)
+        self.start, self.end = self.bounds[comm.rank]
         self.size = self.bounds[-1][1]
         self._maps: dict[Any, ShardedMap] = {}
         self._likes: dict[int, ShardedAxis] = {}
 
     @classmethod
-    def of_rows(cls, group: Any, rows: int, size: int) -> ShardedAxis:
+    def of_rows(cls, comm: Comm, rows: int, size: int) -> ShardedAxis:
         """The axis of a head of `rows` rows, split evenly, of which the first `size` are tokens."""
-        step = -(-rows // dist.get_world_size(group))
-        starts = range(0, step * dist.get_world_size(group), step)
-        return cls(group, [(min(s, size), min(s + step, size)) for s in starts])
+        step = -(-rows // comm.size)
+        starts = range(0, step * comm.size, step)
+        return cls(comm, [(min(s, size), min(s + step, size)) for s in starts])
 
     @classmethod
-    def of_counts(cls, group: Any, counts: Sequence[int]) -> ShardedAxis:
+    def of_counts(cls, comm: Comm, counts: Sequence[int]) -> ShardedAxis:
         """An axis of so many columns on each rank."""
         ends = np.cumsum(counts).tolist()
-        return cls(group, [(end - n, end) for end, n in zip(ends, counts, strict=True)])
+        return cls(comm, [(end - n, end) for end, n in zip(ends, counts, strict=True)])
 
     def place(self, size: int) -> tuple[int, int]:
         return self.start, self.end
@@ -108,15 +92,14 @@ class ShardedAxis(VocabAxis):
         if size == self.size:
             return self  # padded rows of a head shift the borders: two sides of one vocabulary must share them
         if size not in self._likes:
-            self._likes[size] = ShardedAxis.of_rows(self.group, size, size)
+            self._likes[size] = ShardedAxis.of_rows(self.comm, size, size)
         return self._likes[size]
 
     def width(self, values: Tensor) -> int:
         return self.size
 
     def total(self, part: Tensor) -> Tensor:
-        out: Tensor = _Total.apply(part, self.group)
-        return out
+        return self.comm.sum_same_loss(part)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         out: Tensor = _LogSoftmax.apply(logits, self)
@@ -124,8 +107,8 @@ class ShardedAxis(VocabAxis):
 
     @torch.no_grad()
     def logsumexp(self, logits: Tensor) -> Tensor:
-        top = F.pad(logits, (0, 1), value=-torch.inf).amax(-1)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        # tensor-parallel ranks, per block: two numbers per row
+        top = self.comm.max(F.pad(logits, (0, 1), value=-torch.inf).amax(-1))
         return self.total((logits - top[:, None]).exp().sum(-1)).log() + top
 
     def sum(self, values: Tensor) -> Tensor:
@@ -191,20 +174,19 @@ class ColumnExchange:
     """
 
     def __init__(self, student: Tensor, teacher: Tensor, axis: ShardedAxis, target: ShardedAxis) -> None:
-        self.group = axis.group
+        self.comm = axis.comm
         home, goal = _owner(student, axis), _owner(teacher, target)
         send, arrived = [], []
-        for other in range(axis.ranks):
-            send.append(student[(home == axis.rank) & (goal == other)].unique())
-            arrived.append(student[(home == other) & (goal == axis.rank)].unique())
+        for other in range(axis.comm.size):
+            send.append(student[(home == axis.comm.rank) & (goal == other)].unique())
+            arrived.append(student[(home == other) & (goal == axis.comm.rank)].unique())
         self.sent, self.received = [s.numel() for s in send], [a.numel() for a in arrived]
         self.send, self.arrived = torch.cat(send) - axis.start, torch.cat(arrived)
-        self.own = (goal == axis.rank).nonzero().squeeze(1)
+        self.own = (goal == axis.comm.rank).nonzero().squeeze(1)
 
     def move(self, rows: Tensor, counts: list[int], wanted: list[int]) -> Tensor:
-        out = rows.new_empty(sum(wanted), rows.shape[1])
-        dist.all_to_all_single(out, rows, wanted, counts, group=self.group)
-        return out
+        # tensor-parallel ranks, per block and direction: each student column to the ranks whose columns it maps to
+        return self.comm.all_to_all(rows, counts, wanted)
 
     def __call__(self, values: Tensor) -> Tensor:
         out: Tensor = _Exchange.apply(values, self)
@@ -271,13 +253,13 @@ class _Pairs:
         order = torch.searchsorted(student[own].sort().values, self.exchange.arrived)
         self.teacher = teacher[own][student[own].argsort()[order]] - target.start
         goal = _owner(teacher, target)
-        counts = torch.bincount(goal, minlength=axis.ranks).tolist()
-        self.axis = ShardedAxis.of_counts(axis.group, counts)
+        counts = torch.bincount(goal, minlength=axis.comm.size).tolist()
+        self.axis = ShardedAxis.of_counts(axis.comm, counts)
         self.rest: list[tuple[Tensor, ShardedAxis]] = []
         for ids, side in zip(common["uncommon"], (axis, target), strict=True):
             home = _owner(ids, side)
-            counts = torch.bincount(home, minlength=axis.ranks).tolist()
-            self.rest.append((ids[home == axis.rank] - side.start, ShardedAxis.of_counts(axis.group, counts)))
+            counts = torch.bincount(home, minlength=axis.comm.size).tolist()
+            self.rest.append((ids[home == axis.comm.rank] - side.start, ShardedAxis.of_counts(axis.comm, counts)))
 
 
 def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:

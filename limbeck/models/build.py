@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import MeshShape, ParallelMesh, check_model, current_world, plan_mesh
+from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, plan_mesh
 from limbeck.distributed.sharding import Source
 from limbeck.distributed.tensor_parallel import probe
 from limbeck.models.loading import body_of, check_head, empty_model, load_model, model_numbers, parse_dtype, unwrap
@@ -85,14 +85,14 @@ def check_settings(settings: Any, tokenizer: Any, *, name: str, trained: bool) -
     check_layout(cfg, name, None, tokenizer_size(tokenizer))
 
 
-def make_mesh(
-    cfg: dict[str, Any], name: str, device: torch.device, model: nn.Module | None, size: int | None
-) -> ParallelMesh | None:
-    """The mesh of a policy; None: plain."""
+def make_dims(
+    cfg: dict[str, Any], name: str, device: torch.device, model: nn.Module | None, size: int | None, replicas: Comm
+) -> ParallelDims:
+    """The ranks of a policy. ``replicas``: those that share the work where no layout splits the model."""
     shape = check_layout(cfg, name, model, size)
     if shape.same_rows == 1 and not (cfg["dtensor_cfg"]["fsdp"] and shape.world > 1):
-        return None
-    return ParallelMesh.get(shape, device.type)
+        return ParallelDims.replicas(replicas)
+    return ParallelDims.sharded(shape, device.type)
 
 
 class ModelBuilder:
@@ -113,14 +113,12 @@ class ModelBuilder:
         # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
         self.weights = None if trains_adapters(cfg, True) else weights
 
-    def build(
-        self, model: nn.Module | None, mesh: ParallelMesh | None, device: torch.device
-    ) -> tuple[Any, Source | None]:
+    def build(self, model: nn.Module | None, dims: ParallelDims, device: torch.device) -> tuple[Any, Source | None]:
         """The model with its adapters, or (with a source of its weights) one on the meta device. ``model``: a given
         one."""
         source: Source | None = None
-        if model is None and mesh is not None and not self.cfg["trust_remote_code"]:
-            model, source = self._read_once(mesh.shape.tensor)
+        if model is None and dims.is_sharded and not self.cfg["trust_remote_code"]:
+            model, source = self._read_once(dims.shape.tensor)
         else:
             model = self._read(self.cfg) if model is None else model
             check_head(model.to(device=device), self.size)

@@ -114,23 +114,20 @@ class _Scorer:
     """Scores documents with a model in memory."""
 
     def __init__(self, policy: Policy, folder: str | Path, spec: CacheSpec, rank: int) -> None:
-        self.policy, self.joint = policy, None
-        if policy.mesh is not None and policy.sharded is not None:
-            # every rank has documents of its own, like one of a data-parallel student
-            readers = MeshShape(data=policy.mesh.shape.world)
-            self.joint = JointRows.plan(readers, policy.mesh, alike=policy.sharded.fsdp)
+        self.policy = policy
+        # every rank has documents of its own, like one of a data-parallel student
+        readers = MeshShape(data=policy.dims.shape.world)
+        self.joint = JointRows.plan(readers, policy.dims, alike=policy.sharding.fsdp)
         self.head = policy.head(whole=True)
         if spec.kind == "hidden" and rank == 0 and not (Path(folder) / HEAD_NAME).exists():
             save_head(folder, self.head)
 
     def in_step(self, wanted: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
         """As many lists on every rank of a split model: empty ones at the end, while others still have documents."""
-        if self.policy.mesh is None:
-            yield from wanted
-            return
+        ranks = Comm.world() if self.policy.sharding.is_sharded else Comm.alone()
         while True:
             documents = next(wanted, None)
-            if not Comm.world().any(documents is not None):
+            if not ranks.any(documents is not None):
                 return
             yield documents or []
 
@@ -149,7 +146,7 @@ class _Scorer:
 
     def add(self, writer: CacheWriter, documents: list[Tensor]) -> None:
         """Score and store; a rank without documents helps the others with theirs."""
-        if not documents and self.policy.mesh is None:
+        if not documents and not self.policy.sharding.is_sharded:
             return
         hidden = self._hidden(documents or [torch.zeros(2, dtype=torch.int64)])
         for place, tokens in enumerate(documents):

@@ -7,6 +7,7 @@ and works in row blocks; scoring does the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +20,19 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device, to_device
-from limbeck.distributed.mesh import MeshShape, current_world
 from limbeck.distributed.sharding import (
-    ShardedModel,
+    Sharding,
     Source,
     empty_optimizer_state,
     load_optimizer_state,
     optimizer_state,
     scheduler_state,
+    shard_model,
 )
+from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.signals import Head
-from limbeck.models.build import ModelBuilder, make_mesh, refuse_unsupported, tokenizer_size
+from limbeck.losses.vocab_axis import WHOLE, VocabAxis
+from limbeck.models.build import ModelBuilder, make_dims, refuse_unsupported, tokenizer_size
 from limbeck.models.export import save_weights
 from limbeck.models.loading import body_of, model_identity, parse_dtype, unwrap
 from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
@@ -91,20 +94,18 @@ class Policy:
         extra_parameters: Iterable[nn.Parameter] = (),
     ) -> None:
         self.cfg = plain_settings(cfg)
-        self.name, self.tokenizer, self.dp_group = name, tokenizer, dp_group
+        self.name, self.tokenizer = name, tokenizer
         self.device = torch.device(device if device is not None else default_device())
         self.precision = parse_dtype(self.cfg["precision"])
         refuse_unsupported(self.cfg, name, init_optimizer)
         size = tokenizer_size(tokenizer)
-        self.mesh = make_mesh(self.cfg, name, self.device, model, size)
-        if self.mesh is not None:
-            self.dp_group = self.mesh.data_group
+        self.dims = make_dims(self.cfg, name, self.device, model, size, Comm.of(dp_group))
         builder = ModelBuilder(self.cfg, trained=init_optimizer, size=size, seed=seed, weights=weights_path)
-        built, source = builder.build(model, self.mesh, self.device)
+        built, source = builder.build(model, self.dims, self.device)
         self.model: Any = built
         self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
         self.body: Any = body_of(self.model)
-        self.sharded = self._shard(source)
+        self.sharding = self._shard(source)
         self._prepare_body(init_optimizer)
         self._trained = [p for p in (*self.model.parameters(), *extra_parameters) if p.requires_grad]
         self.optimizer = build_optimizer(self._trained, self.cfg["optimizer"]) if init_optimizer else None
@@ -115,15 +116,13 @@ class Policy:
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _shard(self, source: Source | None) -> ShardedModel | None:
-        if self.mesh is None:
-            return None
+    def _shard(self, source: Source | None) -> Sharding:
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
         layout = self.cfg["dtensor_cfg"]
-        return ShardedModel(
+        return shard_model(
             unwrap(self.model),
             self.body,
-            self.mesh,
+            self.dims,
             fsdp=layout["fsdp"],
             param_dtype=self.precision if narrow else None,
             sequence_parallel=layout["sequence_parallel"],
@@ -131,39 +130,20 @@ class Policy:
             source=source,
         )
 
-    @property
-    def mesh_shape(self) -> MeshShape:
-        """How the processes share this model's work."""
-        if self.mesh is not None:
-            return self.mesh.shape
-        return MeshShape(data=1 if self.dp_group is None else current_world())
-
-    @property
-    def counts_records(self) -> bool:
-        """Whether this rank speaks for what was read, among all that read the same: their counts add up over a run."""
-        return self.mesh is None or (self.mesh.context_rank, self.mesh.tensor_rank) == (0, 0)
-
-    @property
-    def counts_rows(self) -> bool:
-        """Whether this rank speaks for its rows, among those that read the same."""
-        return self.mesh is None or self.mesh.context_rank == 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process takes part in this model's steps."""
-        return self.mesh is None and (self.dp_group is None or current_world() == 1)
-
-    @property
-    def reduce_group(self) -> Any:
-        """Processes over which losses and metrics are summed."""
-        return self.dp_group if self.mesh is None else self.mesh.reduce_group
+    @functools.cached_property
+    def axis(self) -> VocabAxis:
+        """Which columns of the vocabulary ``head`` has on this rank."""
+        if self.dims.tensor.size == 1:
+            return WHOLE
+        rows = unwrap(self.model).get_output_embeddings().weight.shape[0]
+        return ShardedAxis.of_rows(self.dims.tensor, rows, self.vocab_size)
 
     def _prepare_body(self, trained: bool) -> None:
         if trained and self.cfg["dtensor_cfg"]["activation_checkpointing"]:
             unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
             if is_lora(self.model):
                 unwrap(self.model).enable_input_require_grads()
-        if self.sharded is None or self.sharded.split is None:
+        if self.dims.context.size == 1:
             choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
         self._packs = False
         if packing_enabled(self.cfg):
@@ -206,10 +186,9 @@ class Policy:
         ``whole``: all rows on every rank, without gradient, also where tensor parallelism splits them.
         """
         head = Head.from_model(unwrap(self.model), self.vocab_size)
-        if self.sharded is not None and whole:
-            head = replace(head, weight=self.sharded.whole_head())
-        elif self.sharded is not None:
-            head = replace(head, weight=self.sharded.head_weight(), axis=self.sharded.axis(head.vocab_size))
+        if head.weight is not None:
+            weight = self.sharding.head_weight(head.weight, whole=whole)
+            head = replace(head, weight=weight, axis=WHOLE if whole else self.axis)
         if head.weight is not None and head.weight.dtype != self.precision and self.precision != torch.float32:
             head.weight = head.weight.to(self.precision)
             head.bias = None if head.bias is None else head.bias.to(self.precision)
@@ -223,10 +202,7 @@ class Policy:
 
     def _hidden(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
         """Last hidden states [B, T, h] of whole sequences, which may be split over ranks on the way."""
-        if self.sharded is not None and self.sharded.split is not None:
-            return self.sharded.split.run(self.body, kwargs, borders)
-        hidden: Tensor = self.body(**kwargs).last_hidden_state
-        return hidden
+        return self.sharding.run(kwargs, borders)
 
     def microbatches(
         self, data: BatchedDataDict, mbs: int, *, prefix: str = "", training: bool = True
@@ -234,10 +210,10 @@ class Policy:
         """Micro-batches of ``data`` on this policy's device, and how many."""
         key = "train_mb_tokens" if training or not self._has_logprob_budget() else "logprob_mb_tokens"
         # shards are gathered together, so every rank must take as many forward passes
-        group = self.dp_group if training or (self.sharded is not None and self.sharded.fsdp) else None
+        ranks = self.dims.data if training or self.sharding.fsdp else Comm.alone()
         cp = int(self.cfg["dtensor_cfg"]["context_parallel_size"])
         return get_microbatch_iterator(
-            data, self.cfg, mbs, group, self.tokenizer, cp, key_prefix=prefix, device=self.device, tokens_key=key
+            data, self.cfg, mbs, ranks, self.tokenizer, cp, key_prefix=prefix, device=self.device, tokens_key=key
         )
 
     def _has_logprob_budget(self) -> bool:
@@ -356,8 +332,7 @@ class Policy:
         head = self.head()
         for where, hidden, following in self._scored(data, prefix):
             yield where, score_rows(hidden, head, following, k=k)
-        if self.sharded is not None:
-            self.sharded.release()
+        self.sharding.release()
 
     @torch.no_grad()
     def get_topk_logits(self, data: BatchedDataDict, k: int, *, prefix: str = "") -> BatchedDataDict:
@@ -409,7 +384,7 @@ class Policy:
 
         Every rank must call it. Weights are whole from any layout; the train state may be read under another one.
         """
-        whole = None if self.sharded is None else self.sharded.full_state()
+        whole = self.sharding.full_state()
         if Comm.world().rank == 0:
             save_weights(self.model, weights_path, self.tokenizer, tokenizer_path, state=whole)
         if optimizer_path is not None:
@@ -418,7 +393,7 @@ class Policy:
     def load_train_state(self, optimizer_path: str | Path) -> None:
         """Go on from a train state; the weights come from the ``weights_path`` given at construction."""
         template = None
-        if self.sharded is not None and self.optimizer is not None:
+        if self.sharding.is_sharded and self.optimizer is not None:
             empty_optimizer_state(self.optimizer)
             template = {"optimizer": optimizer_state(self.optimizer, self._trained)}
             if is_lora(self.model):

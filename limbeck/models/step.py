@@ -18,7 +18,6 @@ from torch import Tensor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
 from limbeck.distributed.attention import ContextPeers
-from limbeck.distributed.comm import Comm
 from limbeck.losses.blocks import deferred_checks
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.metrics import Metrics
@@ -43,7 +42,7 @@ def train_on_batches(
     timer: Timer,
 ) -> dict[str, Any]:
     """See ``Policy.train``."""
-    ranks = Comm.of(policy.dp_group).size
+    ranks = policy.dims.data.size
     # among several ranks one may have no rows; it still takes part
     local = max(data.size, int(ranks > 1)) if gbs is None else gbs // ranks
     if local < 1 or (gbs is not None and gbs % ranks):
@@ -85,12 +84,12 @@ def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource], student: 
     sums: Sums = {}
     for index, teacher in enumerate(teachers):
         if hasattr(teacher, "announce"):
-            with Comm.of(student.dp_group).fail_together():
+            with student.dims.data.fail_together():
                 mask, metrics = teacher.announce(data, index)
             data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
             sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
     # ranks that share rows count them once
-    return data, sums if student.counts_rows else dict.fromkeys(sums, (0.0, 0.0))
+    return data, sums if student.dims.owns_rows else dict.fromkeys(sums, (0.0, 0.0))
 
 
 def _wants_first_pass(loss_fn: Any) -> bool:
@@ -112,7 +111,7 @@ def _check_all_trained(policy: Policy, loss_fn: Any) -> None:
 
 def _check_layout(policy: Policy, loss_fn: Any) -> None:
     """A loss that does not know of split sequences or vocabularies would give other numbers."""
-    shape = policy.mesh_shape
+    shape = policy.dims.shape
     if shape.same_rows > 1:
         if not hasattr(loss_fn, "check_layout"):
             raise ConfigError(
@@ -166,7 +165,7 @@ class Step:
 
     def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
         self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
-        self.data, self.reduce = Comm.of(policy.dp_group), Comm.of(policy.reduce_group)
+        self.dims = policy.dims
         self.metrics = Metrics()
         self.tokens = self.number = 0
         self.counts: dict[str, Tensor] = {}
@@ -189,7 +188,7 @@ class Step:
     ) -> None:
         """Forward and backward of global batch ``index`` of ``data``, ``local`` rows of this rank (default: all)."""
         size = max(data.size, 1) if local is None else local
-        prepared = process_global_batch(data, loss_fn, self.data, batch_idx=index, batch_size=size)
+        prepared = process_global_batch(data, loss_fn, self.dims.data, batch_idx=index, batch_size=size)
         batch, counts = prepared["batch"], prepared.get("counts", {})
         if not self.eval_mode:
             _check_all_trained(self.policy, loss_fn)
@@ -235,7 +234,7 @@ class Step:
                     loss.backward()
         self.add_metrics(metrics)
         # ranks that share rows count them once
-        if not mb.is_dummy and self.policy.counts_rows:
+        if not mb.is_dummy and self.dims.owns_rows:
             self.tokens += int(mb.data_dict["input_lengths"].sum())
         again = functools.partial(self._loss, mb, loss_fn, teachers, counts)
         self.done.append(_Done(torch.as_tensor(loss).detach(), flags, mb, again))
@@ -261,9 +260,9 @@ class Step:
         with timer.time("loss"):
             found = [signals[number] for number in range(len(teachers))]
             inputs = loss_fn.prepare(mb, [start for _, start in found])
-            if policy.mesh is not None and policy.mesh.shape.context > 1:
-                peers = ContextPeers(policy.mesh.context_group)
-                inputs = loss_fn.share(inputs, policy.mesh.context_rank, policy.mesh.shape.context, peers)
+            context = policy.dims.context
+            if context.size > 1:
+                inputs = loss_fn.share(inputs, context.rank, context.size, ContextPeers(context))
             out: tuple[Tensor, Sums] = loss_fn.compute(
                 hidden, policy.head(), [signal for signal, _ in found], inputs, counts
             )
@@ -280,7 +279,7 @@ class Step:
             return
         self._drop_gradients()
         bad = [done for done in self.done if done.is_bad()]
-        if bad and self.policy.alone:
+        if bad and self.dims.shape.world == 1:
             # the weights are as they were: asked again, the loss itself says what is wrong
             with torch.no_grad():
                 bad[0].again()
@@ -297,13 +296,11 @@ class Step:
     def _drop_gradients(self) -> None:
         if self.policy.optimizer is not None:
             self.policy.optimizer.zero_grad(set_to_none=True)
-        if self.policy.sharded is not None:
-            self.policy.sharded.release(gradient=True)
+        self.policy.sharding.release(gradient=True)
 
     def _release(self) -> None:
         """Heads that were gathered for this step."""
-        if self.policy.sharded is not None:
-            self.policy.sharded.release()
+        self.policy.sharding.release()
         for teacher in self.teachers:
             if hasattr(teacher, "release"):
                 teacher.release()
@@ -314,10 +311,9 @@ class Step:
         assert policy.optimizer is not None
         with self.timer.time("optimizer"):
             params = [p for g in policy.optimizer.param_groups for p in g["params"]]
-            self._sum_gradients(params)
+            policy.sharding.collect(params)
             limit = math.inf if policy.cfg["max_grad_norm"] is None else float(policy.cfg["max_grad_norm"])
-            clip = torch.nn.utils.clip_grad_norm_ if policy.sharded is None else policy.sharded.clip
-            return clip(params, limit)
+            return policy.sharding.clip(params, limit)
 
     def _optimize(self) -> None:
         policy = self.policy
@@ -329,17 +325,6 @@ class Step:
             policy.steps += 1
             policy.optimizer.zero_grad(set_to_none=True)
 
-    def _sum_gradients(self, params: list[Tensor]) -> None:
-        """Plain data parallelism; a sharded model knows which of its gradients are sums already."""
-        if self.policy.sharded is not None:
-            self.policy.sharded.collect(params)
-            return
-        for p in params:
-            # a parameter that this rank's rows did not reach still takes part, with zeros
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            self.data.sum_(p.grad)
-
     def _read(self, norm: Tensor | None) -> _Read:
         """Loss, metrics and flags summed over ranks; the one place where a step waits for the device."""
         zero = torch.zeros((), dtype=torch.float64, device=self.policy.device)
@@ -349,6 +334,6 @@ class Step:
         same = [] if norm is None else [norm]
         # data x context ranks, once per step: a few numbers, all that the host learns of it
         metrics, (loss, bad, odd, tokens, *norms) = self.metrics.reduced(
-            self.reduce, losses.sum(), infinite, flags[1], self.tokens, same=same
+            self.dims.loss, losses.sum(), infinite, flags[1], self.tokens, same=same
         )
         return _Read(loss, metrics.pairs(), int(tokens), bool(bad), bool(odd), norms[0] if norms else None)

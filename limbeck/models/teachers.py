@@ -89,26 +89,23 @@ class LiveTeacher:
 
     def attach(self, student: Policy) -> None:
         """Learn how the student is laid out; every rank must call it. Any two layouts go together."""
-        mesh, shape = self.policy.mesh, student.mesh_shape
-        if shape == self._student or mesh is None:
+        dims, shape = self.policy.dims, student.dims.shape
+        if shape == self._student:
             return
         self._student = shape
-        sharded = self.policy.sharded
-        self._joint = JointRows.plan(shape, mesh, alike=sharded is not None and sharded.fsdp)
+        self._joint = JointRows.plan(shape, dims, alike=self.policy.sharding.fsdp)
         # tensor groups are neighbours in both meshes, so equal sizes mean the same ranks
-        self._whole_head = mesh.shape.tensor not in (1, shape.tensor) or self._borders_differ(student)
+        self._whole_head = dims.shape.tensor not in (1, shape.tensor) or self._borders_differ(student)
 
     def _borders_differ(self, student: Policy) -> bool:
         """Two heads of one vocabulary may be padded to different numbers of rows, which are what is cut evenly."""
-        if self.policy.sharded is None or student.sharded is None or self.vocab_size != student.vocab_size:
-            return False
-        own, theirs = (p.sharded.axis(p.vocab_size) for p in (self.policy, student))  # type: ignore[union-attr]
-        return own.sharded and theirs.sharded and own.bounds != theirs.bounds
+        own, theirs = self.policy.axis, student.axis
+        same_size = self.vocab_size == student.vocab_size
+        return same_size and own.sharded and theirs.sharded and own.bounds != theirs.bounds
 
     def release(self) -> None:
         """A step has ended: give back what was gathered for it."""
-        if self.policy.sharded is not None:
-            self.policy.sharded.release()
+        self.policy.sharding.release()
 
     def _inputs(self, data: Any, prefix: str, *, packed: bool) -> ProcessedInputs:
         own = self.policy.cfg
@@ -129,8 +126,9 @@ class LiveTeacher:
         if theirs.is_packed:
             policy.allow_packing()
         if self._joint is None:
-            # the student's own inputs serve where both split sequences alike
-            same = self._student is None or self._student.context == policy.mesh_shape.context
+            # the student's own inputs serve where both split sequences alike, and any serve a whole model
+            student = self._student if policy.sharding.is_sharded else None
+            same = student is None or student.context == policy.dims.shape.context
             alike = not prefix and same and not policy.cfg["dtensor_cfg"]["sequence_parallel"]
             inputs = theirs.to(policy.device) if alike else self._inputs(data, prefix, packed=theirs.is_packed)
             return policy.forward_hidden(inputs), inputs

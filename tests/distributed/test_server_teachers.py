@@ -39,7 +39,6 @@ SPOILT = 4
 def one_run(layout: dict[str, Any], rows: tuple[int, ...], url: str, on_failure: str) -> dict[str, Any]:
     """A held-out pass, a step and the teacher's bits per byte; or the error that ended it."""
     student = student_of(CASE, layout)
-    group = None if student.mesh is None else student.mesh.rows_group
     settings = ServerConfig(
         url=url,
         k=40,
@@ -49,7 +48,7 @@ def one_run(layout: dict[str, Any], rows: tuple[int, ...], url: str, on_failure:
     )
     data = batch(CASE, rows)
     try:
-        teacher = ServerTeacher(settings, tiny.tokenizer(340), group=group)
+        teacher = ServerTeacher(settings, tiny.tokenizer(340), group=student.dims.rows)
         held = student.train(data, loss_of(CASE), teachers=[teacher], mbs=2, eval_mode=True)
         out = student.train(data, loss_of(CASE), teachers=[teacher], mbs=2)
         bits = teacher_bits(student, [teacher], [data])

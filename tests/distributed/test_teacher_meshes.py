@@ -113,7 +113,7 @@ def heads_kept(rank: int) -> dict[str, list[bool]]:
 
 
 def gathered(model: Any) -> list[torch.Tensor]:
-    return [t for t in (model.sharded._leaf, model.sharded._whole) if t is not None]
+    return [t for t in (model.sharding._leaf, model.sharding._whole) if t is not None]
 
 
 @functools.cache

@@ -32,8 +32,7 @@ def _work(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        policy = student(max_grad_norm=0.5, train_micro_batch_size=1, optimizer=SGD)
-        policy.dp_group = dist.group.WORLD
+        policy = student(dp_group=dist.group.WORLD, max_grad_norm=0.5, train_micro_batch_size=1, optimizer=SGD)
         results = [policy.train(batch(ROWS[rank]), loss_fn(), teachers=[LiveTeacher(teacher())]) for _ in range(2)]
         shard, full = _sharded(rank)
         manager = CheckpointManager({"checkpoint_dir": f"{folder}/ckpt"})

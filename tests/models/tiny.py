@@ -66,8 +66,8 @@ def config(arch: dict[str, Any] = LLAMA, **more: Any) -> dict[str, Any]:
     }
 
 
-def student(seed: int = 0, **more: Any) -> Policy:
-    return Policy(config(**more), tokenizer(300), name="student", device="cpu", seed=seed)
+def student(seed: int = 0, *, dp_group: Any = None, **more: Any) -> Policy:
+    return Policy(config(**more), tokenizer(300), name="student", device="cpu", seed=seed, dp_group=dp_group)
 
 
 def teacher(seed: int = 1, **more: Any) -> Policy:
