@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from limbeck import __version__
-from limbeck.utils.errors import ConfigError, DataError, LimbeckError
+from limbeck.errors import ConfigError, DataError, LimbeckError
 
 app = typer.Typer(
     name="limbeck",

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from limbeck.utils.errors import ConfigError
-from limbeck.utils.paths import safe_join
+from limbeck.errors import ConfigError
+from limbeck.utils.files import safe_join
 
 __all__ = ["apply_overrides", "dump_yaml", "load_config", "merge", "near_name", "parse_yaml", "resolve", "safe_join"]
 

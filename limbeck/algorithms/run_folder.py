@@ -23,7 +23,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
 from limbeck.utils.errors import ConfigError, DataError, TemplateError
-from limbeck.utils.paths import write_atomic
+from limbeck.utils.files import write_atomic
 
 CONFIG_NAME = "config.yaml"
 _SAMPLE_CHARACTERS = 1500

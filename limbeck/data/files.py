@@ -22,6 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from limbeck.utils.errors import DataError
+from limbeck.utils.files import cache_dir as cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +90,8 @@ def _expand_one(spec: str) -> list[str]:
 
 
 def default_cache_dir() -> Path:
-    """``$LIMBECK_CACHE`` or ``~/.cache/limbeck``, with a folder for data in it."""
-    base = os.environ.get("LIMBECK_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "limbeck"
-    )
-    return Path(base) / "data"
+    """Where unpacked data files are kept."""
+    return cache_folder("data")
 
 
 def cached_copy(path: str, what: str, cache_dir: str | None, fill: Callable[[str], None]) -> str:

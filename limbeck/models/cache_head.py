@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from limbeck.losses.signals import Head
 from limbeck.utils.errors import CacheError
-from limbeck.utils.paths import fsync_path
+from limbeck.utils.files import fsync_path
 
 HEAD_NAME = "head.safetensors"
 

@@ -25,7 +25,7 @@ from limbeck.models.cache_format import (
 )
 from limbeck.models.cache_index import Entry, parse_journal, read_index, sha256_of, version
 from limbeck.utils.errors import CacheError
-from limbeck.utils.paths import fsync_path, write_atomic
+from limbeck.utils.files import fsync_path, write_atomic
 
 
 class CacheWriter:

@@ -14,7 +14,7 @@ from limbeck.distributed.sharding import whole_tensor
 from limbeck.losses.signals import Head
 from limbeck.models.settings import plain_settings
 from limbeck.utils.errors import ConfigError
-from limbeck.utils.paths import package_file
+from limbeck.utils.files import package_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Keys that do not change what a model computes, or that other versions of transformers write differently.

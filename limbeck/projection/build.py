@@ -7,21 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import VERSION, Projection
 from limbeck.projection.retokenise import Progress
 from limbeck.projection.rules import DEFAULT_K, build_rules, rule_name
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ProjectionError
+from limbeck.utils import files
 
 logger = logging.getLogger(__name__)
-
-
-def default_cache_dir() -> Path:
-    """Folder for built projections: `$LIMBECK_CACHE`, else `limbeck` in the user's cache folder."""
-    base = os.environ.get("LIMBECK_CACHE")
-    if base:
-        return Path(base).expanduser() / "projections"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "limbeck" / "projections"
 
 
 def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path, *, k: int, reverse: bool) -> Path:
@@ -53,7 +46,7 @@ def load_or_build(
         if target.exists():
             return Projection.load(target, student, teacher)
     else:
-        folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        folder = files.cache_dir("projections") if cache_dir is None else Path(cache_dir)
         target = cache_path(student, teacher, folder, k=k, reverse=reverse)
         if target.exists():
             try:

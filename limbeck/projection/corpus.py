@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from limbeck.utils.errors import DataError
+from limbeck.errors import DataError
+from limbeck.utils.jsonl import read_records
 
 BLOCK_CHARS = 16_384
 
@@ -50,15 +50,8 @@ def _text_blocks(path: Path, block_chars: int) -> Iterator[str]:
 
 
 def _jsonl_texts(path: Path) -> Iterator[str]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}:{number} is not JSON ({error}); mend or remove the line.") from None
-            yield from _record_texts(record, f"{path}:{number}")
+    for line, record in read_records(path):
+        yield from _record_texts(record, f"{path}:{line}")
 
 
 def _record_texts(record: object, where: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.utils.errors import ProjectionError
+from limbeck.errors import ProjectionError
+from limbeck.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from limbeck.tokens import ByteVocab
@@ -190,7 +190,7 @@ class Projection:
         data = to_bytes({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=header)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, data)
+        write_atomic(target, data)
         return target
 
     @classmethod
@@ -263,21 +263,6 @@ def drop_vanished(
     indices[weights <= 0] = -1
     weights[indices < 0] = 0
     return indices, weights
-
-
-def write_atomically(target: Path, data: bytes) -> None:
-    """Write `data` beside `target` and rename it over; two writers at once leave one whole file."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _read(target: Path) -> tuple[dict[str, str], dict[str, npt.NDArray]]:

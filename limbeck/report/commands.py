@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 if TYPE_CHECKING:
     from limbeck.algorithms.evaluation import Advance, Begin

@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from limbeck.errors import LimbeckError
 from limbeck.tokens import ByteVocab, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import LimbeckError
 
 Finding = dict[str, str]
 

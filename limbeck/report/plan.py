@@ -10,10 +10,10 @@ import typer
 
 from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
 from limbeck.distributed.planner import GIB, Estimate, Machine, ModelShape, TeacherPlan, Workload, fitting, plan
+from limbeck.errors import ConfigError
 from limbeck.models.cache import estimate_bytes
 from limbeck.models.policy_config import PolicyConfig
-from limbeck.utils.errors import ConfigError
-from limbeck.utils.paths import package_file
+from limbeck.utils.files import package_file
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KERNEL_MODES = ("boundary_kl", "p_kl", "gold", "h_kl")

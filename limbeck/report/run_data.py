@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from limbeck.config import parse_yaml
-from limbeck.utils.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, DataError, LimbeckError
+from limbeck.utils.jsonl import read_records
 
 _MARKS = ("metrics.jsonl", "config.yaml", "versions.json")
 Points = list[tuple[int, float]]
@@ -178,18 +179,23 @@ def _read_config(run: RunData) -> None:
 
 
 def _read_metrics(run: RunData) -> None:
-    lines = (_read_text(run, "metrics.jsonl") or "").split("\n")
+    path = run.folder / "metrics.jsonl"
+    if not path.is_file():
+        return
     by_step: dict[int, dict[str, Any]] = {}
-    bad = 0
-    # What follows the last line end is still being written, or was cut by a kill.
-    for line in lines[:-1]:
-        try:
-            row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
-            bad += 1
-            continue
-        by_step.setdefault(step, {}).update({**row, "step": step})
+    bad: list[int] = []
+    try:
+        for line, row in read_records(path, bad=lambda line, why: bad.append(line), finished=True):
+            try:
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError, OverflowError):
+                bad.append(line)
+                continue
+            by_step.setdefault(step, {}).update({**row, "step": step})
+    except DataError as error:
+        run.problems.append(str(error))
     if bad:
-        run.problems.append(f"metrics.jsonl has {bad} damaged line{'s' if bad > 1 else ''}; they are left out.")
+        run.problems.append(
+            f"metrics.jsonl has {len(bad)} damaged line{'s' if len(bad) > 1 else ''}; they are left out."
+        )
     run.rows = [by_step[step] for step in sorted(by_step)]

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from limbeck.errors import ConfigError
 from limbeck.report.alignment import chunk_html, summary_lines
 from limbeck.report.charts import NARROW, WIDE, Series, format_number, line_chart, wants_log
 from limbeck.report.comparison import comparison_page
 from limbeck.report.reasons import explain
 from limbeck.report.run_data import Points, RunData, find_runs, read_run
 from limbeck.report.style import card, chip, document, table
-from limbeck.utils.errors import ConfigError
-from limbeck.utils.paths import write_atomic
+from limbeck.utils.files import write_atomic
 
 PAGE_NAME = "report.html"
 _MOST_CHUNKS = 400

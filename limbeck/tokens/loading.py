@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.utils.errors import TokenizerError
-from limbeck.utils.paths import package_file
+from limbeck.utils.files import package_file
 
 
 def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from limbeck.errors import LimbeckError, TemplateError, TraceError
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.chat import ChatRenderer, Conversation
 from limbeck.traces.collator_batch import (
@@ -36,7 +37,6 @@ from limbeck.traces.collator_pairs import PairRow, pair_row
 from limbeck.traces.collator_windows import View
 from limbeck.traces.schema import Message, Trace
 from limbeck.traces.sites import Site, SiteFinder
-from limbeck.utils.errors import LimbeckError, TemplateError, TraceError
 
 
 class ComposerDataCollator:

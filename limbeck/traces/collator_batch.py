@@ -13,9 +13,9 @@ from torch import Tensor
 
 from limbeck.align import AlignmentBatch
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.errors import TraceError
 from limbeck.traces.collator_hints import SiteRow
 from limbeck.traces.collator_pairs import PairRow
-from limbeck.utils.errors import TraceError
 
 Channel = Literal["policy", "hint", "preference"]
 

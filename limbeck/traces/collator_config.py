@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
+from limbeck.errors import ConfigError
 from limbeck.tokens.chat import PLACEMENTS, Placement
 from limbeck.traces.hints import HintGenerator, HookHints, LayeredHints
-from limbeck.utils.errors import ConfigError
 
 
 class TokenizerLike(Protocol):

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from limbeck.errors import TraceError
 from limbeck.traces.collator_config import TraceTurn
 from limbeck.traces.readers.base import as_number, openai_tool_calls
 from limbeck.traces.readers.errors import classify_error
 from limbeck.traces.replay import TeacherFailure, parse_answer
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
 from limbeck.traces.sites import Site, SiteFinder
-from limbeck.utils.errors import TraceError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from limbeck.align import Chunks, align_renderings
+from limbeck.errors import TemplateError
 from limbeck.tokens.chat import ChatRenderer, Conversation, Placement, insert_hint, probe_placement
 from limbeck.traces.collator_examples import HintTarget
 from limbeck.traces.collator_windows import IntArray, View, Window, cut_windows
-from limbeck.utils.errors import TemplateError
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from limbeck.errors import TraceError
 from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointTeacher
 from limbeck.traces.hints import HintGenerator, HookHints, JudgeHints, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
@@ -27,8 +28,7 @@ from limbeck.traces.readers import READERS, ReadReport
 from limbeck.traces.replay import CallableTeacher, Replayer, Teacher, assistant_targets, error_targets
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import SiteFinder
-from limbeck.traces.store import JsonCache, line_writer
-from limbeck.utils.errors import TraceError
+from limbeck.utils.files import JsonCache, Output
 
 traces_app = typer.Typer(help="Agent logs: canonical traces, error sites, preference pairs.", no_args_is_help=True)
 
@@ -78,9 +78,9 @@ def ingest_command(
     """
     stats = IngestStats()
     options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with line_writer(out) as write, _progress("traces") as advance:
+    with Output(out, files) as output, _progress("traces") as advance:
         for trace in ingest(files, options, stats):
-            write(trace.to_json())
+            output.line(trace.to_json())
             advance()
     if json_output:
         typer.echo(json.dumps(stats.summary()))
@@ -118,10 +118,10 @@ def sites_command(
     stats = IngestStats()
     finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, cache)), recovery_weight)
     options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with line_writer(out) as write, _progress("traces") as advance:
+    with Output(out, files) as output, _progress("traces") as advance:
         for trace in ingest(files, options, stats):
             for site in finder.find(trace):
-                write(json.dumps(site.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
+                output.line(json.dumps(site.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
             advance()
     summary = finder.summary()
     if json_output:
@@ -188,8 +188,8 @@ def pairs_command(
     stats = IngestStats()
     targets = error_targets if states is States.errors else assistant_targets
     traces = ingest(files, IngestOptions(format, redact, strip_reasoning=False), stats)
-    with line_writer(out) as write, _progress("pairs") as advance:
-        asyncio.run(_replay(replayer, traces, targets, write, advance))
+    with Output(out, files) as output, _progress("pairs") as advance:
+        asyncio.run(_replay(replayer, traces, targets, output.line, advance))
     summary = {**replayer.summary(), **_endpoint_figures(replayer.teachers), "cost": round(budget.spent, 6)}
     if json_output:
         typer.echo(json.dumps(summary))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from limbeck.errors import TraceError
 from limbeck.traces.readers.base import as_dict, as_dicts, as_number
 from limbeck.traces.replay import TeacherFailure, parse_answer
 from limbeck.traces.schema import Message
-from limbeck.traces.store import JsonCache, fingerprint
-from limbeck.utils.errors import TraceError
+from limbeck.utils.files import JsonCache, content_hash
 from limbeck.utils.http import HOPELESS, RETRIED, backoff, load_httpx, public_url, retry_after
 
 
@@ -119,7 +119,7 @@ class EndpointTeacher:
     async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         """The endpoint's answer from this state; ``TeacherFailure`` where there is none to be had."""
         body = self._body(messages, tools)
-        key = fingerprint([self.config.public_url, body])
+        key = content_hash([self.config.public_url, body])
         stored = self.cache.get(key) if self.cache is not None else None
         if stored is not None:
             self.counts["cached"] += 1

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from limbeck.tokens.chat import Placement, insert_hint, probe_placement
 from limbeck.traces.schema import Message, ToolCall, Trace
-from limbeck.traces.store import JsonCache, fingerprint
+from limbeck.utils.files import JsonCache, content_hash
 
 __all__ = [
     "Hint",
@@ -73,7 +73,7 @@ class HintRequest:
             message.model_dump(mode="json", exclude_defaults=True) for message in self.trace.messages[: self.target]
         ]
         failed = [self.call.name, self.call.arguments, self.error_kind, self.error_meta, self.error_text]
-        return fingerprint([seen, failed])
+        return content_hash([seen, failed])
 
 
 @runtime_checkable
@@ -229,7 +229,7 @@ class JudgeHints:
         self.cache = None if cache is None else JsonCache(cache)
 
     def __call__(self, request: HintRequest) -> str | None:
-        key = fingerprint([self.name, request.key()])
+        key = content_hash([self.name, request.key()])
         stored = self.cache.get(key) if self.cache is not None else None
         if stored is not None and "hint" in stored:
             return stored["hint"]

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from limbeck.errors import TraceError
 from limbeck.traces.readers.base import as_text, openai_tool_calls
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
-from limbeck.utils.errors import TraceError
 
 ActionKey = tuple[Any, ...]
 

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from limbeck.utils.errors import TraceError
+from limbeck.errors import TraceError
+from limbeck.utils.files import Output
 
 SCHEMA_VERSION: Literal["limbeck.trace/1"] = "limbeck.trace/1"
 
@@ -256,8 +257,8 @@ def describe_validation(error: ValidationError) -> str:
 def write_traces(traces: Iterable[Trace], path: Path) -> int:
     """Write canonical traces, one per line; returns how many."""
     count = 0
-    with path.open("w", encoding="utf-8") as out:
+    with Output(path) as out:
         for trace in traces:
-            out.write(trace.to_json() + "\n")
+            out.line(trace.to_json())
             count += 1
     return count

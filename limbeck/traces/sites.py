@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from limbeck.errors import TraceError
 from limbeck.traces.hints import HintRequest, LayeredHints
 from limbeck.traces.schema import Message, Trace, describe_validation
-from limbeck.utils.errors import TraceError
+from limbeck.utils.jsonl import read_records
 
 _EXCERPT = 200
 
@@ -183,11 +184,12 @@ def read_sites(path: Path) -> Iterator[Site]:
     """The sites of a file written by ``limbeck traces sites``; a line that is no site is an error with its place."""
     if not path.is_file():
         raise TraceError(f"there is no site file {str(path)!r}: write one with `limbeck traces sites`")
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                yield Site.model_validate_json(line)
-            except ValidationError as error:
-                raise TraceError(f"{path.name}:{number}: not an error site ({describe_validation(error)})") from error
+
+    def refuse(line: int, why: str) -> None:
+        raise TraceError(f"{path.name}:{line}: not an error site ({why})")
+
+    for line, value in read_records(path, bad=refuse):
+        try:
+            yield Site.model_validate(value)
+        except ValidationError as error:
+            refuse(line, describe_validation(error))

@@ -1,6 +1,6 @@
 """Errors, timing, logging, checkpoints and state files; imports nothing else of Limbeck.
 
-The names below are loaded on first use, so that ``limbeck.utils.errors`` (which every package needs) costs neither
+The names below are loaded on first use, so that ``limbeck.errors`` (which every package needs) costs neither
 torch nor pydantic.
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from limbeck.utils.checkpoint import CheckpointingConfig, CheckpointManager
+    from limbeck.utils.files import safe_join
     from limbeck.utils.logger import Logger, LoggerConfig
-    from limbeck.utils.paths import safe_join
     from limbeck.utils.state import capture_rng, load_state, restore_rng, save_state, seed_everything
     from limbeck.utils.timer import Timer
 
@@ -25,7 +25,7 @@ _HOME = {
     "capture_rng": "state",
     "load_state": "state",
     "restore_rng": "state",
-    "safe_join": "paths",
+    "safe_join": "files",
     "save_state": "state",
     "seed_everything": "state",
 }

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from limbeck.distributed.comm import Comm
-from limbeck.utils.errors import CheckpointError, ConfigError
-from limbeck.utils.paths import fsync_path, fsync_tree, write_atomic
+from limbeck.errors import CheckpointError, ConfigError
+from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
 
 INFO_NAME = "training_info.json"
 _STEP = re.compile(r"step_(\d+)$")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from limbeck.utils.errors import LimbeckError
+from limbeck.errors import LimbeckError
 
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}

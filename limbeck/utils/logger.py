@@ -1,4 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl`` (one object per step), TensorBoard, optional wandb and trackio, a progress bar.
+"""Metrics of a run: ``metrics.jsonl`` (one object per step), TensorBoard, optional wandb and trackio, progress.
 
 Metrics travel as ``(sum, count)`` pairs and become means here, at the last moment.
 """
@@ -9,15 +9,16 @@ import errno
 import json
 import math
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from limbeck.utils.errors import ConfigError, DataError
-from limbeck.utils.paths import write_atomic
+from limbeck.errors import ConfigError, DataError, one_line
+from limbeck.utils.files import write_atomic
+from limbeck.utils.jsonl import read_records
+from limbeck.utils.progress import Bar, Lines, Progress, current
 
 Metric = float | int | tuple[float, float]
 
@@ -34,7 +35,7 @@ class LoggerConfig(BaseModel):
     monitor_gpus: bool = False
     """Log the accelerator memory of rank 0 with every step."""
     progress: bool = True
-    """A bar on a terminal, one line every ``print_seconds`` elsewhere."""
+    """A bar where the command line shows one, a line every ``print_seconds`` elsewhere."""
     print_seconds: float = Field(default=10.0, ge=0)
     tensorboard: dict[str, Any] = {}
     """Arguments of ``SummaryWriter``."""
@@ -68,13 +69,16 @@ def to_means(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a ``metrics.jsonl``; a last line without its line end (a kill while writing) is left out."""
+
+    def refuse(line: int, why: str) -> None:
+        raise DataError(f"{path}:{line} is no metrics row ({why}); remove the line or start a new run folder")
+
     rows = []
-    for n, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+    for line, row in read_records(path, bad=refuse, finished=True):
         try:
-            row = json.loads(line)
             int(row["step"])
-        except (ValueError, KeyError, TypeError) as e:
-            raise DataError(f"{path}:{n} is no metrics row ({e}); remove the line or start a new run folder") from e
+        except (ValueError, KeyError, TypeError) as error:
+            refuse(line, one_line(error))
         rows.append(row)
     return rows
 
@@ -101,10 +105,17 @@ class Logger:
 
     ``resume_step``: rows past it are removed from ``metrics.jsonl``, so that a resumed run repeats none (a run that
     starts anew in an old folder passes -1). None keeps what is there.
+
+    ``progress``: where bars and lines are shown; by default what the command line shows, or plain lines.
     """
 
     def __init__(
-        self, config: LoggerConfig | Mapping[str, Any], *, resume_step: int | None = None, rank: int | None = None
+        self,
+        config: LoggerConfig | Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
+        rank: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.config = config if isinstance(config, LoggerConfig) else LoggerConfig(**config)
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
@@ -114,7 +125,8 @@ class Logger:
         self._step: int | None = None
         self._fd: int | None = None
         self._writers: list[Any] = []
-        self._progress = _Progress(self.config.print_seconds)
+        self._progress = progress or current() or Lines(self.config.print_seconds)
+        self._bar: Bar | None = None
         if self.rank != 0:
             return
         try:
@@ -172,22 +184,31 @@ class Logger:
 
     def start_progress(self, total_steps: int, start_step: int = 0, description: str = "train") -> None:
         """Show a progress bar from ``start_step`` to ``total_steps``."""
+        self._stop_progress()
         if self.rank == 0 and self.config.progress:
-            self._progress.start(total_steps, start_step, description)
+            self._bar = self._progress.begin(f"{description} step", total_steps, start_step)
 
     def update_progress(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None) -> None:
         """Move the bar; ``loss`` and ``tokens_per_s`` are shown beside it."""
-        self._progress.update(step, loss, tokens_per_s)
+        if self._bar is not None:
+            shown = "-" if loss is None else f"{loss:.4f}"
+            speed = "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+            self._bar.update(step, note=f"loss {shown}  {speed} tok/s")
+
+    def _stop_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def print(self, text: str) -> None:
         """A line for the user, above the bar; rank 0 only."""
         if self.rank == 0:
-            self._progress.print(text)
+            self._progress.say(text)
 
     def close(self) -> None:
         """Write what is left and close all writers."""
         self.commit()
-        self._progress.stop()
+        self._stop_progress()
         for writer in self._writers:
             writer.close()
         self._writers = []
@@ -263,65 +284,3 @@ class _Tracker:
 
     def close(self) -> None:
         self._module.finish()
-
-
-class _Progress:
-    """A rich bar on a terminal, a plain line now and then in a log file."""
-
-    def __init__(self, print_seconds: float) -> None:
-        self._seconds = print_seconds
-        self._bar: Any = None
-        self._task: Any = None
-        self._total: int | None = None
-        self._begin = self._printed = 0.0
-        self._first = 0
-
-    def start(self, total: int, first: int, description: str) -> None:
-        from rich.console import Console
-
-        self.stop()
-        self._total, self._first, self._begin, self._printed = total, first, time.monotonic(), 0.0
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tok/s"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task(description, total=total, completed=first, loss="-", speed="-")
-
-    def update(self, step: int, loss: float | None, tokens_per_s: float | None) -> None:
-        if self._total is None:
-            return
-        shown = "-" if loss is None else f"{loss:.4f}"
-        speed = "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=shown, speed=speed)
-            return
-        now = time.monotonic()
-        if now - self._printed >= self._seconds or step == self._total:
-            self._printed = now
-            per_step = (now - self._begin) / max(step - self._first, 1)
-            eta = per_step * (self._total - step)
-            self.print(f"step {step}/{self._total}  loss {shown}  {speed} tok/s  ETA {eta:.0f} s")
-
-    def print(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            import sys
-
-            print(text, file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = self._task = self._total = None

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from limbeck.utils.errors import CheckpointError
-from limbeck.utils.paths import write_atomic
+from limbeck.errors import CheckpointError
+from limbeck.utils.files import write_atomic
 
 JSON_NAME = "state.json"
 FORMAT = 1

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from limbeck.traces.commands import traces_app
 from limbeck.traces.hints import HintRequest
-from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import PreferencePair
 from limbeck.traces.sites import read_sites
 from limbeck.utils.errors import LimbeckError
@@ -77,10 +76,14 @@ def test_ingest_of_mixed_and_damaged_files_goes_on(tmp_path: Path) -> None:
     assert secret in out.read_text()
 
 
-def test_the_output_may_be_an_input(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", [["ingest"], ["sites"], ["pairs", "-t", "py:tests.traces.test_commands:teacher"]])
+def test_an_output_that_is_an_input_is_refused(tmp_path: Path, verb: list[str]) -> None:
     path = write_lines(tmp_path / "t.jsonl", [TALK, TALK])
-    assert as_json("ingest", path, "-o", path)["traces"] == 2
-    assert [t.messages[1].content for t in read_traces([path])] == ["!", "!"]
+    before = path.read_bytes()
+    result = limbeck(*verb, WORKSHOP, path, "-o", path)
+    assert isinstance(result.exception, LimbeckError)
+    assert "it is also the input" in str(result.exception)
+    assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
 
 

@@ -28,8 +28,8 @@ from limbeck.traces.replay import (
     vote,
 )
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
-from limbeck.traces.store import JsonCache
 from limbeck.utils.errors import TraceError
+from limbeck.utils.files import JsonCache
 from tests.patience import TEST_SECONDS
 from tests.traces.material import EXAMPLES, answer, call, say
 from tests.traces.server import HOLD, completion, endpoint

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import jinja2
 
-from limbeck.utils.errors import TemplateError
+from limbeck.errors import TemplateError
 
 Placement = Literal["system", "append", "user"]
 """``system``: own system turn; ``append``: end of the last user or tool turn; ``user``: own user turn."""

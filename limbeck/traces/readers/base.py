@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,17 +16,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from limbeck.errors import TraceError
 from limbeck.traces.schema import Message, Origin, ToolCall, Trace, describe_validation
-from limbeck.utils.errors import TraceError
+from limbeck.utils.jsonl import STDIN, read_records, replace_surrogates
 
 logger = logging.getLogger(__name__)
 
 Detectors = Literal["standard", "extended"]
-
-MAX_DOCUMENT_BYTES = 1 << 29
-"""A file that is one JSON document (not lines) has to be parsed whole; beyond this size it is refused."""
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -103,61 +98,18 @@ class Reader:
 
 def iter_records(path: Path, report: ReadReport) -> Iterator[Record]:
     """Stream the JSON objects of a file: one per line, or the elements of a file that is a single JSON document."""
-    if not path.is_file():
+    if str(path) != STDIN and not path.is_file():
         raise TraceError(f"there is no trace file {str(path)!r}: give an existing .jsonl, .json or .traj file")
-    seen = False
-    with path.open("rb") as stream:
-        for line, raw in enumerate(stream, 1):
-            if not raw.strip():
-                continue
-            try:
-                value = _loads(raw)
-            except (ValueError, RecursionError) as error:
-                document = None if seen else _load_document(path, raw)
-                if document is not None:
-                    yield from _objects(document, line, path, report)
-                    return
-                report.skip("malformed_line", file=path.name, line=line, detail=_short(error))
-                continue
-            seen = True
-            yield from _objects(value, line, path, report)
 
+    def malformed(line: int, why: str) -> None:
+        report.skip("malformed_line", file=path.name, line=line, detail=why)
 
-def _loads(raw: bytes) -> Any:
-    value = json.loads(raw.decode("utf-8-sig"))
-    return _replace_surrogates(value) if b"\\ud" in raw or b"\\uD" in raw else value
-
-
-def _load_document(path: Path, first_line: bytes) -> Any | None:
-    if first_line.lstrip(b"\xef\xbb\xbf \t")[:1] not in (b"{", b"[") or path.stat().st_size > MAX_DOCUMENT_BYTES:
-        return None
-    try:
-        return _loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-
-
-def _objects(value: Any, line: int, path: Path, report: ReadReport) -> Iterator[Record]:
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict):
-            yield Record(line, item)
-        else:
-            report.skip("not_an_object", file=path.name, line=line, detail=type(item).__name__)
-
-
-def _replace_surrogates(value: Any) -> Any:
-    """Lone surrogates, which JSON can spell and UTF-8 cannot, become U+FFFD."""
-    if isinstance(value, str):
-        return _SURROGATE.sub("�", value)
-    if isinstance(value, list):
-        return [_replace_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_SURROGATE.sub("�", key): _replace_surrogates(item) for key, item in value.items()}
-    return value
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    for line, value in read_records(path, bad=malformed, document=True):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield Record(line, item)
+            else:
+                report.skip("not_an_object", file=path.name, line=line, detail=type(item).__name__)
 
 
 def convert_records(
@@ -232,7 +184,7 @@ def parse_arguments(value: Any) -> dict[str, Any] | str:
     if not value.strip():
         return {}
     try:
-        parsed = _replace_surrogates(json.loads(value))
+        parsed = replace_surrogates(json.loads(value))
     except (ValueError, RecursionError):
         return value
     return parsed if isinstance(parsed, dict) else value

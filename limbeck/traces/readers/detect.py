@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from limbeck.errors import TraceError
 from limbeck.traces.readers import canonical, claude, openai, openhands, swe_agent
 from limbeck.traces.readers.base import Detectors, ReadContext, Reader, ReadReport, Record, iter_records
 from limbeck.traces.schema import Trace
-from limbeck.utils.errors import TraceError
 
 READERS: dict[str, Reader] = {
     reader.name: reader

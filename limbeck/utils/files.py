@@ -1,0 +1,204 @@
+"""Files and folders: paths that stay inside, outputs that are whole or absent, caches that a kill cannot damage."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from limbeck.errors import ConfigError
+
+
+def safe_join(root: str | Path, *parts: str | Path) -> Path:
+    """Join ``parts`` under ``root`` and refuse a result outside of it.
+
+    Absolute parts, ``..`` and symbolic links that lead out of ``root`` are a ``ConfigError``. The path need not exist.
+    """
+    base = Path(root).resolve()
+    target = base
+    for part in parts:
+        text = str(part)
+        if "\0" in text:
+            raise ConfigError(f"path {text!r} contains a NUL byte; give a plain relative path")
+        if Path(text).is_absolute():
+            raise ConfigError(f"path {text!r} is absolute; give one relative to {str(base)!r}")
+        target = target / text
+    resolved = target.resolve()
+    if resolved != base and base not in resolved.parents:
+        raise ConfigError(f"path {'/'.join(str(p) for p in parts)!r} leads out of {str(base)!r}; keep it inside")
+    return resolved
+
+
+def package_file(spec: str | Path) -> str:
+    """``package:NAME/FILE`` -> the path of that file in an installed Python package; anything else unchanged."""
+    text = str(spec)
+    if not text.startswith("package:"):
+        return text
+    name, _, inner = text.removeprefix("package:").partition("/")
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(f"{text!r} needs the Python package {name!r}, which is not installed; pip install it")
+    path = safe_join(found.submodule_search_locations[0], inner)
+    if not path.exists():
+        raise ConfigError(f"{text!r}: the package {name!r} holds no {inner!r}")
+    return str(path)
+
+
+def fsync_path(path: str | Path) -> None:
+    """Flush one file or directory to the disk; a rename is only durable once its directory has been flushed."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(root: str | Path) -> None:
+    """Flush every file and directory below ``root``, deepest first, then ``root`` itself."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            full = os.path.join(folder, name)
+            if not os.path.islink(full):
+                fsync_path(full)
+        fsync_path(folder)
+
+
+def cache_dir(kind: str) -> Path:
+    """The folder of one kind of things that can be made again: ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``, then it."""
+    base = os.environ.get("LIMBECK_CACHE")
+    if base:
+        return Path(base).expanduser() / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "limbeck" / kind
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Replace the file at ``path`` by ``data``; a reader sees the old content or the new one, never a part."""
+    target = Path(path)
+    partial, stream = _partial(target)
+    try:
+        with stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            _publish(stream, partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _partial(target: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside ``target`` under a name of its own: threads and processes may write the same target at once."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    return partial, partial.open("xb")
+
+
+def _publish(stream: IO[bytes], partial: Path, target: Path) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    os.replace(partial, target)
+    fsync_path(target.parent)
+
+
+class Output:
+    """A text file that appears only when all of it is written, and that is none of the files it is made from.
+
+    ::
+
+        with Output(path, inputs=files) as out:
+            out.line(text)
+
+    ``path`` None writes nothing, for commands whose output file is optional. An error inside the block leaves what was
+    at ``path`` before.
+
+    Raises:
+        ConfigError: ``path`` is one of ``inputs`` (under any name), a folder, or in a folder that does not exist.
+    """
+
+    def __init__(self, path: str | Path | None, inputs: Iterable[str | Path] = ()) -> None:
+        self.path = None if path is None else Path(path)
+        self._stream: IO[bytes] | None = None
+        if self.path is None:
+            return
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ConfigError(f"cannot write {str(self.path)!r}: give a file in an existing folder")
+        for source in inputs:
+            if _same_file(self.path, Path(source)):
+                raise ConfigError(
+                    f"cannot write {str(self.path)!r}: it is also the input {str(source)!r}, which would be lost; "
+                    "give another file"
+                )
+
+    def __enter__(self) -> Output:
+        if self.path is not None:
+            try:
+                self._partial, self._stream = _partial(self.path)
+            except OSError as error:
+                raise ConfigError(f"cannot write {str(self.path)!r}: {error.strerror}") from error
+        return self
+
+    def line(self, text: str) -> None:
+        """Write ``text`` and a line end."""
+        if self._stream is not None:
+            self._stream.write(text.encode() + b"\n")
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if self._stream is None or self.path is None:
+            return
+        try:
+            with self._stream:
+                if kind is None:
+                    _publish(self._stream, self._partial, self.path)
+        finally:
+            self._stream = None
+            self._partial.unlink(missing_ok=True)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return one.resolve() == other.resolve()
+
+
+def content_hash(value: Any) -> str:
+    """A sha256 of a JSON value; equal values have equal hashes whatever their key order."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class JsonCache:
+    """One JSON file per key, written atomically, so an interrupted run never leaves half an answer.
+
+    Attributes:
+        damaged: Entries that could not be read and were treated as absent.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.damaged = 0
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The stored object; None where there is none."""
+        try:
+            value = json.loads(self._path(key).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError):
+            self.damaged += 1
+            return None
+        if not isinstance(value, dict):
+            self.damaged += 1
+            return None
+        return value
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        """Store an object under a key made by ``content_hash``."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(value, ensure_ascii=True))

@@ -1,0 +1,111 @@
+import os
+import threading
+from contextlib import suppress
+
+import pytest
+
+from limbeck.errors import ConfigError
+from limbeck.utils import safe_join
+from limbeck.utils.files import JsonCache, Output, cache_dir, content_hash, write_atomic
+
+
+def test_paths_stay_inside(tmp_path):
+    assert safe_join(tmp_path, "a", "b.txt") == tmp_path.resolve() / "a" / "b.txt"
+    assert safe_join(tmp_path, "a/../b") == tmp_path.resolve() / "b"
+
+
+@pytest.mark.parametrize("part", ["../x", "a/../../x", "/etc/passwd", "a\0b"])
+def test_escapes_are_refused(tmp_path, part):
+    with pytest.raises(ConfigError, match="path"):
+        safe_join(tmp_path, part)
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="leads out"):
+        safe_join(tmp_path / "root", "link/file")
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_atomic(path, "old")
+
+    def fail(fd):
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_threads_that_write_the_same_file_leave_one_whole_file(tmp_path):
+    texts = [str(i) * 50_000 for i in range(4)]
+    threads = [threading.Thread(target=write_atomic, args=(tmp_path / "f", text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "f").read_text() in texts
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_an_output_appears_when_it_is_whole(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with Output(path, inputs=[tmp_path / "in.jsonl"]) as out:
+        out.line("é")
+        assert not path.exists()
+        out.line("b")
+    assert path.read_text(encoding="utf-8") == "é\nb\n"
+    with suppress(KeyError), Output(path) as out:
+        out.line("half")
+        raise KeyError
+    assert path.read_text(encoding="utf-8") == "é\nb\n"
+    with Output(None) as out:
+        out.line("nowhere")
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "sub/../log.jsonl", "link.jsonl", "hard.jsonl"])
+def test_an_output_that_is_an_input_is_refused_under_any_name(tmp_path, monkeypatch, name):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "log.jsonl").write_text("precious")
+    (tmp_path / "link.jsonl").symlink_to("log.jsonl")
+    os.link(tmp_path / "log.jsonl", tmp_path / "hard.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"also the input 'log\.jsonl'"):
+        Output(tmp_path / name, inputs=["other.jsonl", "log.jsonl"])
+    assert (tmp_path / "log.jsonl").read_text() == "precious"
+
+
+def test_an_output_needs_a_folder(tmp_path):
+    for path in (tmp_path, tmp_path / "none" / "f"):
+        with pytest.raises(ConfigError, match="existing folder"):
+            Output(path)
+
+
+def test_cache_folders_know_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("LIMBECK_CACHE", "~/mine")
+    assert cache_dir("data") == tmp_path / "mine" / "data"
+    monkeypatch.delenv("LIMBECK_CACHE")
+    assert cache_dir("data") == tmp_path / ".cache" / "limbeck" / "data"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
+    assert cache_dir("projections") == tmp_path / "xdg" / "limbeck" / "projections"
+
+
+def test_answers_are_kept_and_damaged_ones_are_asked_again(tmp_path):
+    cache = JsonCache(tmp_path)
+    key = content_hash({"b": 1, "a": [2]})
+    assert key == content_hash({"a": [2], "b": 1}) != content_hash({"a": [2], "b": 2})
+    assert cache.get(key) is None
+    cache.put(key, {"x": "é"})
+    assert JsonCache(tmp_path).get(key) == {"x": "é"}
+    (stored,) = tmp_path.rglob("*.json")
+    for text in ("{", "[1]"):
+        stored.write_text(text)
+        assert cache.get(key) is None
+    assert cache.damaged == 2
