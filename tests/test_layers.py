@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "limbeck"
 ORDER = "errors distributed utils tokens align projection data traces losses models algorithms"
-LAST = "report config demo cli __main__"
+LAST = "report config demo doctor cli __main__"
 RANK = {name: i for i, name in enumerate(f"{ORDER} {LAST}".split())}
 # config.py only loads and validates what others define, so any package may use it.
 FREE = {"config"}

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from limbeck.algorithms.master_config import MasterConfig
+from limbeck.cli.plan import plan_command, shape_of, workload_of
 from limbeck.config import load_config, resolve
 from limbeck.distributed.mesh import MeshShape
 from limbeck.distributed.planner import (
@@ -31,7 +32,6 @@ from limbeck.distributed.planner import (
     plan,
     seconds_of,
 )
-from limbeck.report.plan import plan_command, shape_of, workload_of
 from limbeck.utils.errors import ConfigError
 from tests.distributed.launch_cases import write_run
 from tests.models.tiny import LLAMA, QWEN3

@@ -125,5 +125,5 @@ def test_files_that_are_no_torch_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_package_imports_no_torch() -> None:
-    program = "import sys, limbeck.projection.command; sys.exit('torch' in sys.modules)"
+    program = "import sys, limbeck.cli.project; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -113,7 +113,7 @@ def test_gemma_byte_tokens_are_not_the_common_ones() -> None:
 def test_building_stays_small_and_fast() -> None:
     folders = [str(zoo.tokenizer_dir(name)) for name in ("llama3_2", "qwen3")]
     program = (
-        "import sys, typer; from limbeck.projection.command import project_command as p;"
+        "import sys, typer; from limbeck.cli.project import project_command as p;"
         "app = typer.Typer(); app.command()(p); app(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, "--student", folders[0], "--teacher", folders[1], "--json"]

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from limbeck.report.commands import eval_command, report_command, split_arguments
-from limbeck.report.evaluation import notes, print_evaluation, short_names
+from limbeck.cli.evaluate import eval_command, report_command, split_arguments
+from limbeck.cli.evaluation_tables import notes, print_evaluation, short_names
 from limbeck.utils.errors import ConfigError
 from tests.models import tiny
 from tests.report.runs import write_run

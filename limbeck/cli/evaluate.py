@@ -122,7 +122,7 @@ def eval_command(
     else:
         from rich.console import Console
 
-        from limbeck.report.evaluation import print_evaluation
+        from limbeck.cli.evaluation_tables import print_evaluation
 
         print_evaluation(result, Console())
 

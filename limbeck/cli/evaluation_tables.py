@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from limbeck.report.evaluation_traces import print_traces
+from limbeck.cli.trace_tables import print_traces
 
 _FIGURES: dict[str, tuple[str, bool]] = {
     "acc": ("accuracy", True),

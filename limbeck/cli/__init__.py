@@ -191,7 +191,7 @@ def doctor(
 
     Example: limbeck doctor ./Llama-3.2-1B ./Qwen3-4B
     """
-    from limbeck.report.doctor import examine, print_findings
+    from limbeck.doctor import examine, print_findings
 
     findings = examine(models or [])
     if json_output:
@@ -204,10 +204,10 @@ def doctor(
 
 def _register() -> None:
     """Verbs whose parameters live beside the code they call."""
-    from limbeck.projection.command import project_command
-    from limbeck.report.commands import eval_command, report_command
-    from limbeck.report.plan import plan_command
-    from limbeck.traces.commands import traces_app
+    from limbeck.cli.evaluate import eval_command, report_command
+    from limbeck.cli.plan import plan_command
+    from limbeck.cli.project import project_command
+    from limbeck.cli.traces import traces_app
 
     app.command("project")(project_command)
     app.command("eval")(eval_command)

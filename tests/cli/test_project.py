@@ -9,8 +9,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from limbeck.cli.project import peak_rss_mb, project_command
 from limbeck.projection import Projection
-from limbeck.projection.command import peak_rss_mb, project_command
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError, DataError, LimbeckError, ProjectionError, TokenizerError
 from tests.projection.tiny import byte_level

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from limbeck.traces.commands import traces_app
+from limbeck.cli.traces import traces_app
 from limbeck.traces.hints import HintRequest
 from limbeck.traces.schema import PreferencePair
 from limbeck.traces.sites import read_sites
@@ -76,7 +76,7 @@ def test_ingest_of_mixed_and_damaged_files_goes_on(tmp_path: Path) -> None:
     assert secret in out.read_text()
 
 
-@pytest.mark.parametrize("verb", [["ingest"], ["sites"], ["pairs", "-t", "py:tests.traces.test_commands:teacher"]])
+@pytest.mark.parametrize("verb", [["ingest"], ["sites"], ["pairs", "-t", "py:tests.cli.test_traces:teacher"]])
 def test_an_output_that_is_an_input_is_refused(tmp_path: Path, verb: list[str]) -> None:
     path = write_lines(tmp_path / "t.jsonl", [TALK, TALK])
     before = path.read_bytes()
@@ -140,7 +140,7 @@ def test_sites_prints_the_agreed_object_and_writes_an_auditable_file(tmp_path: P
 
 
 def test_hook_and_judge_stand_first_and_last(tmp_path: Path) -> None:
-    here = "tests.traces.test_commands"
+    here = "tests.cli.test_traces"
     summary = as_json(
         "sites",
         WORKSHOP,
@@ -210,7 +210,7 @@ def test_pairs_stop_asking_at_the_cost_cap() -> None:
 
 
 def test_pairs_from_functions_and_their_table() -> None:
-    spec = "py:tests.traces.test_commands:teacher"
+    spec = "py:tests.cli.test_traces:teacher"
     summary = as_json("pairs", WORKSHOP, "-t", spec)
     assert (summary["pairs"], summary["states"]) == (13, 13)
     shown = limbeck("pairs", WORKSHOP, "-t", spec).stdout
