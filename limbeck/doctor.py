@@ -56,8 +56,10 @@ def _version(name: str) -> Finding:
 
 
 def _devices() -> list[Finding]:
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return [_finding("ok", "cpu", f"{os.cpu_count()} cores"), _disk()]
     found = [_finding("ok", "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use")]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -65,10 +67,13 @@ def _devices() -> list[Finding]:
             found.append(_finding("ok", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB"))
     else:
         found.append(_finding("note", "gpu", "none visible", "runs use the CPU; small models only"))
+    return [*found, _disk()]
+
+
+def _disk() -> Finding:
     free = shutil.disk_usage(".").free / 2**30
     level, remedy = ("ok", "") if free > 5 else ("note", "checkpoints and teacher caches need room; free some disk")
-    found.append(_finding(level, "disk", f"{free:.0f} GiB free here", remedy))
-    return found
+    return _finding(level, "disk", f"{free:.0f} GiB free here", remedy)
 
 
 def _extra(module: str, extra: str, use: str) -> Finding:
@@ -144,18 +149,3 @@ def _template(spec: str, tokenizer: Any) -> Finding:
         f"{spec}: chat template",
         f"usable; {int(rendering.target.sum())} of {len(rendering)} probe tokens are supervised",
     )
-
-
-def print_findings(findings: list[Finding], console: Any) -> None:
-    """Findings as a table with colours."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_edge=False, header_style="bold")
-    for column in ("", "what", "found", "remedy"):
-        table.add_column(column, overflow="fold")
-    marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("bad", "bold red")}
-    for f in findings:
-        mark, style = marks[f["level"]]
-        table.add_row(Text(mark, style=style), Text(f["what"]), Text(f["found"]), Text(f["remedy"]))
-    console.print(table)

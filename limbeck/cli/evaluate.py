@@ -1,22 +1,17 @@
-"""``limbeck eval`` and ``limbeck report``: figures of models on files, and pages from run folders."""
+"""``limbeck eval``: figures of models on files, side by side."""
 
 from __future__ import annotations
 
 import glob
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from limbeck.cli.options import JsonOption, console, print_json
 from limbeck.errors import ConfigError
-
-if TYPE_CHECKING:
-    from limbeck.algorithms.evaluation import Advance, Begin
 
 
 class EvalMode(str, Enum):
@@ -78,13 +73,14 @@ def eval_command(
         list[str] | None, typer.Option("--lm-eval", help="Also run this task of the lm-eval harness; repeatable.")
     ] = None,
     lm_eval_include: Annotated[Path | None, typer.Option(help="Folder with harness tasks of your own.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Compare models on files, whatever their tokenizers: bits per byte, multiple choice, preference pairs.
 
     Example: limbeck eval runs/mine ./SmolLM2-135M -d val.jsonl -d arc_easy_val.jsonl --max-documents 200
     """
     from limbeck.algorithms.evaluation import EvalOptions, evaluate
+    from limbeck.cli.progress import display
 
     models, data = split_arguments(models, data or [])
     if not data and not lm_eval and not traces:
@@ -108,7 +104,12 @@ def eval_command(
 
         check_harness(lm_eval, lm_eval_include)
     result: dict[str, Any] = {"models": {spec: {} for spec in models}}
-    with _progress() as begin:
+    _silence_other_bars()
+    with display() as shown:
+
+        def begin(model: str, file: str, documents: int) -> Callable[[float], None]:
+            return shown.begin(f"{Path(model).name}  {Path(file).name}", documents).advance
+
         if data:
             result = evaluate(models, data, options, begin)
         if traces:
@@ -118,13 +119,17 @@ def eval_command(
         if lm_eval:
             result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)
     if json_output:
-        typer.echo(json.dumps(result, ensure_ascii=False))
+        print_json(result)
     else:
-        from rich.console import Console
-
         from limbeck.cli.evaluation_tables import print_evaluation
 
-        print_evaluation(result, Console())
+        print_evaluation(result, console())
+
+
+def _silence_other_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def split_arguments(models: list[str], data: list[str]) -> tuple[list[str], list[str]]:
@@ -156,48 +161,3 @@ def _harness(models: list[str], tasks: list[str], include: Path | None, options:
         precision=precision,
         device=str(device),
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Begin]:
-    """A bar per model and file on standard error, where that is a terminal; other libraries' bars are silenced."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-
-        def begin(model: str, file: str, documents: int) -> Advance:
-            from rich.markup import escape
-
-            task = progress.add_task(escape(f"{Path(model).name}  {Path(file).name}"), total=documents)
-            return lambda done: progress.advance(task, done)
-
-        yield begin
-
-
-def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; several make one page that compares them.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Page to write (default: report.html in the run folder, or here for several)."
-        ),
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = False,
-) -> None:
-    """Write a self-contained page about a run, or one that compares several.
-
-    Example: limbeck report runs/mine    limbeck report runs/ce runs/distilled -o compare.html
-    """
-    from limbeck.report.run_page import write_comparison, write_report
-
-    page = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("report.html"))
-    typer.echo(f"page: {page}")
-    if open_page:
-        import webbrowser
-
-        webbrowser.open(page.resolve().as_uri())

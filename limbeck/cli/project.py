@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from limbeck.projection.audit import CLASSES, Audit, audit_projection
-from limbeck.projection.convert import Conversion, convert_published
-from limbeck.projection.corpus import iter_texts
-from limbeck.projection.counted import DEFAULT_K as COUNTED_K
-from limbeck.projection.counted import DEFAULT_SMOOTHING, PairCounter, build_counted, count_pairs
-from limbeck.projection.matrix import Projection
-from limbeck.projection.rules import DEFAULT_K as RULES_K
-from limbeck.projection.rules import build_rules
-from limbeck.tokens import ByteVocab, load_tokenizer
-from limbeck.utils.errors import ConfigError
+from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, console, print_json
+from limbeck.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from limbeck.projection.audit import Audit
+    from limbeck.projection.convert import Conversion
+    from limbeck.projection.counted import PairCounter
+    from limbeck.projection.matrix import Projection
+    from limbeck.utils.progress import Progress
 
 
 class Rule(str, Enum):
@@ -36,12 +30,6 @@ class Rule(str, Enum):
     counted = "counted"
 
 
-StudentOption = Annotated[
-    str, typer.Option("--student", "-s", help="Student's model folder, tokenizer file or hub id.")
-]
-TeacherOption = Annotated[
-    str, typer.Option("--teacher", "-t", help="Teacher's model folder, tokenizer file or hub id.")
-]
 OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", help="Where to store the matrix (.safetensors); without it, audit only.")
 ]
@@ -58,11 +46,12 @@ ReverseOption = Annotated[
 WidthOption = Annotated[
     int | None, typer.Option("--k", min=1, max=1024, help="Teacher tokens per student token (rules: 4, counted: 16).")
 ]
-SmoothingOption = Annotated[float, typer.Option(help="Pseudo-count with which `counted` leans on `rules`.")]
+SmoothingOption = Annotated[
+    float | None, typer.Option(help="Pseudo-count with which `counted` leans on `rules` (default: 10).")
+]
 ConvertOption = Annotated[
     Path | None, typer.Option(help="Convert this published .pt matrix instead of building one; code in it is refused.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 def project_command(
@@ -73,7 +62,7 @@ def project_command(
     rule: RuleOption = Rule.rules,
     reverse: ReverseOption = False,
     k: WidthOption = None,
-    smoothing: SmoothingOption = DEFAULT_SMOOTHING,
+    smoothing: SmoothingOption = None,
     convert: ConvertOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -87,17 +76,23 @@ def project_command(
     """
     started = time.perf_counter()
     _check_options(rule, corpus, convert, reverse, k)
+
+    from limbeck.cli.progress import display
+    from limbeck.projection.audit import audit_projection
+    from limbeck.projection.convert import convert_published
+    from limbeck.tokens import ByteVocab, load_tokenizer
+
     student_tokenizer, teacher_tokenizer = load_tokenizer(student), load_tokenizer(teacher)
     conversion: Conversion | None = None
     counter: PairCounter | None = None
-    with _progress(quiet=json_output) as bars:
+    with display(quiet=json_output) as shown:
         if corpus:
-            counter = _count(student_tokenizer, teacher_tokenizer, corpus, bars)
+            counter = _count(student_tokenizer, teacher_tokenizer, corpus, shown)
         if convert is not None:
             conversion = convert_published(convert, student_tokenizer, teacher_tokenizer)
             projection = conversion.projection
         else:
-            projection = _build(student_tokenizer, teacher_tokenizer, rule, reverse, k, smoothing, counter, bars)
+            projection = _build(student_tokenizer, teacher_tokenizer, rule, reverse, k, smoothing, counter, shown)
     report = audit_projection(
         projection,
         ByteVocab.from_tokenizer(student_tokenizer),
@@ -105,17 +100,17 @@ def project_command(
         corpus_tokens=None if counter is None else counter.student_tokens,
     )
     if out is not None:
-        _save(projection, out)
+        _save(projection, out, [*(corpus or []), *([convert] if convert else [])])
     seconds, memory = time.perf_counter() - started, peak_rss_mb()
     if json_output:
         facts = {**report.to_dict(), **_facts(projection, conversion, out)}
-        typer.echo(json.dumps({**facts, "seconds": round(seconds, 3), "peak_rss_mb": memory}, ensure_ascii=False))
+        print_json({**facts, "seconds": round(seconds, 3), "peak_rss_mb": memory})
         return
-    console = Console()
-    _print_report(console, report)
-    _print_facts(console, projection, conversion, out)
+    out_console = console()
+    _print_report(out_console, report)
+    _print_facts(out_console, projection, conversion, out)
     used = "" if memory is None else f", {memory:.0f} MB at peak"
-    console.print(f"[dim]{seconds:.1f} s{used}[/dim]")
+    out_console.print(f"[dim]{seconds:.1f} s{used}[/dim]")
 
 
 def peak_rss_mb() -> float | None:
@@ -147,47 +142,43 @@ def _build(
     rule: Rule,
     reverse: bool,
     k: int | None,
-    smoothing: float,
+    smoothing: float | None,
     counter: PairCounter | None,
-    bars: Progress,
+    shown: Progress,
 ) -> Projection:
-    task = bars.add_task("spelling tokens", total=None)
-    rules = build_rules(
+    from limbeck.projection import counted, rules
+
+    bar = shown.begin("spelling tokens")
+    built = rules.build_rules(
         student_tokenizer,
         teacher_tokenizer,
-        k=k if k is not None and rule is Rule.rules else RULES_K,
+        k=k if k is not None and rule is Rule.rules else rules.DEFAULT_K,
         reverse=reverse,
-        progress=lambda done, total: bars.update(task, completed=done, total=total),
+        progress=lambda done, total: bar.update(done, total=total),
     )
-    bars.update(task, total=1, completed=1)
+    bar.close()
     if rule is Rule.rules or counter is None:
-        return rules
-    return build_counted(counter, rules, k=k or COUNTED_K, smoothing=smoothing)
+        return built
+    weight = counted.DEFAULT_SMOOTHING if smoothing is None else smoothing
+    return counted.build_counted(counter, built, k=k or counted.DEFAULT_K, smoothing=weight)
 
 
-def _count(student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], bars: Progress) -> PairCounter:
-    sizes = [path.stat().st_size for path in corpus if path.is_file()]
-    task = bars.add_task("counting corpus", total=sum(sizes))
-    return count_pairs(
-        student_tokenizer,
-        teacher_tokenizer,
-        iter_texts(corpus),
-        progress=lambda done: bars.update(task, completed=done),
-    )
+def _count(student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], shown: Progress) -> PairCounter:
+    from limbeck.projection.corpus import iter_texts
+    from limbeck.projection.counted import count_pairs
+
+    bar = shown.begin("counting corpus", sum(path.stat().st_size for path in corpus if path.is_file()))
+    return count_pairs(student_tokenizer, teacher_tokenizer, iter_texts(corpus), progress=bar.update)
 
 
-def _save(projection: Projection, out: Path) -> None:
+def _save(projection: Projection, out: Path, inputs: list[Path]) -> None:
+    from limbeck.utils.files import refuse_inputs
+
+    refuse_inputs(out, inputs)
     try:
         projection.save(out)
     except OSError as error:
         raise ConfigError(f"the projection cannot be written to {out}: {error}.") from error
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bars:
-        yield bars
 
 
 def _facts(projection: Projection, conversion: Conversion | None, out: Path | None) -> dict[str, Any]:
@@ -206,6 +197,11 @@ def _facts(projection: Projection, conversion: Conversion | None, out: Path | No
 
 
 def _print_report(console: Console, report: Audit) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from limbeck.projection.audit import CLASSES
+
     corpus = report.corpus_share is not None
     table = Table(title="student tokens that are teacher tokens", title_justify="left")
     table.add_column("class")
@@ -236,6 +232,8 @@ def _print_report(console: Console, report: Audit) -> None:
 
 
 def _print_facts(console: Console, projection: Projection, conversion: Conversion | None, out: Path | None) -> None:
+    from rich.markup import escape
+
     if conversion is not None:
         console.print(
             f"converted: {conversion.rows_cut:,} rows cut, {conversion.rows_missing:,} rows missing, "

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from limbeck.errors import TraceError
-from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointTeacher
-from limbeck.traces.hints import HintGenerator, HookHints, JudgeHints, LayeredHints, RawErrorHints, TemplateHints
-from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
-from limbeck.traces.readers import READERS, ReadReport
-from limbeck.traces.replay import CallableTeacher, Replayer, Teacher, assistant_targets, error_targets
-from limbeck.traces.schema import Trace
-from limbeck.traces.sites import SiteFinder
-from limbeck.utils.files import JsonCache, Output
+from limbeck.cli.options import JsonOption, console, note, print_json
+from limbeck.errors import PartlyDone, TraceError
+
+if TYPE_CHECKING:
+    from limbeck.traces.endpoint import Budget
+    from limbeck.traces.hints import HintGenerator
+    from limbeck.traces.ingest import IngestStats
+    from limbeck.traces.readers import ReadReport
+    from limbeck.traces.replay import Replayer, Teacher
+    from limbeck.traces.schema import Trace
+    from limbeck.utils.files import JsonCache
 
 traces_app = typer.Typer(help="Agent logs: canonical traces, error sites, preference pairs.", no_args_is_help=True)
 
@@ -52,14 +46,13 @@ FilesArgument = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", "-f", help=f"One of {', '.join(READERS)}; detected from the content if absent."),
+    typer.Option("--format", "-f", help="Log format, such as claude or openai; detected from the content if absent."),
 ]
 RedactOption = Annotated[bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and passwords out.")]
 ReasoningOption = Annotated[bool, typer.Option("--strip-reasoning", help="Take hidden reasoning out of all messages.")]
 DetectorsOption = Annotated[
     DetectorSet, typer.Option("--detectors", help="extended: also failures that the log states without a flag.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 @traces_app.command("ingest")
@@ -76,14 +69,19 @@ def ingest_command(
 
     Example: limbeck traces ingest session.jsonl airline.jsonl -o traces.jsonl
     """
+    from limbeck.cli.progress import display
+    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+    from limbeck.utils.files import Output
+
     stats = IngestStats()
     options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with Output(out, files) as output, _progress("traces") as advance:
+    with Output(out, files) as output, display() as shown:
+        bar = shown.begin("traces")
         for trace in ingest(files, options, stats):
             output.line(trace.to_json())
-            advance()
+            bar.advance()
     if json_output:
-        typer.echo(json.dumps(stats.summary()))
+        print_json(stats.summary())
     else:
         _print_ingest(stats)
     _warn(stats.report)
@@ -115,23 +113,30 @@ def sites_command(
 
     Example: limbeck traces sites traces.jsonl -o sites.jsonl
     """
+    from limbeck.cli.progress import display
+    from limbeck.traces.hints import LayeredHints
+    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+    from limbeck.traces.sites import SiteFinder
+    from limbeck.utils.files import Output
+
     stats = IngestStats()
     finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, cache)), recovery_weight)
     options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with Output(out, files) as output, _progress("traces") as advance:
+    with Output(out, files) as output, display() as shown:
+        bar = shown.begin("traces")
         for trace in ingest(files, options, stats):
             for site in finder.find(trace):
                 output.line(json.dumps(site.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
-            advance()
+            bar.advance()
     summary = finder.summary()
     if json_output:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
     else:
         _print_counts(f"{summary['sites']} error sites in {stats.traces} traces", "error kind", summary["by_kind"])
         _print_counts("hints", "source", summary["by_hint_source"])
         _print_counts("dropped", "reason", summary["dropped"])
     for problem, count in finder.hints.problems.most_common():
-        typer.echo(f"hint not usable, {count} times: {problem}", err=True)
+        note(f"hint not usable, {count} times: {problem}")
     _warn(stats.report)
     _require_traces(stats, files)
 
@@ -171,6 +176,14 @@ def pairs_command(
 
     Example: limbeck traces pairs traces.jsonl -t qwen3-32b@http://localhost:8000/v1 -o pairs.jsonl --cache answers
     """
+    import asyncio
+
+    from limbeck.cli.progress import display
+    from limbeck.traces.endpoint import Budget
+    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+    from limbeck.traces.replay import Replayer, assistant_targets, error_targets
+    from limbeck.utils.files import JsonCache, Output
+
     budget = Budget(max_cost)
     settings: dict[str, Any] = {
         "api_key_env": api_key_env,
@@ -188,15 +201,18 @@ def pairs_command(
     stats = IngestStats()
     targets = error_targets if states is States.errors else assistant_targets
     traces = ingest(files, IngestOptions(format, redact, strip_reasoning=False), stats)
-    with Output(out, files) as output, _progress("pairs") as advance:
-        asyncio.run(_replay(replayer, traces, targets, output.line, advance))
+    with Output(out, files) as output, display() as shown:
+        asyncio.run(_replay(replayer, traces, targets, output.line, shown.begin("pairs").advance))
+        silent = _silent_teachers(replayer)
     summary = {**replayer.summary(), **_endpoint_figures(replayer.teachers), "cost": round(budget.spent, 6)}
     if json_output:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
     else:
         _print_pairs(summary)
     _warn(stats.report)
     _require_traces(stats, files)
+    if silent:
+        raise PartlyDone(f"{len(silent)} of {len(teachers)} teachers never answered: {', '.join(silent)}")
 
 
 async def _replay(
@@ -206,6 +222,8 @@ async def _replay(
     write: Callable[[str], None],
     advance: Callable[[], None],
 ) -> None:
+    from limbeck.traces.endpoint import EndpointTeacher
+
     try:
         async for pair in replayer.pairs(traces, targets):
             write(json.dumps(pair.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
@@ -221,6 +239,8 @@ async def _replay(
 
 def _load_function(spec: str, option: str) -> Callable[..., Any]:
     """The function that ``module:function`` names; the user's own code, imported on request."""
+    import importlib
+
     module, _, name = spec.partition(":")
     if not module or not name:
         raise TraceError(f"{option} {spec!r} is no function: expected module:function")
@@ -234,6 +254,8 @@ def _load_function(spec: str, option: str) -> Callable[..., Any]:
 
 
 def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | None) -> list[HintGenerator]:
+    from limbeck.traces.hints import HookHints, JudgeHints, RawErrorHints, TemplateHints
+
     known: dict[str, Callable[[], HintGenerator]] = {"template": TemplateHints, "raw": RawErrorHints}
     names = [name.strip() for name in hints.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
@@ -248,6 +270,9 @@ def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | N
 
 
 def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, budget: Budget) -> Teacher:
+    from limbeck.traces.endpoint import EndpointConfig, EndpointTeacher
+    from limbeck.traces.replay import CallableTeacher
+
     if spec.startswith("py:"):
         return CallableTeacher(_load_function(spec[3:], "--teacher"), spec[3:])
     match = re.fullmatch(r"(?P<model>.+?)@(?P<url>https?://.+)", spec)
@@ -259,6 +284,8 @@ def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, bud
 
 
 def _endpoint_figures(teachers: Iterable[Teacher]) -> dict[str, int]:
+    from limbeck.traces.endpoint import EndpointTeacher
+
     counts: Counter[str] = Counter()
     for teacher in teachers:
         if isinstance(teacher, EndpointTeacher):
@@ -273,6 +300,19 @@ def _require_traces(stats: IngestStats, files: list[Path]) -> None:
         raise TraceError(
             f"no trace was found in {names} ({reasons or 'the files are empty'}): check files and --format"
         )
+    if unknown := stats.report.skipped["unknown_format"]:
+        raise PartlyDone(f"{unknown} of {len(files)} files are of no known format and were left out: see above")
+
+
+def _silent_teachers(replayer: Replayer) -> list[str]:
+    """Teachers that were asked and never answered; an error where none did."""
+    if not replayer.outcomes:
+        return []
+    silent = [teacher.name for teacher in replayer.teachers if not replayer.answers[teacher.name]]
+    if len(silent) == len(replayer.teachers):
+        reasons = ", ".join(f"{name} {count} times" for name, count in replayer.failures.most_common(3))
+        raise TraceError(f"no teacher answered ({reasons}): check addresses, models and keys")
+    return silent
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------
@@ -280,42 +320,37 @@ def _require_traces(stats: IngestStats, files: list[Path]) -> None:
 _SHOWN_PLACES = 10
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[], None]]:
-    """A running count on standard error, where that is a terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.completed} " + what), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda: progress.advance(task)
-
-
 def _warn(report: ReadReport) -> None:
     """Places of what was skipped, and what a user may want to know besides."""
     noteworthy = [place for place in report.places if ": event_" not in place]
     for place in noteworthy[:_SHOWN_PLACES]:
-        typer.echo(f"skipped {place}", err=True)
+        note(f"skipped {place}")
     if len(noteworthy) > _SHOWN_PLACES:
-        typer.echo("further places are not shown; the counts are complete", err=True)
+        note("further places are not shown; the counts are complete")
     for version, count in report.versions.most_common():
-        typer.echo(f"{count} events by {version}, a version that this reader was not checked with", err=True)
+        note(f"{count} events by {version}, a version that this reader was not checked with")
     for detector, count in report.suspected.most_common():
-        typer.echo(f"{count} more results look failed by {detector}; --detectors extended counts them", err=True)
+        note(f"{count} more results look failed by {detector}; --detectors extended counts them")
 
 
 def _print_counts(title: str, column: str, counts: Mapping[str, int]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     table.add_column(column)
     table.add_column("count", justify="right")
     for name, count in counts.items():
         table.add_row(escape(name), f"{count:,}")
     if counts:
-        Console().print(table)
+        console().print(table)
     else:
-        Console().print(f"{title}: none", markup=False)
+        console().print(f"{title}: none", markup=False)
 
 
 def _print_ingest(stats: IngestStats) -> None:
+    from rich.table import Table
+
     summary = stats.summary()
     totals = {name: summary[name] for name in ("traces", "turns", "tool_calls", "tool_results", "errors", "redacted")}
     _print_counts("traces", "what", {name.replace("_", " "): count for name, count in totals.items()})
@@ -326,7 +361,7 @@ def _print_ingest(stats: IngestStats) -> None:
     for (kind, detector), count in stats.errors.most_common():
         table.add_row(kind, detector, f"{count:,}")
     if stats.errors:
-        Console().print(table)
+        console().print(table)
     if stats.redacted:
         _print_counts("redacted", "secret", dict(stats.redacted.most_common()))
     _print_counts("skipped", "reason", summary["skipped"])
@@ -338,4 +373,4 @@ def _print_pairs(summary: Mapping[str, Any]) -> None:
     _print_counts("answers", "teacher", summary["answers"])
     _print_counts("failures", "teacher: reason", summary["failures"])
     figures = ", ".join(f"{name} {summary[name]:,}" for name in ("requests", "retries", "cached"))
-    Console().print(f"{figures}, cost {summary['cost']:.4f}", markup=False)
+    console().print(f"{figures}, cost {summary['cost']:.4f}", markup=False)

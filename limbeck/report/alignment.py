@@ -1,4 +1,4 @@
-"""Show an alignment: in the terminal with colours, or as a self-contained page."""
+"""An alignment as a self-contained page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import html
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-_SHADES = ("cyan", "magenta")
 _MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u200b": "∅", "\u200d": "⁀"}
 
 _STYLE = """
@@ -39,39 +34,6 @@ h1{font-size:1.4rem;margin:0 0 .2rem}p.sub{color:#5a6672;margin:.1rem 0 1.2rem}
 def visible(text: str) -> str:
     """A token as it can be read: spaces as middle dots, control characters as signs."""
     return "".join("·" if c == " " else _MARKS.get(c, c) for c in text)
-
-
-def print_alignment(view: dict[str, Any], console: Console, names: tuple[str, str]) -> None:
-    """Two tokenizations side by side, one row per chunk; chunks that are not 1:1 carry their kind."""
-    table = Table(title=None, show_edge=False, pad_edge=False, header_style="bold")
-    table.add_column("#", justify="right", style="dim")
-    table.add_column(f"student  {names[0]}", overflow="fold")
-    table.add_column(f"teacher  {names[1]}", overflow="fold")
-    table.add_column("kind")
-    for number, chunk in enumerate(view["chunks"]):
-        kind = "" if chunk["kind"] == "1:1" else chunk["kind"]
-        if not chunk["exact"]:
-            kind = f"{chunk['kind']} not exact"
-        style = "red" if not chunk["exact"] else "yellow" if kind else "dim"
-        table.add_row(
-            str(number),
-            _coloured(chunk["student_tokens"], chunk["exact"]),
-            _coloured(chunk["teacher_tokens"], chunk["exact"]),
-            Text(kind, style=style),
-        )
-    console.print(table)
-    console.print()
-    for line in summary_lines(view):
-        console.print(line, highlight=False)
-
-
-def _coloured(tokens: list[str], exact: bool) -> Text:
-    text = Text()
-    for i, token in enumerate(tokens):
-        text.append(visible(token), style="red" if not exact else _SHADES[i % 2])
-        if i + 1 < len(tokens):
-            text.append("|", style="dim")
-    return text
 
 
 def summary_lines(view: dict[str, Any]) -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from limbeck.cli.evaluation_tables import short_names
 from limbeck.report.charts import NARROW, WIDE, Series, format_number, line_chart, moving_average, wants_log
 from limbeck.report.run_data import Points, RunData
 from limbeck.report.style import chip, document, table
+from limbeck.utils.files import short_names
 
 _COLOURS = 8
 _CHARTS = (

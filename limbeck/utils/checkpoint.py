@@ -61,6 +61,10 @@ def parse_duration(text: str) -> float:
     return float(sum(int(p) * unit for p, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 
 
+stopped_early = threading.Event()
+"""Set once a run of this process has been told to end before its time; whoever starts a run clears it."""
+
+
 def _is_disk_full(error: BaseException | None) -> bool:
     """Libraries wrap the system's error or only keep its text, so look along the chain and at the words."""
     seen: set[int] = set()
@@ -135,7 +139,10 @@ class CheckpointManager:
         """Whether the run must end now, after saving: SIGTERM arrived or the deadline passed. Collective."""
         late = self._deadline is not None and time.monotonic() - self._start >= self._deadline
         # clocks and signals differ between ranks, the decision must not
-        return Comm.world().any(self.save_on_signal or late)
+        stop = Comm.world().any(self.save_on_signal or late)
+        if stop:
+            stopped_early.set()
+        return stop
 
     def should_save(self, step: int, *, last: bool = False, stop: bool = False) -> bool:
         """Whether to save after ``step``. Pass ``stop=should_stop()``. Collective where time decides."""

@@ -49,6 +49,16 @@ def package_file(spec: str | Path) -> str:
     return str(path)
 
 
+def short_names(specs: Iterable[str]) -> dict[str, str]:
+    """Last part of each path; with as many parents as it takes to tell them apart."""
+    names = list(specs)
+    for depth in range(1, 8):
+        short = ["/".join(Path(name).parts[-depth:]) or name for name in names]
+        if len(set(short)) == len(names):
+            return dict(zip(names, short, strict=True))
+    return {name: name for name in names}
+
+
 def fsync_path(path: str | Path) -> None:
     """Flush one file or directory to the disk; a rename is only durable once its directory has been flushed."""
     fd = os.open(path, os.O_RDONLY)
@@ -124,12 +134,7 @@ class Output:
             return
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise ConfigError(f"cannot write {str(self.path)!r}: give a file in an existing folder")
-        for source in inputs:
-            if _same_file(self.path, Path(source)):
-                raise ConfigError(
-                    f"cannot write {str(self.path)!r}: it is also the input {str(source)!r}, which would be lost; "
-                    "give another file"
-                )
+        refuse_inputs(self.path, inputs)
 
     def __enter__(self) -> Output:
         if self.path is not None:
@@ -154,6 +159,16 @@ class Output:
         finally:
             self._stream = None
             self._partial.unlink(missing_ok=True)
+
+
+def refuse_inputs(path: str | Path, inputs: Iterable[str | Path]) -> None:
+    """``ConfigError`` where an output is one of the files it is made from, under any of its names."""
+    for source in inputs:
+        if _same_file(Path(path), Path(source)):
+            raise ConfigError(
+                f"cannot write {str(path)!r}: it is also the input {str(source)!r}, which would be lost; "
+                "give another file"
+            )
 
 
 def _same_file(one: Path, other: Path) -> bool:

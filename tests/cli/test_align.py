@@ -1,33 +1,14 @@
-"""The command as a user meets it: output, JSON, pages, and one clear line on bad input."""
+"""``limbeck align`` as a user meets it: output, JSON, pages, and one clear line on bad input."""
 
 from __future__ import annotations
 
-import functools
 import json
-import subprocess
 import sys
 
 import pytest
 
-from limbeck.cli import main
-from limbeck.tokens import load_tokenizer
+from tests.cli.command import run
 from tests.zoo import tokenizer_dir
-
-load_once = functools.cache(load_tokenizer)
-
-
-@pytest.fixture(autouse=True)
-def _tokenizers_once(monkeypatch) -> None:
-    """Real tokenizers take seconds to read, and what is derived from one is kept with it: read each once."""
-    for user in ("limbeck.tokens", "limbeck.report.doctor"):
-        monkeypatch.setattr(f"{user}.load_tokenizer", load_once)
-
-
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return int(stop.value.code or 0), captured.out, captured.err
 
 
 def sides(student: str = "gpt2", teacher: str = "smollm2") -> list[str]:
@@ -102,44 +83,3 @@ def test_bad_files_are_named(capsys, tmp_path) -> None:
     code, _, err = run(capsys, "align", "--student", tmp_path / "none", "--teacher", tmp_path, "x")
     assert code == 1
     assert "does not exist" in err
-
-
-def test_doctor_checks_the_machine_and_a_model(capsys, tmp_path) -> None:
-    code, out, _ = run(capsys, "doctor", tokenizer_dir("qwen3"), "--json")
-    assert code == 0
-    found = {f["what"].rsplit(": ", 1)[-1]: f for f in json.loads(out)["findings"]}
-    assert found["torch"]["level"] == "ok"
-    assert found["chat template"]["level"] == "ok"
-    assert found["bytes"]["level"] in ("ok", "note")
-    assert all(f["remedy"] for f in found.values() if f["level"] == "bad")
-    code, out, _ = run(capsys, "doctor", tmp_path / "nothing", "--json")
-    assert code == 1
-    assert json.loads(out)["findings"][-1]["remedy"] == "give a folder with a tokenizer.json"
-    assert "bad" in run(capsys, "doctor", tmp_path / "nothing")[1]
-
-
-def test_doctor_tells_a_head_that_does_not_fit(capsys, tmp_path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((tokenizer_dir("gpt2") / name).read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50304}))
-    out = json.loads(run(capsys, "doctor", tmp_path, "--json")[1])
-    head = next(f for f in out["findings"] if f["what"].endswith("head"))
-    assert "47 rows are no token" in head["found"]
-
-
-def test_every_verb_has_help_with_an_example(capsys) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
-    for verb in ("align", "project", "cache", "train", "demo", "eval", "report", "plan", "doctor"):
-        assert verb in out
-        assert "Example" in run(capsys, verb, "--help")[1], verb
-    assert run(capsys, "--version")[1].startswith("limbeck ")
-
-
-def test_module_and_traceback_only_on_request() -> None:
-    command = [sys.executable, "-m", "limbeck", "align", "-s", "./none", "-t", "./none", "x"]
-    plain = subprocess.run(command, capture_output=True, text=True)
-    assert plain.returncode == 1
-    assert plain.stderr.startswith("limbeck: ")
-    assert "Traceback" not in plain.stderr
-    assert "Traceback" in subprocess.run([*command, "--debug"], capture_output=True, text=True).stderr

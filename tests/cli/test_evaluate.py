@@ -1,4 +1,4 @@
-"""The two verbs end to end: tables and JSON of ``eval``, pages of ``report``, one clear line on bad input."""
+"""``limbeck eval`` end to end: tables, JSON, one clear line on bad input."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from limbeck.cli.evaluate import eval_command, report_command, split_arguments
-from limbeck.cli.evaluation_tables import notes, print_evaluation, short_names
+from limbeck.cli import application
+from limbeck.cli.evaluate import split_arguments
+from limbeck.cli.evaluation_tables import notes, print_evaluation
 from limbeck.utils.errors import ConfigError
 from tests.models import tiny
-from tests.report.runs import write_run
 
-app = typer.Typer()
-app.command("eval")(eval_command)
-app.command("report")(report_command)
+app = application()
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +90,3 @@ def test_the_lowest_of_each_row_is_marked_and_notes_say_what_differs() -> None:
     first, second = notes(result["models"], {"m/a": "a", "m/b": "b"}, {"f.txt": "f.txt"})
     assert "a 100, b 90" in first
     assert "3 inexact_tokens" in second
-
-
-def test_names_are_as_short_as_they_can_be() -> None:
-    assert short_names(["x/run", "y/run", "z/other"]) == {"x/run": "x/run", "y/run": "y/run", "z/other": "z/other"}
-    assert short_names(["a/b/m1", "a/c/m2"]) == {"a/b/m1": "m1", "a/c/m2": "m2"}
-
-
-def test_pages_are_written_where_asked(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path / name, steps=50)) for name in ("x", "y")]
-    out = tmp_path / "pages" / "x.html"
-    assert CliRunner().invoke(app, ["report", runs[0], "--out", str(out)]).exit_code == 0
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
-    both = CliRunner().invoke(app, ["report", *runs, "-o", str(tmp_path / "both.html")])
-    assert both.exit_code == 0
-    assert "2 runs compared" in (tmp_path / "both.html").read_text(encoding="utf-8")
-    refused = CliRunner().invoke(app, ["report", str(tmp_path / "pages")])
-    assert isinstance(refused.exception, ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from limbeck.cli.traces import traces_app
+from limbeck.errors import ExitCode, LimbeckError
 from limbeck.traces.hints import HintRequest
 from limbeck.traces.schema import PreferencePair
 from limbeck.traces.sites import read_sites
-from limbeck.utils.errors import LimbeckError
+from tests.cli.command import run
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
 from tests.traces.server import completion, endpoint
 
@@ -207,6 +209,38 @@ def test_pairs_stop_asking_at_the_cost_cap() -> None:
         )
     assert 0 < summary["cost"] <= 0.25
     assert summary["failures"]["m: cost_cap"] > 0
+
+
+def test_teachers_that_never_answer_are_said_by_the_exit_code(tmp_path: Path, capsys) -> None:
+    out, here = tmp_path / "p.jsonl", "py:tests.cli.test_traces:teacher"
+    with endpoint(lambda n, body: (400, {})) as server:
+        dead = f"m@{server.url}"
+        code, _, err = run(capsys, "traces", "pairs", WORKSHOP, "-t", dead, "-o", out)
+        assert code == ExitCode.ERROR
+        assert err == "limbeck: no teacher answered (m: http_400 13 times): check addresses, models and keys\n"
+        assert not out.exists()
+        code, _, err = run(capsys, "traces", "pairs", WORKSHOP, "-t", dead, "-t", here, "--quorum", 1, "-o", out)
+    assert code == ExitCode.PARTLY_DONE
+    assert err == "limbeck: 1 of 2 teachers never answered: m\n"
+    assert len(out.read_text().splitlines()) == 13
+
+
+def test_files_of_no_known_format_are_said_by_the_exit_code(tmp_path: Path, capsys) -> None:
+    odd = write_lines(tmp_path / "odd.jsonl", [{"what": "is this"}])
+    code, out, err = run(capsys, "traces", "ingest", WORKSHOP, odd, "--json")
+    assert code == ExitCode.PARTLY_DONE
+    assert json.loads(out)["traces"] == 12
+    assert "skipped odd.jsonl:1: unknown_format" in err
+    assert err.splitlines()[-1].startswith("limbeck: 1 of 2 files are of no known format")
+
+
+def test_packed_logs_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tmp_path / "w.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(WORKSHOP).read_bytes()))
+    assert as_json("ingest", packed) == as_json("ingest", WORKSHOP)
+    result = CliRunner().invoke(traces_app, ["ingest", "-", "--json"], input=Path(WORKSHOP).read_bytes())
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == as_json("ingest", WORKSHOP)
 
 
 def test_pairs_from_functions_and_their_table() -> None:

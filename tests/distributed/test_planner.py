@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from limbeck.algorithms.master_config import MasterConfig
-from limbeck.cli.plan import plan_command, shape_of, workload_of
+from limbeck.algorithms.workload import shape_of, workload_of
+from limbeck.cli.plan import plan_command
 from limbeck.config import load_config, resolve
 from limbeck.distributed.mesh import MeshShape
 from limbeck.distributed.planner import (

@@ -6,7 +6,7 @@ import pytest
 
 from limbeck.errors import ConfigError
 from limbeck.utils import safe_join
-from limbeck.utils.files import JsonCache, Output, cache_dir, content_hash, write_atomic
+from limbeck.utils.files import JsonCache, Output, cache_dir, content_hash, short_names, write_atomic
 
 
 def test_paths_stay_inside(tmp_path):
@@ -109,3 +109,8 @@ def test_answers_are_kept_and_damaged_ones_are_asked_again(tmp_path):
         stored.write_text(text)
         assert cache.get(key) is None
     assert cache.damaged == 2
+
+
+def test_names_are_as_short_as_they_can_be() -> None:
+    assert short_names(["x/run", "y/run", "z/other"]) == {"x/run": "x/run", "y/run": "y/run", "z/other": "z/other"}
+    assert short_names(["a/b/m1", "a/c/m2"]) == {"a/b/m1": "m1", "a/c/m2": "m2"}

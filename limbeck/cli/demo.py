@@ -1,0 +1,66 @@
+"""``limbeck demo``: distil a real teacher into a small student on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from limbeck.cli.options import JsonOption, console, note, print_json
+
+_DEFAULT = Path("runs/demo")
+
+
+def demo_command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the run; must not hold an earlier demo.")] = (
+        _DEFAULT
+    ),
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each of the two trainings.", min=1)] = 150,
+    documents: Annotated[int, typer.Option(help="Training documents.", min=8)] = 120,
+    json_output: JsonOption = False,
+) -> None:
+    """Distil a real teacher into a small student on this machine: no network, no GPU, about five minutes.
+
+    Example: limbeck demo --out runs/demo
+    """
+    from limbeck.cli.progress import display
+    from limbeck.demo import run_demo
+    from limbeck.report.run_page import write_report
+
+    with display(lines=True) as shown:
+        result = run_demo(_fresh(out), steps=steps, documents=documents, say=shown.say)
+    page = write_report(result["run_dir"])
+    if json_output:
+        note(f"report: {page}")
+        print_json(result)
+        return
+    _print_demo(result)
+    typer.echo(f"report: {page}")
+
+
+def _fresh(folder: Path) -> Path:
+    """The default folder gets a number where earlier demos lie; a folder that the user named is taken as it is."""
+    if folder != _DEFAULT:
+        return folder
+    number = 1
+    while (candidate := folder if number == 1 else Path(f"{folder}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _print_demo(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="bits per byte on held-out text (lower is better)", title_justify="left")
+    table.add_column("student")
+    table.add_column("bits per byte", justify="right")
+    for name, key in (
+        ("before training", "bpb_start"),
+        ("cross-entropy alone", "bpb_ce"),
+        ("distilled", "bpb_distilled"),
+        ("the teacher itself", "bpb_teacher"),
+    ):
+        table.add_row(name, f"{result[key]:.3f}")
+    console().print(table)
+    typer.echo(f"{result['seconds']:.0f} s; everything is in {result['run_dir']}")

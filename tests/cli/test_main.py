@@ -1,0 +1,131 @@
+"""The command as a whole: what it loads, how it ends, who may speak to the terminal."""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from limbeck import cli
+from limbeck.errors import ConfigError, ExitCode, PartlyDone, StoppedEarly
+from tests.cli.command import run
+
+PACKAGE = Path(cli.__file__).parent
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "pydantic", "yaml", "jinja2", "safetensors", "httpx"}
+VERBS = ("align", "project", "cache", "train", "demo", "eval", "report", "plan", "doctor")
+
+
+def modules_of(*arguments: str) -> set[str]:
+    """All modules that a process has loaded when ``limbeck ARGUMENTS`` ends."""
+    code = (
+        "import atexit, json, sys\n"
+        "atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))\n"
+        f"from limbeck.cli import main; main({list(arguments)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_the_version_costs_nothing_but_the_interpreter() -> None:
+    loaded = modules_of("--version")
+    assert {m for m in loaded if m.startswith("limbeck")} == {"limbeck", "limbeck.cli", "limbeck.errors"}
+    assert not loaded & {*HEAVY, "typer", "click", "rich"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["traces", "pairs", "--help"]])
+def test_help_loads_typer_and_light_modules_only(arguments: list[str]) -> None:
+    loaded = modules_of(*arguments)
+    # typer itself looks whether a parameter is one of pydantic's types
+    assert not loaded & (HEAVY - {"pydantic"})
+    own = {m for m in loaded if m.startswith("limbeck.") and not m.startswith("limbeck.cli")}
+    assert own == {"limbeck.errors"}
+
+
+def test_only_the_command_line_knows_typer_and_rich() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.parent.rglob("*.py")):
+        if PACKAGE in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{path.name}: {n}" for n in names if n.split(".")[0] in ("typer", "rich", "click")]
+    assert wrong == []
+
+
+def test_every_verb_has_help_with_an_example(capsys) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for verb in VERBS:
+        assert verb in out
+        assert "Example" in run(capsys, verb, "--help")[1], verb
+    assert run(capsys, "--version")[1].startswith("limbeck ")
+    assert run(capsys, "--version", "--debug")[1].startswith("limbeck ")
+
+
+def test_module_and_traceback_only_on_request() -> None:
+    command = [sys.executable, "-m", "limbeck", "report", "./none"]
+    plain = subprocess.run(command, capture_output=True, text=True)
+    assert plain.returncode == 1
+    assert plain.stderr.startswith("limbeck: ")
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in subprocess.run([*command, "--debug"], capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (ConfigError("x is wrong; mend it"), 1),
+        (PartlyDone("1 of 2 files is missing"), 3),
+        (StoppedEarly("the same command goes on"), 75),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(capsys, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int) -> None:
+    def examine(models: list[str]) -> list[dict[str, str]]:
+        if error is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr("limbeck.doctor.examine", examine)
+    found, _, err = run(capsys, "doctor")
+    assert found == code
+    assert err == (f"limbeck: {error}\n" if error is not None and str(error) else "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["align", "--nonsense"], ["align", "-s", "x"], ["demo", "--steps", "0"]]
+)
+def test_wrong_usage_is_2(capsys, arguments: list[str]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == ExitCode.USAGE
+    assert "Usage" in err
+    assert not out
+
+
+def test_a_signal_from_the_keyboard_is_130(tmp_path: Path) -> None:
+    """The command waits for its standard input until Ctrl-C comes."""
+    command = [sys.executable, "-m", "limbeck", "align", "-s", "x", "-t", "y", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while _is_starting(process.pid):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == ExitCode.INTERRUPTED
+
+
+def _is_starting(pid: int) -> bool:
+    """Whether a process has not yet come to wait for its standard input."""
+    try:
+        return "pipe" not in Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,20 @@
+"""``limbeck report``: pages where they are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.command import run
+from tests.report.runs import write_run
+
+
+def test_pages_are_written_where_asked(capsys, tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name, steps=50)) for name in ("x", "y")]
+    out = tmp_path / "pages" / "x.html"
+    assert run(capsys, "report", runs[0], "--out", out)[0] == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert run(capsys, "report", *runs, "-o", tmp_path / "both.html")[0] == 0
+    assert "2 runs compared" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    code, _, err = run(capsys, "report", tmp_path / "pages")
+    assert code == 1
+    assert "holds no run" in err
