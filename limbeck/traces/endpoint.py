@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,7 +20,10 @@ from limbeck.traces.readers.base import as_dict, as_dicts, as_number
 from limbeck.traces.replay import TeacherFailure, parse_answer
 from limbeck.traces.schema import Message
 from limbeck.utils.files import JsonCache, content_hash
-from limbeck.utils.http import HOPELESS, RETRIED, backoff, load_httpx, public_url, retry_after
+from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket, public_url
+
+# far above the longest answer that a chat endpoint gives
+_MAX_BYTES = 64 << 20
 
 
 @dataclass
@@ -103,18 +103,29 @@ class EndpointTeacher:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.name = self.config.name or self.config.model
-        self._httpx = load_httpx(TraceError)
-        self._client: Any = None
+        config = self.config
+        self.name = config.name or config.model
         self._slots: asyncio.Semaphore | None = None
-        self._next_start = 0.0
-        self._random = random.Random(self.name)
+        # a bucket that holds one request spreads them evenly over the minute
+        per_minute = config.requests_per_minute
+        self._client = Client(
+            config.url,
+            key_env=config.api_key_env,
+            timeout=config.timeout,
+            retries=config.max_retries,
+            backoff=config.backoff,
+            max_backoff=config.max_backoff,
+            limits=(TokenBucket(per_minute, burst=60.0 / per_minute),) if per_minute > 0 else (),
+            max_bytes=_MAX_BYTES,
+            counts=self.counts,
+            error=TraceError,
+            seed=self.name,
+            async_sleep=self.sleep,
+        )
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        await self._client.aclose()
 
     async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         """The endpoint's answer from this state; ``TeacherFailure`` where there is none to be had."""
@@ -146,15 +157,10 @@ class EndpointTeacher:
 
     async def _ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
         """Ask until there is a usable answer; the last failure counts where there is none."""
-        for attempt in range(self.config.max_retries + 1):
-            try:
-                return await self._attempt(body)
-            except _Retry as retry:
-                if attempt == self.config.max_retries:
-                    raise retry.failure from retry
-                self.counts["retries"] += 1
-                await self.sleep(self._pause(attempt) if retry.pause is None else retry.pause)
-        raise TeacherFailure("not_asked")
+        try:
+            return await self._client.retrying(lambda: self._attempt(body))
+        except HttpFailure as failure:
+            raise TeacherFailure(failure.reason, failure.detail) from failure
 
     async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
         """One request, paid for whether its answer is usable or not."""
@@ -163,7 +169,7 @@ class EndpointTeacher:
             raise TeacherFailure("cost_cap", f"{self.budget.spent:.4f} of {self.budget.limit} spent")
         cost = 0.0
         try:
-            answer = self._read(await self._post(body))
+            answer = self._read(*await self._post(body))
             usage = as_dict(answer.get("usage"))
             tokens = [as_number(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
             # A server that does not say what it used is charged the worst case.
@@ -173,75 +179,25 @@ class EndpointTeacher:
         try:
             return answer, parse_answer(as_dicts(answer.get("choices"))[0].get("message"))
         except TeacherFailure as failure:
-            raise _Retry(failure) from failure
+            raise HttpFailure(failure.reason, str(failure), passing=True) from failure
 
-    def _pause(self, attempt: int) -> float:
-        return backoff(attempt, self.config.backoff, self.config.max_backoff, self._random)
-
-    async def _post(self, body: dict[str, Any]) -> Any:
-        if self._client is None:
-            self._client = self._httpx.AsyncClient(timeout=self.config.timeout)
+    async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self._slots is None:
             self._slots = asyncio.Semaphore(self.config.concurrency)
-        assert self._slots is not None
-        key = os.environ.get(self.config.api_key_env, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._slots:
-            await self._wait_for_turn()
-            self.counts["requests"] += 1
-            try:
-                url = self.config.url.rstrip("/") + "/chat/completions"
-                request = self._client.post(url, json=body, headers=headers)
-                # The client's own limit is per read; a server that drips would never reach it.
-                return await asyncio.wait_for(request, self.config.timeout)
-            except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
-                raise _Retry(TeacherFailure("timeout", f"no answer in {self.config.timeout} s")) from error
-            except self._httpx.HTTPError as error:
-                raise _Retry(TeacherFailure("connection", type(error).__name__)) from error
+            return await self._client.send("POST", "/chat/completions", body)
 
-    async def _wait_for_turn(self) -> None:
-        if self.config.requests_per_minute <= 0:
-            return
-        now = time.monotonic()
-        start = max(now, self._next_start)
-        self._next_start = start + 60.0 / self.config.requests_per_minute
-        if start > now:
-            await self.sleep(start - now)
-
-    def _read(self, response: Any) -> dict[str, Any]:
-        status = int(response.status_code)
-        try:
-            body = response.json()
-        except (ValueError, RecursionError):
-            body = None
+    def _read(self, status: int, body: Any) -> dict[str, Any]:
         if status in HOPELESS:
             raise TraceError(
                 f"the endpoint {self.config.public_url} {HOPELESS[status]} (HTTP {status}) for the model "
                 f"{self.config.model!r}: check the address, the model and the variable {self.config.api_key_env}"
             )
-        if status in RETRIED:
-            pause = retry_after(response)
-            raise _Retry(
-                TeacherFailure(f"http_{status}", _error_text(body)),
-                None if pause is None else min(pause, self.config.max_backoff),
-            )
         if status != 200:
-            raise TeacherFailure(f"http_{status}", _error_text(body))
+            raise TeacherFailure(f"http_{status}", self._client.error_text(body))
         if not as_dicts(as_dict(body).get("choices")):
-            raise _Retry(TeacherFailure("bad_answer", "the body is no chat completion"))
+            raise HttpFailure("bad_answer", "the body is no chat completion", passing=True)
         return as_dict(body)
-
-
-class _Retry(Exception):
-    """An attempt failed in a way that may pass; ``pause`` is what the server asked for, in seconds."""
-
-    def __init__(self, failure: TeacherFailure, pause: float | None = None) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
-        self.pause = pause
-
-
-def _error_text(body: Any) -> str:
-    return str(as_dict(as_dict(body).get("error")).get("message", ""))[:200]
 
 
 def _wire_message(message: dict[str, Any]) -> dict[str, Any]:

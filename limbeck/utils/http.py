@@ -1,16 +1,22 @@
-"""What every HTTP client here shares: the library, which answers may be retried, and how long to wait."""
+"""One HTTP client for scoring servers and chat endpoints: limited, retried, bounded; the key stays out of sight."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
+import os
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from limbeck.errors import LimbeckError
+
+T = TypeVar("T")
 
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}
@@ -33,10 +39,10 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path.rstrip("/"), "", ""))
 
 
-def retry_after(response: Any) -> float | None:
+def retry_after(headers: Any) -> float | None:
     """Seconds that a server asks to wait, if it does."""
     try:
-        return max(0.0, float(response.headers.get("retry-after", "")))
+        return max(0.0, float(headers.get("retry-after", "")))
     except ValueError:
         return None
 
@@ -69,6 +75,13 @@ class TokenBucket:
 
     def take(self, amount: float) -> float:
         """Wait until ``amount`` may be spent; returns the seconds waited."""
+        pause = self.reserve(amount)
+        if pause > 0:
+            self._sleep(pause)
+        return pause
+
+    def reserve(self, amount: float) -> float:
+        """Spend ``amount``; returns the seconds that the caller must wait before it may use it."""
         if self.rate <= 0:
             return 0.0
         with self._lock:
@@ -78,6 +91,220 @@ class TokenBucket:
             need = min(amount, self.capacity)
             pause = max(0.0, (need - self._level) / self.rate)
             self._level -= amount
-        if pause > 0:
-            self._sleep(pause)
-        return pause
+            return pause
+
+
+class HttpFailure(Exception):
+    """A request without a usable answer. ``reason``: a short name to count by; ``detail``: for the message.
+
+    ``passing``: the same request may work a moment later; ``pause``: seconds that the server asked for.
+    """
+
+    def __init__(self, reason: str, detail: str = "", *, passing: bool = False, pause: float | None = None) -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail, self.passing, self.pause = reason, detail, passing, pause
+
+
+class Client:
+    """A connection pool to one server, for many threads (``request``) or one event loop (``send``, ``retrying``).
+
+    An answer is a status and a JSON body, None where the body is none. Statuses that may pass and bodies that are cut,
+    late or too large are an ``HttpFailure``; what the other statuses mean is the caller's to say.
+
+    Args:
+        url: Base address; paths of requests are put behind it.
+        key_env: Environment variable with the key, read at the moment of each request.
+        timeout: Seconds for one whole answer.
+        retries: Further attempts after the first.
+        backoff, max_backoff: Seconds before the second attempt, and at most.
+        limits: What a request takes of: the first counts requests, the second tokens.
+        max_bytes: Largest answer.
+        counts: Requests, retries and tokens sent are added here.
+        error: Raised where the key or the installation is not usable.
+        seed: Of the random share of pauses; None differs between processes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key_env: str,
+        timeout: float,
+        retries: int,
+        backoff: float,
+        max_backoff: float,
+        limits: tuple[TokenBucket, ...] = (),
+        max_bytes: int = 1 << 30,
+        counts: Counter[str] | None = None,
+        error: type[LimbeckError] = LimbeckError,
+        seed: str | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        async_sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.base, self.url = url.rstrip("/"), public_url(url)
+        self.key_env, self.timeout, self.retries = key_env, timeout, retries
+        self.backoff, self.max_backoff = backoff, max_backoff
+        self.limits, self.max_bytes, self.error = limits, max_bytes, error
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self._sleep, self._async_sleep = sleep, async_sleep
+        self._httpx = load_httpx(error)
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._pool: Any = None
+        self._async_pool: Any = None
+
+    # -- from threads --------------------------------------------------------------------------------------------------
+
+    def request(
+        self, method: str, path: str, body: Any = None, *, tokens: int = 0, retries: int | None = None
+    ) -> tuple[int, Any]:
+        """An answer that a further attempt would not change; ``HttpFailure`` where there is none after all attempts."""
+        attempts = (self.retries if retries is None else retries) + 1
+        for attempt in range(attempts):
+            try:
+                for limit, amount in zip(self.limits, (1, tokens), strict=False):
+                    limit.take(amount)
+                self._count_request(tokens)
+                return self._exchange(method, path, body)
+            except HttpFailure as failure:
+                self._sleep(self._pause(failure, attempt, attempts))
+        raise AssertionError("unreachable")
+
+    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._httpx.Client(timeout=self.timeout)
+            pool = self._pool
+        # the library's own limit is per read, which a server that drips would never reach
+        deadline = time.monotonic() + self.timeout
+        received = bytearray()
+        try:
+            with pool.stream(method, self.base + path, json=body, headers=self._headers()) as response:
+                for chunk in response.iter_bytes():
+                    self._receive(received, chunk)
+                    if time.monotonic() > deadline:
+                        raise self._late()
+                return self._judge(response, received)
+        except self._httpx.TimeoutException as error:
+            raise self._late() from error
+        except self._httpx.HTTPError as error:
+            raise self._broken(error) from error
+
+    def close(self) -> None:
+        """Close the connections; the next request opens new ones."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    # -- from an event loop --------------------------------------------------------------------------------------------
+
+    async def retrying(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What ``attempt`` returns, tried again while its ``HttpFailure`` may pass."""
+        for number in range(self.retries + 1):
+            try:
+                return await attempt()
+            except HttpFailure as failure:
+                await self._async_sleep(self._pause(failure, number, self.retries + 1))
+        raise AssertionError("unreachable")
+
+    async def send(self, method: str, path: str, body: Any = None, *, tokens: int = 0) -> tuple[int, Any]:
+        """One attempt, when its turn has come."""
+        for limit, amount in zip(self.limits, (1, tokens), strict=False):
+            pause = limit.reserve(amount)
+            if pause > 0:
+                await self._async_sleep(pause)
+        self._count_request(tokens)
+        try:
+            return await asyncio.wait_for(self._async_exchange(method, path, body), self.timeout)
+        except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
+            raise self._late() from error
+        except self._httpx.HTTPError as error:
+            raise self._broken(error) from error
+
+    async def _async_exchange(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if self._async_pool is None:
+            self._async_pool = self._httpx.AsyncClient(timeout=self.timeout)
+        received = bytearray()
+        async with self._async_pool.stream(method, self.base + path, json=body, headers=self._headers()) as response:
+            async for chunk in response.aiter_bytes():
+                self._receive(received, chunk)
+            return self._judge(response, received)
+
+    async def aclose(self) -> None:
+        """Close the connections that ``send`` opened."""
+        pool, self._async_pool = self._async_pool, None
+        if pool is not None:
+            await pool.aclose()
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def key(self) -> str:
+        """The key without outer white space, empty where none is set."""
+        key = os.environ.get(self.key_env, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise self.error(
+                f"the key in the environment variable {self.key_env} holds characters that no key has; set it anew"
+            )
+        return key
+
+    def clean(self, text: str) -> str:
+        """A server's words on one line, without the key, should it repeat it."""
+        key = os.environ.get(self.key_env, "")
+        for secret in (repr(key)[1:-1], key, key.strip()):
+            text = text.replace(secret, "***") if secret else text
+        return " ".join(text.split())[:200]
+
+    def error_text(self, answer: Any) -> str:
+        """What a server says is wrong, in any of the usual places."""
+        if isinstance(answer, dict):
+            inner = answer.get("error", answer)
+            found = inner.get("message", inner.get("detail", "")) if isinstance(inner, dict) else inner
+            return self.clean(str(found))
+        return ""
+
+    def _headers(self) -> dict[str, str]:
+        key = self.key()
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += amount
+
+    def _count_request(self, tokens: int) -> None:
+        self._count("requests")
+        if tokens:
+            self._count("tokens", tokens)
+
+    def _pause(self, failure: HttpFailure, attempt: int, attempts: int) -> float:
+        """Seconds before the next attempt; raises the failure where there is none."""
+        if not failure.passing or attempt + 1 == attempts:
+            raise failure
+        self._count("retries")
+        if failure.pause is not None:
+            return min(failure.pause, self.max_backoff)
+        return backoff(attempt, self.backoff, self.max_backoff, self._random)
+
+    def _receive(self, received: bytearray, chunk: bytes) -> None:
+        received += chunk
+        if len(received) > self.max_bytes:
+            raise HttpFailure("too_large", f"the answer has more than {self.max_bytes >> 20} MiB")
+
+    def _judge(self, response: Any, received: bytearray) -> tuple[int, Any]:
+        status = int(response.status_code)
+        try:
+            answer = json.loads(received)
+        except (ValueError, RecursionError):
+            answer = None
+        if status in RETRIED:
+            pause = retry_after(response.headers)
+            raise HttpFailure(f"http_{status}", self.error_text(answer), passing=True, pause=pause)
+        if status == 200 and answer is None:
+            raise HttpFailure("bad_answer", "the body is no JSON", passing=True)
+        return status, answer
+
+    def _late(self) -> HttpFailure:
+        return HttpFailure("timeout", f"no whole answer in {self.timeout:g} s", passing=True)
+
+    def _broken(self, error: Exception) -> HttpFailure:
+        return HttpFailure("connection", self.clean(str(error)) or type(error).__name__, passing=True)
