@@ -19,9 +19,8 @@ from limbeck.align import TokenAligner
 from limbeck.config import resolve
 from limbeck.data.config import DataConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
-from limbeck.projection.command import peak_rss_mb
+from limbeck.errors import ConfigError, DataError, TokenizerError
 from limbeck.tokens import ByteVocab, TextEncoder
-from limbeck.utils.errors import ConfigError, DataError, TokenizerError
 from tests.texts import TEXTS, unicode_text
 from tests.zoo import tokenizer
 

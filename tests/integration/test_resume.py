@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from limbeck.errors import ExitCode
 from tests.gates import Gate, Place
 from tests.integration.material import (
     checkpoint,
@@ -89,7 +90,7 @@ def testsigterm_saves_and_a_resume_goes_on(whole, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     gate.open()
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == ExitCode.STOPPED_EARLY
     (saved,) = (run_dir / "checkpoints").iterdir()
     assert 3 <= int(saved.name.removeprefix("step_")) < STEPS
     assert rows(run_dir) == rows(uninterrupted)[: len(rows(run_dir))]
