@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.align import TokenAligner
+from limbeck.cli.project import peak_rss_mb
 from limbeck.config import resolve
 from limbeck.data.config import DataConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
