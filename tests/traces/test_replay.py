@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from limbeck.traces.replay import (
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
 from limbeck.utils.errors import TraceError
 from limbeck.utils.files import JsonCache
+from limbeck.utils.http import TokenBucket
 from tests.patience import TEST_SECONDS
 from tests.traces.material import EXAMPLES, answer, call, say
 from tests.traces.server import HOLD, completion, endpoint
@@ -401,7 +402,7 @@ def test_unusable_answers_and_silent_servers_are_charged_too() -> None:
 
 
 def test_requests_are_spread_over_the_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limbeck.traces.endpoint.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr("limbeck.traces.endpoint.TokenBucket", partial(TokenBucket, clock=lambda: 1000.0))
     with endpoint(lambda n, body: (200, completion("ok"))) as server:
         teacher = teacher_at(server.url, requests_per_minute=6)
         ask(teacher, times=4)
