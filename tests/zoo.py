@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +93,13 @@ CHAT_NAMES: tuple[str, ...] = (
 FAMILY: dict[str, str] = {name: entry.family for name, entry in _ENTRIES.items()}
 
 
-class ZooError(RuntimeError):
-    """A tokenizer could not be fetched; tests that need it are skipped, and counted at the end of the run."""
+class ZooError(pytest.skip.Exception):
+    """A tokenizer could not be fetched: the test or the module that needs it is skipped, and counted at the end."""
+
+    PREFIX = "not fetched: "
+
+    def __init__(self, why: str) -> None:
+        super().__init__(self.PREFIX + why, allow_module_level=True)
 
 
 def cache_dir() -> Path:
@@ -144,14 +149,6 @@ def trl_template(name: str) -> str:
 def trl_templates() -> tuple[str, ...]:
     """Names of all chat templates that trl ships, sorted."""
     return tuple(sorted(path.stem for path in _trl_dir().glob("*.jinja")))
-
-
-def template_params() -> Sequence[Any]:
-    """`trl_templates()` for `pytest.mark.parametrize`; one skipped case where they cannot be fetched."""
-    try:
-        return trl_templates()
-    except ZooError as error:
-        return (pytest.param("any", marks=pytest.mark.skip(reason=f"not fetched: {error}")),)
 
 
 def smollm2_dir() -> Path:

@@ -244,6 +244,7 @@ def memory_growth() -> float:
 
 def test_memory_does_not_grow_with_the_data() -> None:
     # in a process of its own: the peak of this one is what other tests have left
+    collator("smollm2", "gpt2")  # fetches both
     program = f"from {__name__} import memory_growth; print(memory_growth())"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,13 +58,3 @@ def test_device_equals_cpu(mode: str, kind: str, dtype: torch.dtype, tolerance: 
     got = torch.autograd.grad(loss, [device_models.hidden, device_models.weight])
     for a, b in zip(got, torch.autograd.grad(want, [models.hidden, models.weight]), strict=True):
         assert float((a.cpu().double() - b).norm() / b.norm()) < tolerance
-
-
-def test_kernels_in_the_interpreter() -> None:
-    """The kernels' own tests need Triton's interpreter, which no other test of this process may have."""
-    folder = Path(__file__).parent / "kernels"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder.parents[2])
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout

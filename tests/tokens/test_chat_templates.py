@@ -36,7 +36,7 @@ def _regions(template_name: str, messages: list[Message], tools: list[dict] | No
     return found
 
 
-@pytest.mark.parametrize("name", zoo.template_params())
+@pytest.mark.parametrize("name", zoo.trl_templates())
 def test_every_string_is_found_or_the_template_refuses(name: str) -> None:
     taken = 0
     for label, messages in CONVERSATIONS.items():
