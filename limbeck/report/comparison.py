@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from limbeck.report.charts import NARROW, WIDE, Series, format_number, line_chart, moving_average, wants_log
+from limbeck.report.page import Page
 from limbeck.report.run_data import Points, RunData
-from limbeck.report.style import chip, document, table
+from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, moving_average, wants_log
 from limbeck.utils.files import short_names
 
 _COLOURS = 8
@@ -28,25 +27,27 @@ _SMALL_CHARTS = (
     ("Learning rate", "train/lr", False),
 )
 """Title, metric, and whether it is noisy."""
+_FIGURES = ("run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "teacher's bpb", "tokens/s")
 # Where a run writes says nothing about what it computes.
 _PLACES = ("logger.", "checkpointing.checkpoint_dir")
 
 
-def comparison_page(runs: Sequence[RunData]) -> str:
-    """The page as a string."""
+def comparison_page(runs: Sequence[RunData]) -> Page:
+    """Several runs as one page."""
     names = list(short_names([str(run.folder.resolve()) for run in runs]).values())
     if len(names) < len(runs):
         names = [str(run.folder) for run in runs]
-    title = f"{len(runs)} runs"
-    problems = [f"{name}: {p}" for name, run in zip(names, runs, strict=True) for p in run.problems]
-    notes = "".join(f'<div class="note">{html.escape(p)}</div>' for p in problems)
-    chips = "".join(chip(label, value) for label, value in _common(runs))
-    body = (
-        f'<header><div><div class="mark">Limbeck runs</div><h1>{title} compared</h1>'
-        f'<div class="chips">{chips}</div></div><button class="theme" type="button">light / dark</button></header>'
-        f"{notes}{_figures(runs, names)}{_curves(runs, names)}{_differences(runs, names)}"
-    )
-    return document(f"{title} compared", body)
+    data = {
+        "names": names,
+        "facts": _common(runs),
+        "notes": [f"{name}: {p}" for name, run in zip(names, runs, strict=True) for p in run.problems],
+        "figure_columns": _FIGURES,
+        "figures": _figures(runs, names),
+        "charts": _curves(runs, names),
+        "small_charts": _small_curves(runs, names),
+        "settings": _differences(runs),
+    }
+    return Page("comparison", f"{len(runs)} runs compared", data)
 
 
 def _common(runs: Sequence[RunData]) -> list[tuple[str, str]]:
@@ -56,55 +57,49 @@ def _common(runs: Sequence[RunData]) -> list[tuple[str, str]]:
     return [(label, next(iter(values))) for label, values in facts if len(values) == 1 and values != {"unknown"}]
 
 
-def _key(name: str, i: int) -> str:
-    return f'<span class="key c{i % _COLOURS}"><i></i></span>{html.escape(name)}'
-
-
-def _figures(runs: Sequence[RunData], names: Sequence[str]) -> str:
+def _figures(runs: Sequence[RunData], names: Sequence[str]) -> list[list[Any]]:
     bits = [run.points("val/bpb") for run in runs]
     ends = [points[-1][1] for points in bits if points]
     rows = []
     for i, (run, name, points) in enumerate(zip(runs, names, bits, strict=True)):
         teacher, speed = run.points("val/teacher_bpb"), run.points("train/tokens_per_s")
         last = format_number(points[-1][1]) if points else ""
-        if points and len(ends) > 1 and points[-1][1] == min(ends):
-            last = f'<span class="best">{last}</span>'
+        best = bool(points) and len(ends) > 1 and points[-1][1] == min(ends)
         first = bits[0][-1][1] if bits[0] else None
-        delta = f"{points[-1][1] - first:+.4f}" if i and points and first is not None else ""
         rows.append(
             [
-                _key(name, i),
-                html.escape(str(run.setting("loss_fn.mode", "") if run.teachers else "cross-entropy alone")),
+                {"run": name, "colour": i % _COLOURS},
+                str(run.setting("loss_fn.mode", "") if run.teachers else "cross-entropy alone"),
                 f"{run.last_step:,}",
                 format_number(points[0][1]) if points else "",
-                last,
-                delta,
+                {"best": last} if best else last,
+                f"{points[-1][1] - first:+.4f}" if i and points and first is not None else "",
                 format_number(teacher[-1][1]) if teacher else "",
                 format_number(statistics.median(v for _, v in speed)) if speed else "",
             ]
         )
-    columns = ["run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "teacher's bpb", "tokens/s"]
-    return f'<h2>Figures</h2><div class="panel">{table(columns, rows, text_columns=2)}</div>'
+    return rows
 
 
-def _curves(runs: Sequence[RunData], names: Sequence[str]) -> str:
+def _curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
     bits = _overlay(runs, names, "val/bpb", smooth=False)
     levels = {round(points[-1][1], 6) for run in runs if (points := run.points("val/teacher_bpb"))}
     steps = [run.last_step for run in runs]
     if len(levels) == 1 and any(s.points for s in bits):
         bits.append(Series("teacher", [(0, level := levels.pop()), (max(steps), level)], 7, dashed=True))
-    wide = line_chart("Bits per byte", bits, width=WIDE, height=320, note="on the validation set; less is better")
-    charts = [f'<div class="wide">{wide}</div>'] if wide else []
-    charts += [line_chart(title, _overlay(runs, names, key, smooth=smooth)) for title, key, smooth in _CHARTS]
-    shown = "".join(charts)
-    if not shown:
-        return '<h2>Curves</h2><p class="empty">None of the runs has metrics yet.</p>'
-    small = ""
+    note = "on the validation set; less is better"
+    charts = [chart("Bits per byte", bits, width=WIDE, height=320, note=note)]
+    charts += [chart(title, _overlay(runs, names, key, smooth=smooth)) for title, key, smooth in _CHARTS]
+    return [found for found in charts if found]
+
+
+def _small_curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
+    charts = []
     for title, key, smooth in _SMALL_CHARTS:
         log = any(wants_log(run.points(key)) for run in runs)
         series = _overlay(runs, names, key, smooth=smooth, log=log)
-        small += line_chart(title, series, width=NARROW, height=220, log=log, zero=not log)
-    return f'<h2>Curves</h2><div class="charts">{shown}</div><div class="charts small">{small}</div>'
+        charts.append(chart(title, series, width=NARROW, height=220, log=log, zero=not log))
+    return [found for found in charts if found]
 
 
 def _overlay(
@@ -128,15 +123,11 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     return {path: node}
 
 
-def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
+def _differences(runs: Sequence[RunData]) -> list[list[str]]:
     settings = [_flat(run.config) if run.config else {} for run in runs]
     keys = list(dict.fromkeys(key for flat in settings for key in flat if not key.startswith(_PLACES)))
     differ = [key for key in keys if len({repr(flat.get(key)) for flat in settings}) > 1]
-    if not differ:
-        return '<h2>Settings that differ</h2><p class="empty">None.</p>'
-    rows = [[html.escape(key), *(html.escape(_value(flat, key)) for flat in settings)] for key in differ]
-    body = table(["setting", *names], rows, text_columns=len(names) + 1)
-    return f'<h2>Settings that differ</h2><div class="panel">{body}</div>'
+    return [[key, *(_value(flat, key) for flat in settings)] for key in differ]
 
 
 def _value(flat: Mapping[str, Any], key: str) -> str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from limbeck.errors import ConfigError
-from limbeck.report.alignment import chunk_html, summary_lines
-from limbeck.report.charts import NARROW, WIDE, Series, format_number, line_chart, wants_log
+from limbeck.report.alignment import box, summary_lines
 from limbeck.report.comparison import comparison_page
+from limbeck.report.page import Page
 from limbeck.report.reasons import explain
 from limbeck.report.run_data import Points, RunData, find_runs, read_run
-from limbeck.report.style import card, chip, document, table
-from limbeck.utils.files import write_atomic
+from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, wants_log
 
 PAGE_NAME = "report.html"
 _MOST_CHUNKS = 400
@@ -56,39 +53,39 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     runs = find_runs([folder])
     target = Path(out) if out is not None else folder / PAGE_NAME
     if runs == [folder]:
-        return _write(run_page(read_run(folder)), target)
+        return run_page(read_run(folder)).write(target)
     return write_comparison(runs, target)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write one page that lays the curves of several runs over each other and return its path."""
     runs = [read_run(folder) for folder in find_runs([Path(d) for d in run_dirs])]
-    return _write(comparison_page(runs), Path(out))
+    return comparison_page(runs).write(out)
 
 
-def _write(page: str, target: Path) -> Path:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, page)
-    except OSError as error:
-        raise ConfigError(f"the page {str(target)!r} cannot be written: {error}; give another --out.") from error
-    return target
-
-
-def run_page(run: RunData) -> str:
-    """The page as a string."""
-    sections = [
-        _header(run),
-        _notes(run),
-        _cards(run),
-        _curves(run),
-        _validations(run),
-        _dropped(run),
-        _alignment(run),
-        _details(run),
-        f"<footer>{html.escape(' '.join(filter(None, ('limbeck', str(run.versions.get('limbeck', ''))))))}</footer>",
-    ]
-    return document(f"{run.name}: distillation run", "".join(sections))
+def run_page(run: RunData) -> Page:
+    """All that a run folder says, as a page."""
+    known = run.student != "unknown"
+    charts = _curves(run)
+    data = {
+        "name": run.name,
+        "student": _short(run.student) if known else None,
+        "teachers": [_short(teacher) for teacher in run.teachers],
+        "facts": _facts(run),
+        "notes": _notes(run),
+        "cards": _cards(run),
+        "charts": charts,
+        "small_charts": _machine(run),
+        "further_charts": _further(run),
+        "validation": _validations(run),
+        "dropped": _dropped(run),
+        "counted": (run.folder / "dropped.json").is_file(),
+        "alignment": _alignment(run),
+        "config_text": run.config_text,
+        "versions": [(name, _plain(value)) for name, value in sorted(run.versions.items())],
+        "footer": " ".join(filter(None, ("limbeck", str(run.versions.get("limbeck", ""))))),
+    }
+    return Page("run", f"{run.name}: distillation run", data)
 
 
 # -- head --------------------------------------------------------------------------------------------------------------
@@ -99,15 +96,12 @@ def _short(model: str) -> str:
     return Path(model).name or model
 
 
-def _header(run: RunData) -> str:
-    esc = html.escape
-    teachers = ", ".join(f"<b>{esc(_short(t))}</b>" for t in run.teachers)
-    taught = f" distilled from {teachers}" if teachers else " trained without a teacher"
+def _facts(run: RunData) -> list[tuple[str, str]]:
     steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
     facts = [("steps", steps)]
     mode = run.setting("loss_fn.mode") or run.setting("loss.mode")
     if mode:
-        facts.insert(0, ("loss", mode))
+        facts.insert(0, ("loss", str(mode)))
     seed = run.versions.get("seed", run.setting("distillation.seed"))
     if seed is not None:
         facts.append(("seed", str(seed)))
@@ -118,64 +112,54 @@ def _header(run: RunData) -> str:
             facts.append((name, str(run.versions[name])))
     if run.checkpoints:
         facts.append(("checkpoints", ", ".join(map(str, run.checkpoints[-4:]))))
-    chips = "".join(chip(label, value) for label, value in facts)
-    known = run.student != "unknown"
-    line = f'<p class="flow-line"><b>{esc(_short(run.student))}</b>{taught}</p>' if known else ""
-    return (
-        f'<header><div><div class="mark">Limbeck run</div><h1>{esc(run.name)}</h1>{line}'
-        f'<div class="chips">{chips}</div></div><button class="theme" type="button">light / dark</button></header>'
-    )
+    return facts
 
 
-def _notes(run: RunData) -> str:
+def _notes(run: RunData) -> list[str]:
     notes = list(run.problems)
-    for step in run.failed_steps:
-        notes.append(f"Step {step} failed; its batch is kept in failed_batch_step_{step}.")
+    notes += [f"Step {step} failed; its batch is kept in failed_batch_step_{step}." for step in run.failed_steps]
     if not run.rows:
         notes.append("There are no metrics yet: the run has not finished its first step.")
-    return "".join(f'<div class="note">{html.escape(note)}</div>' for note in notes)
+    return notes
 
 
-def _arrow(points: Points) -> str:
-    first, last = points[0][1], points[-1][1]
+def _course(title: str, points: Points) -> dict[str, str]:
+    """A card that tells where a metric began, where it stands, and the change."""
+    (start, first), (_, last) = points[0], points[-1]
     if len(points) == 1:
-        return format_number(first)
-    return f"<small>{format_number(first)} →</small> {format_number(last)}"
+        return {"title": title, "value": format_number(first), "below": ""}
+    card = {"title": title, "first": format_number(first), "value": format_number(last), "below": ""}
+    if first != 0:
+        change = (last - first) / abs(first)
+        kind = "good" if change < 0 else "bad" if change > 0 else ""
+        card |= {"change": f"{change:+.1%}", "kind": kind, "below": f"since step {start:,}"}
+    return card
 
 
-def _change(points: Points) -> str:
-    first, last = points[0][1], points[-1][1]
-    if len(points) < 2 or first == 0:
-        return ""
-    change = (last - first) / abs(first)
-    kind = "good" if change < 0 else "bad" if change > 0 else ""
-    return f'<span class="{kind}">{change:+.1%}</span> since step {points[0][0]:,}'
-
-
-def _cards(run: RunData) -> str:
+def _cards(run: RunData) -> list[dict[str, str]]:
     cards = []
     bpb, teacher = run.points("val/bpb"), run.points("val/teacher_bpb")
     if bpb:
-        cards.append(card("Bits per byte, validation", _arrow(bpb), _change(bpb)))
+        cards.append(_course("Bits per byte, validation", bpb))
     if teacher:
         level = teacher[-1][1]
         below = ""
         if bpb and bpb[0][1] > level and len(bpb) > 1:
             closed = (bpb[0][1] - bpb[-1][1]) / (bpb[0][1] - level)
             below = f"{closed:.0%} of the student's gap closed"
-        cards.append(card("Teacher's bits per byte", format_number(level), below))
+        cards.append({"title": "Teacher's bits per byte", "value": format_number(level), "below": below})
     kl = run.points("val/kl_loss") or run.points("train/kl_loss")
     if kl:
         where = "validation" if run.points("val/kl_loss") else "training"
-        cards.append(card(f"KL to the teacher, {where}", _arrow(kl), _change(kl)))
+        cards.append(_course(f"KL to the teacher, {where}", kl))
     if not bpb and (loss := run.points("train/loss")):
-        cards.append(card("Training loss", _arrow(loss), _change(loss)))
+        cards.append(_course("Training loss", loss))
     speed = run.points("train/tokens_per_s")
     if speed:
         # the first step compiles and fills caches
         usual = statistics.median(v for _, v in (speed[1:] or speed))
-        cards.append(card("Tokens per second", format_number(usual), _effort(run)))
-    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+        cards.append({"title": "Tokens per second", "value": format_number(usual), "below": _effort(run)})
+    return cards
 
 
 def _effort(run: RunData) -> str:
@@ -221,13 +205,14 @@ def _level(points: Points, run: RunData) -> Points:
     return [(run.rows[0]["step"], points[-1][1]), (run.last_step, points[-1][1])] if points else []
 
 
-def _curves(run: RunData) -> str:
+def _curves(run: RunData) -> list[dict[str, Any]]:
+    """What the run reached."""
     if not run.rows:
-        return ""
+        return []
     bits = [Series("student", run.points("val/bpb"), 0, markers=True)]
     bits += [Series(n, _level(p, run), 1 + i, dashed=True) for i, (n, p) in enumerate(teacher_levels(run))]
-    wide = line_chart("Bits per byte", bits, width=WIDE, height=300, note="on the validation set; less is better")
-    charts = [f'<div class="wide">{wide}</div>'] if bits[0].points else []
+    note = "on the validation set; less is better"
+    charts = [chart("Bits per byte", bits, width=WIDE, height=300, note=note)] if bits[0].points else []
     for title, train, val in (
         ("Loss", "train/loss", "val/loss"),
         ("KL to the teacher", "train/kl_loss", "val/kl_loss"),
@@ -237,33 +222,31 @@ def _curves(run: RunData) -> str:
             Series("train", run.points(train), 0, smooth=True),
             Series("validation", run.points(val), 2, markers=True),
         ]
-        charts.append(line_chart(title, pair))
+        charts.append(chart(title, pair))
     shares = [
         Series("accuracy", run.points("val/accuracy"), 2, markers=True),
         Series("alignment coverage", run.points("val/coverage"), 3, markers=True),
     ]
-    charts.append(line_chart("Accuracy and coverage", shares, note="validation"))
-    shown, small = "".join(charts), "".join(_machine(run))
-    if not shown and not small:
-        return ""
-    return f'<h2>Curves</h2><div class="charts">{shown}</div><div class="charts small">{small}</div>{_further(run)}'
+    charts.append(chart("Accuracy and coverage", shares, note="validation"))
+    return [found for found in charts if found]
 
 
-def _machine(run: RunData) -> list[str]:
+def _machine(run: RunData) -> list[dict[str, Any]]:
     """How the run went rather than what it reached."""
     norm, speed, rate = (run.points(f"train/{key}") for key in ("grad_norm", "tokens_per_s", "lr"))
 
-    def small(title: str, one: Series, *, log: bool = False, zero: bool = False) -> str:
-        return line_chart(title, [one], width=NARROW, height=210, log=log, zero=zero)
+    def small(title: str, one: Series, *, log: bool = False, zero: bool = False) -> dict[str, Any] | None:
+        return chart(title, [one], width=NARROW, height=210, log=log, zero=zero)
 
-    return [
+    charts = [
         small("Gradient norm", Series("before clipping", norm, 4, smooth=True), log=wants_log(norm)),
         small("Tokens per second", Series("student", speed, 5, smooth=True), zero=True),
         small("Learning rate", Series("lr", rate, 6), zero=True),
     ]
+    return [found for found in charts if found]
 
 
-def _further(run: RunData) -> str:
+def _further(run: RunData) -> list[dict[str, Any]]:
     """All other metrics, small and folded away."""
     rest = [key for key in run.metric_names() if key not in _SHOWN and not re.fullmatch(_TEACHER_BITS, key)]
     charts = []
@@ -271,23 +254,18 @@ def _further(run: RunData) -> str:
         points = run.points(key)
         colour = 2 if key.startswith("val/") else 7
         one = Series(key.partition("/")[0], points, colour, smooth=len(points) > 60, markers=True)
-        charts.append(line_chart(key.partition("/")[2] or key, [one], width=NARROW, height=200, log=wants_log(points)))
-    if not charts:
-        return ""
-    return (
-        f"<details><summary>{len(charts)} further metrics</summary>"
-        f'<div class="charts small">{"".join(charts)}</div></details>'
-    )
+        charts.append(chart(key.partition("/")[2] or key, [one], width=NARROW, height=200, log=wants_log(points)))
+    return [found for found in charts if found]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _validations(run: RunData) -> str:
+def _validations(run: RunData) -> dict[str, Any] | None:
     rows = [row for row in run.rows if any(key in row for key in _VALIDATION)]
     columns = [key for key in _VALIDATION if run.points(key)]
     if not rows or not columns:
-        return ""
+        return None
     best: dict[str, float] = {}
     for key in columns:
         higher = _VALIDATION[key][1]
@@ -296,70 +274,38 @@ def _validations(run: RunData) -> str:
             best[key] = max(values) if higher else min(values)
     cells = []
     for row in rows:
-        line = [f"{row['step']:,}"]
+        line: list[dict[str, Any]] = [{"text": f"{row['step']:,}", "best": False}]
         for key in columns:
             value = row.get(key)
             text = f"{value:.4f}" if isinstance(value, int | float) else ""
-            line.append(f'<span class="best">{text}</span>' if text and value == best.get(key) else text)
+            line.append({"text": text, "best": bool(text) and value == best.get(key)})
         cells.append(line)
-    body = table(["step", *(_VALIDATION[key][0] for key in columns)], cells, text_columns=0)
-    return f'<h2>Validation</h2><div class="panel tall">{body}</div>'
+    return {"columns": ["step", *(_VALIDATION[key][0] for key in columns)], "rows": cells}
 
 
-def _dropped(run: RunData) -> str:
-    counts = {k: v for k, v in run.dropped.items() if isinstance(v, int | float)}
-    nested = {k: v for k, v in run.dropped.items() if isinstance(v, dict)}
-    head = "<h2>What was left out <small>counted over all epochs, never repaired in silence</small></h2>"
-    rows = [_reason_row(reason, count) for reason, count in sorted(counts.items(), key=lambda x: -x[1])]
-    for group, inner in nested.items():
-        rows += [_reason_row(f"{group}: {r}", c) for r, c in inner.items() if isinstance(c, int | float)]
-    if rows:
-        return f'{head}<div class="panel">{table(["reason", "what it means", "count"], rows, text_columns=2)}</div>'
-    if not (run.folder / "dropped.json").is_file():
-        return f'{head}<p class="empty">Not counted yet: a run writes this at the end of an epoch.</p>'
-    return f'{head}<p class="empty">Nothing.</p>'
+def _dropped(run: RunData) -> list[tuple[str, dict[str, str], str]]:
+    """Reason, what it means, and how often."""
+    plain = {k: v for k, v in run.dropped.items() if isinstance(v, int | float)}
+    counts = sorted(plain.items(), key=lambda found: -found[1])
+    for group, inner in run.dropped.items():
+        if isinstance(inner, dict):
+            counts += [(f"{group}: {reason}", n) for reason, n in inner.items() if isinstance(n, int | float)]
+    return [(reason, {"meaning": explain(reason)}, f"{n:,.0f}") for reason, n in counts]
 
 
-def _reason_row(reason: str, count: float) -> list[str]:
-    return [html.escape(reason), f'<span class="sub">{html.escape(explain(reason))}</span>', f"{count:,.0f}"]
-
-
-def _alignment(run: RunData) -> str:
+def _alignment(run: RunData) -> dict[str, Any] | None:
     if run.alignment is None:
-        return ""
+        return None
     try:
         chunks = run.alignment["chunks"]
-        boxes = "".join(chunk_html(chunk) for chunk in chunks[:_MOST_CHUNKS])
-        lines = " ".join(summary_lines(run.alignment))
+        return {
+            "problem": None,
+            "summary": " ".join(summary_lines(run.alignment)),
+            "boxes": [box(chunk) for chunk in chunks[:_MOST_CHUNKS]],
+            "total": len(chunks),
+        }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        why = html.escape(repr(error))
-        return f'<h2>Alignment</h2><div class="note">alignment_sample.json cannot be shown: {why}.</div>'
-    more = (
-        f'<p class="empty">The first {_MOST_CHUNKS} of {len(chunks):,} chunks.</p>'
-        if len(chunks) > _MOST_CHUNKS
-        else ""
-    )
-    return (
-        "<h2>Alignment of a sample <small>student above, teacher below</small></h2>"
-        f'<div class="panel"><p class="empty">{html.escape(lines)}</p><div class="keys">'
-        '<span class="chunk k-1n">1:n</span>one student token, several of the teacher '
-        '<span class="chunk k-n1">n:1</span>the reverse <span class="chunk k-nm">n:m</span>several on both sides '
-        '<span class="chunk inexact">not exact</span>a normaliser changed the text</div>'
-        f'<div class="flow">{boxes}</div>{more}</div>'
-    )
-
-
-def _details(run: RunData) -> str:
-    out = []
-    if run.config_text:
-        out.append(
-            f"<details><summary>Resolved configuration</summary><pre>{html.escape(run.config_text)}</pre></details>"
-        )
-    if run.versions:
-        rows = [[html.escape(k), html.escape(_plain(v))] for k, v in sorted(run.versions.items())]
-        body = table(["what", "value"], rows, text_columns=2)
-        out.append(f"<details><summary>Versions and fingerprints</summary>{body}</details>")
-    return f"<h2>Details</h2>{''.join(out)}" if out else ""
+        return {"problem": repr(error)}
 
 
 def _plain(value: Any) -> str:

@@ -70,14 +70,15 @@ def test_a_whole_run_becomes_one_self_contained_page(tmp_path: Path) -> None:
 
 
 def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:
-    page = run_page(read_run(write_run(tmp_path / "run")))
+    page = run_page(read_run(write_run(tmp_path / "run"))).render()
     data = [json.loads(d) for d in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     bits = next(d for d in data if [s["name"] for s in d["series"]] == ["student", "teacher"])
+    assert [s["dashed"] for s in bits["series"]] == [False, True]
     expected = [(r["step"], r["val/bpb"]) for r in rows() if "val/bpb" in r]
     student, teacher = bits["series"]
     assert [p[0] for p in student["points"]] == [step for step, _ in expected]
     assert [float(p[1]) for p in student["points"]] == pytest.approx([v for _, v in expected], abs=6e-4)
-    assert teacher["points"] == [[0, "1.248"], [400, "1.248"]]
+    assert teacher["points"] == [[0, 1.248], [400, 1.248]]
 
 
 def test_what_data_says_is_never_markup(tmp_path: Path) -> None:
@@ -92,7 +93,10 @@ def test_what_data_says_is_never_markup(tmp_path: Path) -> None:
     view = json.loads((run / "alignment_sample.json").read_text())
     view["chunks"][0]["student_tokens"] = [evil]
     (run / "alignment_sample.json").write_text(json.dumps(view))
-    pages = [run_page(read_run(run)), write_comparison([run, run], tmp_path / "c.html").read_text(encoding="utf-8")]
+    pages = [
+        run_page(read_run(run)).render(),
+        write_comparison([run, run], tmp_path / "c.html").read_text(encoding="utf-8"),
+    ]
     for page in pages:
         assert evil not in page
         assert page.count("<script>") == 1
@@ -107,7 +111,7 @@ def test_any_file_may_be_missing(tmp_path: Path, missing: str) -> None:
     run = write_run(tmp_path / "run")
     target = run / missing
     target.rename(tmp_path / "elsewhere")
-    text = _check(run_page(read_run(run))).text
+    text = _check(run_page(read_run(run)).render()).text
     assert ("There are no metrics yet" in text) == (missing == "metrics.jsonl")
     assert ("Not counted yet" in text) == (missing == "dropped.json")
 
@@ -117,7 +121,7 @@ def test_any_file_may_be_missing(tmp_path: Path, missing: str) -> None:
 def test_damaged_files_are_named_on_the_page(tmp_path: Path, damaged: str, content: str) -> None:
     run = write_run(tmp_path / "run")
     (run / damaged).write_text(content)
-    text = _check(run_page(read_run(run))).text
+    text = _check(run_page(read_run(run)).render()).text
     assert damaged in text or (damaged == "config.yaml" and content == "[1]")
     assert "Gradient norm" in text
 
@@ -125,7 +129,7 @@ def test_damaged_files_are_named_on_the_page(tmp_path: Path, damaged: str, conte
 def test_an_alignment_of_another_form_is_no_crash(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "alignment_sample.json").write_text('{"chunks": [{"kind": "2:2"}]}')
-    assert "alignment_sample.json cannot be shown" in _check(run_page(read_run(run))).text
+    assert "alignment_sample.json cannot be shown" in _check(run_page(read_run(run)).render()).text
 
 
 def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     data = read_run(run)
     assert [row["step"] for row in data.rows] == [1, 2, 3]
     assert data.points("train/loss") == [(1, 3.0), (2, 2.0)]
-    text = _check(run_page(data)).text
+    text = _check(run_page(data).render()).text
     assert "metrics.jsonl has 2 damaged lines" in text
     assert "Step 3 failed" in text
 

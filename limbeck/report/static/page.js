@@ -1,0 +1,9 @@
+/* What every page does once it is there: the light or dark theme, and its charts. */
+"use strict";
+
+document.querySelector("button.theme")?.addEventListener("click", () => {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+});
+document.querySelectorAll("figure.chart").forEach(Charts.draw);
