@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.sampler import ShardSampler
 from limbeck.data.sources import build_dataset
 from limbeck.distributed.mesh import data_rank_and_world
+from limbeck.models.policy_config import read_template
 from limbeck.tokens import load_tokenizer
 from limbeck.utils.errors import ConfigError, DataError
 
@@ -55,21 +55,11 @@ def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[An
         mode=data.mode,
         append_eos=data.append_eos,
         on_error="skip" if data.on_bad_record == "skip" else "raise",
-        student_template=_template(config.policy.tokenizer.chat_template),
-        teacher_template=[_template(t.tokenizer.chat_template) for t in teachers],
+        student_template=read_template(config.policy.tokenizer.chat_template),
+        teacher_template=[read_template(t.tokenizer.chat_template) for t in teachers],
         template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         teacher_template_kwargs=[t.tokenizer.chat_template_kwargs for t in teachers],
     )
-
-
-def _template(text: str | None) -> str | None:
-    """A chat template given as text or as a ``.jinja`` file."""
-    if text is None or not text.endswith(".jinja"):
-        return text
-    try:
-        return Path(text).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template {text!r} cannot be read: {error}") from error
 
 
 def loader_processes(wanted: int | None) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from limbeck.algorithms.trace_config import TraceMasterConfig, TracesConfig
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
+from limbeck.models.policy_config import read_template
 from limbeck.tokens import load_tokenizer
 from limbeck.traces import CollatorConfig, ComposerBatch, ComposerDataCollator
 from limbeck.traces.collator_examples import to_example
@@ -243,13 +244,3 @@ def load_chat_tokenizer(policy: Any) -> Any:
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer {name!r} has no chat template; give one as tokenizer.chat_template")
     return tokenizer
-
-
-def read_template(given: str) -> str:
-    """A chat template's text, whether given itself or as the path of a ``.jinja`` file."""
-    if not given.endswith(".jinja"):
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {given!r} cannot be read: {error}") from error

@@ -26,6 +26,7 @@ from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.policy import Policy
+from limbeck.models.scoring import response_sums
 from limbeck.models.step import Step, announce
 from limbeck.traces import ComposerBatch
 from limbeck.utils.errors import LossError
@@ -139,14 +140,6 @@ def rank_batches(items: Sequence[int], *, rank: int, world: int, rows: int) -> I
     mine = items[rank::world]
     for start in range(0, -(-len(items) // world), rows):
         yield mine[start : start + rows]
-
-
-def response_sums(policy: Policy, channel: BatchedDataDict, prefix: str = "") -> Tensor:
-    """``[rows]`` float64: log-probability of each row's supervised tokens, in nats."""
-    logprobs = policy.get_logprobs(channel, prefix=prefix)["logprobs"].cpu().double()
-    mask = channel[f"{prefix}token_mask"] > 0
-    mask[:, 0] = False
-    return (logprobs * mask).sum(1)
 
 
 def _checksums(channel: BatchedDataDict) -> Tensor:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.algorithms.trace_monitors import CollapseMonitor, response_lengths
-from limbeck.algorithms.trace_step import rank_batches, response_sums
+from limbeck.algorithms.trace_step import rank_batches
 from limbeck.models.policy import Policy
+from limbeck.models.scoring import response_sums
 from limbeck.traces import ComposerBatch
 from limbeck.utils.metrics import Metrics
 

@@ -79,8 +79,9 @@ def eval_command(
 
     Example: limbeck eval runs/mine ./SmolLM2-135M -d val.jsonl -d arc_easy_val.jsonl --max-documents 200
     """
-    from limbeck.algorithms.evaluation import EvalOptions, evaluate
     from limbeck.cli.progress import display
+    from limbeck.evaluation.bits import EvalOptions
+    from limbeck.evaluation.files import evaluate
 
     models, data = split_arguments(models, data or [])
     if not data and not lm_eval and not traces:
@@ -100,7 +101,7 @@ def eval_command(
         device=device,
     )
     if lm_eval:
-        from limbeck.algorithms.evaluation_harness import check_harness
+        from limbeck.evaluation.harness import check_harness
 
         check_harness(lm_eval, lm_eval_include)
     result: dict[str, Any] = {"models": {spec: {} for spec in models}}
@@ -113,7 +114,7 @@ def eval_command(
         if data:
             result = evaluate(models, data, options, begin)
         if traces:
-            from limbeck.algorithms.evaluation_traces import evaluate_traces
+            from limbeck.evaluation.traces import evaluate_traces
 
             result["traces"] = evaluate_traces(models, traces, options, chat_template=chat_template, begin=begin)
         if lm_eval:
@@ -147,8 +148,8 @@ def split_arguments(models: list[str], data: list[str]) -> tuple[list[str], list
 
 
 def _harness(models: list[str], tasks: list[str], include: Path | None, options: Any) -> dict[str, Any]:
-    from limbeck.algorithms.evaluation import pick_device
-    from limbeck.algorithms.evaluation_harness import run_harness
+    from limbeck.evaluation.bits import pick_device
+    from limbeck.evaluation.harness import run_harness
 
     device = pick_device(options.device)
     precision = options.precision or ("float32" if device.type == "cpu" else "bfloat16")

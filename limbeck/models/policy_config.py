@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from limbeck.utils.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -145,3 +148,13 @@ class PolicyConfig(_Strict):
             if section.enabled and section.train_mb_tokens is None:
                 raise ValueError(f"{name}.train_mb_tokens is missing; give the tokens per micro-batch")
         return self
+
+
+def read_template(given: str | None) -> str | None:
+    """A chat template's text, whether given itself or as the path of a ``.jinja`` file; None: the tokenizer's own."""
+    if given is None or not given.endswith(".jinja"):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {given!r} cannot be read: {error}") from error

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.losses.signals import Head
+
+if TYPE_CHECKING:
+    from limbeck.models.policy import Policy
 
 
 @dataclass
@@ -62,3 +67,11 @@ def sample_rows(row_start: Tensor, lengths: Tensor, width: int) -> tuple[Tensor,
     real = places < lengths[:, None]
     rows = (row_start[:, None] + places)[real]
     return rows, real.reshape(-1).nonzero().squeeze(1)
+
+
+def response_sums(policy: Policy, channel: BatchedDataDict, prefix: str = "") -> Tensor:
+    """``[rows]`` float64: log-probability of each row's supervised tokens, in nats."""
+    logprobs = policy.get_logprobs(channel, prefix=prefix)["logprobs"].cpu().double()
+    mask = channel[f"{prefix}token_mask"] > 0
+    mask[:, 0] = False
+    return (logprobs * mask).sum(1)

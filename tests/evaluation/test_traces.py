@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from limbeck.algorithms.evaluation import EvalOptions
-from limbeck.algorithms.evaluation_traces import evaluate_traces, with_better
 from limbeck.algorithms.trace_data import load_traces
 from limbeck.algorithms.trace_distillation import run
+from limbeck.evaluation.bits import EvalOptions
+from limbeck.evaluation.traces import evaluate_traces, with_better
 from limbeck.utils.errors import TraceError
 from tests.algorithms.trace_tiny import WORKSHOP, config
 

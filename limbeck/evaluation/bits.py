@@ -3,34 +3,27 @@
 For every file: the sum of -log2 p over all supervised text tokens that have a predictor, divided by the bytes of the
 same tokens. A document's first token has no predictor (unless the tokenizer puts a begin token in front by default) and
 is left out of both sums.
-
->>> from limbeck.algorithms.evaluation import EvalOptions, evaluate
->>> result = evaluate(["./student", "./teacher"], ["val.jsonl"], EvalOptions(max_documents=100))   # doctest: +SKIP
->>> result["models"]["./student"]["val.jsonl"]["bpb"]                                              # doctest: +SKIP
 """
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from limbeck.algorithms.evaluation_choices import ChoiceFile, layout_of, score_choices
-from limbeck.algorithms.evaluation_models import ModelSource, find_model
-from limbeck.algorithms.evaluation_pairs import is_pair, score_pairs
-from limbeck.algorithms.evaluation_windows import check_window, make_windows, score_windows
-from limbeck.data.files import HUB_PREFIX, expand, format_of
-from limbeck.data.readers import BadRecord, open_reader
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import RecordDataset, SourceOptions
+from limbeck.evaluation.models import ModelSource
 from limbeck.models.policy import Policy
 from limbeck.tokens import Rendering, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.utils.errors import ConfigError, DataError, LossError
 
 MODES = ("auto", "text", "chat", "choice", "pairs")
 DEFAULT_CONTEXT = 2048
@@ -152,61 +145,10 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def evaluate(
-    models: Sequence[str], files: Sequence[str], options: EvalOptions | None = None, begin: Begin | None = None
-) -> dict[str, Any]:
-    """Score every file (path, glob, folder or ``hf:`` id) by every model, one model in memory at a time.
-
-    Returns ``{"models": {spec: {file: {"bpb", "bytes", "documents", "tokens", ...}}}, "files": {file: mode},
-    "settings": {...}}``. Multiple choice adds ``acc`` and ``acc_norm``; preference pairs add ``accuracy``,
-    ``chosen_logprob``, ``rejected_logprob`` and ``margin``.
-    """
-    options = options or EvalOptions()
-    paths = expand(list(files))
-    modes = {path: detect_mode(path, options) for path in paths}
-    sources = [find_model(spec, options.checkpoint) for spec in dict.fromkeys(models)]
-    results: dict[str, dict[str, Any]] = {}
-    details: dict[str, Any] = {}
-    for source in sources:
-        model = EvalModel(source, options)
-        details[source.spec] = {"context": model.context, "stride": model.stride, "step": source.step}
-        results[source.spec] = {path: evaluate_file(model, path, modes[path], options, begin) for path in paths}
-        del model
-        gc.collect()
-    return {"models": results, "files": modes, "loaded": details, "settings": asdict(options)}
-
-
-def detect_mode(path: str, options: EvalOptions) -> str:
-    """The mode of one file: as asked, or by its first record."""
-    if options.mode != "auto":
-        return options.mode
-    if path.startswith(HUB_PREFIX) or format_of(path) != "jsonl":
-        return "text"
-    reader = open_reader(path, format="jsonl", key=options.text_key, optional=[], cache_dir=None)
-    if not len(reader):
-        raise DataError(f"{path} has no record; give a file with documents.")
-    try:
-        row = reader.row(0)
-    except BadRecord as error:
-        raise DataError(f"{reader.location(0)}: {error}; mend the file.") from None
-    if is_pair(row):
-        return "pairs"
-    if options.messages_key in row and options.text_key not in row:
-        return "chat"
-    if options.text_key not in row and layout_of(row) is not None:
-        return "choice"
-    return "text"
-
-
-def evaluate_file(
+def score_documents(
     model: EvalModel, path: str, mode: str, options: EvalOptions, begin: Begin | None = None
 ) -> dict[str, Any]:
-    """Summary of one file by one model."""
-    if mode in ("choice", "pairs"):
-        records = ChoiceFile(path, options.max_documents)
-        advance = begin(model.name, path, len(records)) if begin else _ignore
-        score = score_choices if mode == "choice" else score_pairs
-        return score(model, records, options.batch_tokens, advance)
+    """Summary of one file of texts or conversations by one model."""
     kind: Literal["text", "chat"] = "chat" if mode == "chat" else "text"
     reading = SourceOptions(
         mode=kind,
@@ -216,7 +158,7 @@ def evaluate_file(
     )
     data = RecordDataset([path], reading).prepare()
     limit = min(len(data), options.max_documents or len(data))
-    advance = begin(model.name, path, limit) if begin else _ignore
+    advance = begin(model.name, path, limit) if begin else unwatched
     result = FileResult(dropped=Counter(data.skipped))
     windows = (
         window
@@ -263,5 +205,162 @@ def _first_bytes(text: str, limit: int) -> str:
     return text.encode("utf-8")[:limit].decode("utf-8", "ignore")
 
 
-def _ignore(documents: float) -> None:
+def unwatched(documents: float) -> None:
     """Progress nobody watches."""
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+# Windows are sorted by length within this many batches, so that rows of a batch need little padding.
+_BATCHES_TO_SORT = 16
+
+
+class Scorer(Protocol):
+    """What scoring needs of a model; :class:`limbeck.models.policy.Policy` has it."""
+
+    vocab_size: int
+    name: str
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """``logprobs`` [B, T] of the token at t given those before it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """One row for the model.
+
+    Attributes:
+        ids: ``[n]`` token ids, the begin token included.
+        scored: ``[n]`` bool; tokens whose probability counts. Never the first: it has no predictor.
+        size: bytes of the source that the scored tokens stand for.
+        share: part of its document that this window completes, for progress; a document's shares add up to 1.
+        key: whatever the caller wants back with the score.
+    """
+
+    ids: IntArray
+    scored: BoolArray
+    size: int
+    share: float = 1.0
+    key: Any = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """Number of scored tokens."""
+        return int(self.scored.sum())
+
+
+def counted_tokens(rendering: Rendering) -> BoolArray:
+    """``[n]`` tokens that take part in bits per byte: supervised text with a predictor.
+
+    Special tokens stand for no bytes, so they are context only; an unknown token stands for text that it lost.
+    """
+    lengths = np.diff(rendering.ends, prepend=0)
+    counted = rendering.target & (~rendering.special | (lengths > 0))
+    counted[:1] = False
+    return counted
+
+
+def make_windows(
+    rendering: Rendering,
+    context: int,
+    stride: int,
+    *,
+    bos_id: int | None = None,
+    counted: BoolArray | None = None,
+    key: Any = None,
+) -> list[Window]:
+    """Windows of at most ``context`` tokens over a rendering; every counted token is scored in exactly one.
+
+    The first window scores all it holds. Each later one moves on by ``stride`` tokens and reads the tokens before them
+    again as context, behind a begin token of its own where ``bos_id`` is given (some models need one). Windows without
+    a counted token are left out.
+    """
+    counted = counted_tokens(rendering) if counted is None else counted
+    check_window(context, stride)
+    n = len(rendering)
+    lengths = np.diff(rendering.ends, prepend=0)
+    front = np.zeros(0, np.int64) if bos_id is None else np.array([bos_id], np.int64)
+    windows = []
+    done = 0
+    while done < n:
+        end = min(context if done == 0 else done + stride, n)
+        start = 0 if done == 0 else max(end - (context - len(front)), 0)
+        fresh = counted[start:end].copy()
+        fresh[: done - start] = False
+        ids = rendering.ids[start:end]
+        if start > 0:
+            ids, fresh = np.concatenate([front, ids]), np.concatenate([np.zeros(len(front), bool), fresh])
+        share = (end - done) / n
+        if fresh.any():
+            size = int(lengths[done:end][counted[done:end]].sum())
+            windows.append(Window(ids, fresh, size, share, key))
+        done = end
+    return windows
+
+
+def check_window(context: int, stride: int) -> None:
+    """Refuse a context and stride that would leave a token without anything before it."""
+    if context < 4:
+        raise ConfigError(f"a context of {context} tokens is too short to score text; give at least 4.")
+    if not 1 <= stride <= context - 2:
+        raise ConfigError(
+            f"a stride of {stride} tokens does not fit a context of {context}; give 1 to {context - 2}, so that every "
+            "window reads something before what it scores."
+        )
+
+
+def score_windows(model: Scorer, windows: Iterable[Window], batch_tokens: int) -> Iterator[tuple[Window, float]]:
+    """Each window with the log-likelihood (natural logarithm) of its scored tokens; the order may differ.
+
+    ``batch_tokens``: most tokens of one forward pass, padding included (a single longer window goes alone).
+    """
+    waiting: list[Window] = []
+    room = 0
+    for window in windows:
+        waiting.append(window)
+        room += len(window)
+        if room >= _BATCHES_TO_SORT * batch_tokens:
+            yield from _score_sorted(model, waiting, batch_tokens)
+            waiting, room = [], 0
+    yield from _score_sorted(model, waiting, batch_tokens)
+
+
+def _score_sorted(model: Scorer, windows: list[Window], batch_tokens: int) -> Iterator[tuple[Window, float]]:
+    # longest first: a batch that does not fit in memory shows at once
+    ordered = sorted(windows, key=len, reverse=True)
+    start = 0
+    while start < len(ordered):
+        rows = max(batch_tokens // len(ordered[start]), 1)
+        batch = ordered[start : start + rows]
+        yield from zip(batch, _score_batch(model, batch), strict=True)
+        start += rows
+
+
+def _score_batch(model: Scorer, batch: list[Window]) -> list[float]:
+    width = len(batch[0])
+    ids = np.zeros((len(batch), width), dtype=np.int64)
+    scored = np.zeros((len(batch), width), dtype=bool)
+    for row, window in enumerate(batch):
+        ids[row, : len(window)] = window.ids
+        scored[row, : len(window)] = window.scored
+    outside = ids[ids >= model.vocab_size]
+    if outside.size:
+        raise DataError(
+            f"token id {int(outside[0])} lies outside the head of {model.name} ({model.vocab_size} rows), so it has no "
+            "probability; give the tokenizer that belongs to the model."
+        )
+    lengths = torch.tensor([len(window) for window in batch], dtype=torch.int64)
+    data: BatchedDataDict = BatchedDataDict({"input_ids": torch.from_numpy(ids), "input_lengths": lengths})
+    logprobs = model.get_logprobs(data)["logprobs"].cpu().double().numpy()
+    values = np.where(scored, logprobs, 0.0)
+    if not np.isfinite(values).all():
+        raise LossError(f"{model.name} gives a probability that is not finite; its weights are damaged.")
+    return [float(total) for total in values.sum(axis=1)]

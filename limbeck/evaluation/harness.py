@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from limbeck.algorithms.evaluation_models import find_model
+from limbeck.evaluation.models import find_model
 from limbeck.models.loading import load_model, parse_dtype
 from limbeck.tokens import load_tokenizer
 from limbeck.utils.errors import ConfigError

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limbeck.algorithms.evaluation import EvalModel, EvalOptions, detect_mode, evaluate
-from limbeck.algorithms.evaluation_choices import LAYOUTS, layout_of, question_of
-from limbeck.algorithms.evaluation_models import find_model
-from limbeck.algorithms.evaluation_pairs import pairs_of
-from limbeck.algorithms.evaluation_windows import counted_tokens, make_windows, score_windows
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.readers import BadRecord
+from limbeck.evaluation.bits import EvalModel, EvalOptions, counted_tokens, make_windows, score_windows
+from limbeck.evaluation.choices import LAYOUTS, layout_of, question_of
+from limbeck.evaluation.files import detect_mode, evaluate
+from limbeck.evaluation.models import find_model
+from limbeck.evaluation.pairs import pairs_of
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.utils.errors import CheckpointError, ConfigError, DataError, LossError
 from tests.models import tiny

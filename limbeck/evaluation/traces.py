@@ -10,15 +10,16 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
+from limbeck.evaluation.models import find_model
+from limbeck.models.policy_config import read_template
+from limbeck.models.scoring import response_sums
 from limbeck.traces.readers import ReadReport, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
 from limbeck.traces.sites import find_recovery
 from limbeck.utils.errors import TemplateError, TraceError
-
-if TYPE_CHECKING:
-    from limbeck.algorithms.evaluation import Begin, EvalModel, EvalOptions
 
 Row = dict[str, Any]
 KINDS = ("failed", "hinted", "better")
@@ -43,9 +44,6 @@ def evaluate_traces(
         "better_above_worse", "rows": [...], "dropped": {...}}}``; log-probabilities are means in nats per message. Each
         row is one place: ``trace``, ``message``, ``kind``, and ``failed``, ``hinted``, ``better`` where known.
     """
-    from limbeck.algorithms.evaluation import EvalModel, EvalOptions
-    from limbeck.algorithms.evaluation_models import find_model
-
     options = options or EvalOptions()
     report = ReadReport()
     traces = list(read_traces([Path(f) for f in files], report=report))[: options.max_documents]
@@ -55,7 +53,7 @@ def evaluate_traces(
     for source in [find_model(spec, options.checkpoint) for spec in dict.fromkeys(models)]:
         model = EvalModel(source, options)
         _set_template(model, chat_template)
-        advance = begin(model.name, str(files[0]), len(traces)) if begin else _ignore
+        advance = begin(model.name, str(files[0]), len(traces)) if begin else unwatched
         results[source.spec] = score_traces(model, traces, advance)
         del model
         gc.collect()
@@ -63,15 +61,12 @@ def evaluate_traces(
 
 
 def _set_template(model: EvalModel, template: str | None) -> None:
-    from limbeck.algorithms.trace_data import read_template
-
     if template is not None and model.source.step is None:
         model.tokenizer.chat_template = read_template(template)
 
 
 def score_traces(model: EvalModel, traces: Sequence[Trace], advance: Callable[[float], None]) -> dict[str, Any]:
     """Figures of one model, see :func:`evaluate_traces`."""
-    from limbeck.algorithms.trace_step import response_sums
     from limbeck.traces import CollatorConfig, ComposerDataCollator
 
     settings = CollatorConfig(max_seq_len=model.context, max_dpo_seq_len=model.context)
@@ -143,7 +138,3 @@ def with_better(trace: Trace) -> Trace:
             )
             pairs.append(pair)
     return trace.model_copy(update={"preference_pairs": pairs})
-
-
-def _ignore(done: float) -> None:
-    """Progress nobody watches."""

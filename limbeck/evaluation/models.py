@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from limbeck.config import parse_yaml
+from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import CheckpointError, ConfigError
 
 _WEIGHTS = Path("policy") / "weights"
@@ -62,8 +64,6 @@ def _from_checkpoint(spec: str, folder: Path) -> ModelSource:
 
 def _pick(run: Path, checkpoint: str) -> Path:
     # Another process may be training in this folder: a disabled manager only reads.
-    from limbeck.utils.checkpoint import CheckpointManager
-
     options = _checkpointing(run)
     options["metric_name"] = options["metric_name"] or _DEFAULT_METRIC
     manager = CheckpointManager({**options, "enabled": False}, run_dir=run)
@@ -85,8 +85,6 @@ def _pick(run: Path, checkpoint: str) -> Path:
 
 def _checkpointing(run: Path) -> dict[str, Any]:
     """Where the run keeps checkpoints and how it ranks them, from its resolved configuration if there is one."""
-    from limbeck.config import parse_yaml
-
     section: Any = {}
     if (run / "config.yaml").is_file():
         config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))

@@ -10,17 +10,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from limbeck.algorithms.evaluation_windows import Window, score_windows
 from limbeck.data.files import format_of
 from limbeck.data.readers import BadRecord, Reader, open_reader
+from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
 from limbeck.utils.errors import DataError
-
-if TYPE_CHECKING:
-    from limbeck.algorithms.evaluation import EvalModel
 
 Row = Mapping[str, Any]
 
@@ -193,8 +190,6 @@ def choice_window(model: EvalModel, question: Question, answer: int, key: Any, d
 def _summary(
     questions: dict[int, Question], scores: dict[int, dict[int, tuple[float, Window]]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    from limbeck.algorithms.evaluation import FileResult
-
     right = FileResult(documents=len(questions), dropped=dropped)
     hits = norm_hits = 0
     for number, question in questions.items():

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from limbeck.algorithms.evaluation_choices import ChoiceFile
-from limbeck.algorithms.evaluation_windows import Window, score_windows
 from limbeck.data.readers import BadRecord
+from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
+from limbeck.evaluation.choices import ChoiceFile
 from limbeck.tokens.chat import render_chat
-
-if TYPE_CHECKING:
-    from limbeck.algorithms.evaluation import EvalModel
+from limbeck.traces.schema import PreferencePair, Trace, describe_validation, messages_to_chat
 
 Row = Mapping[str, Any]
 ChatMessage = dict[str, Any]
@@ -80,8 +78,6 @@ def _message(value: Any, side: str) -> ChatMessage:
 def _of_canonical(row: Row, tools: Any) -> PairCase:
     from pydantic import ValidationError
 
-    from limbeck.traces.schema import PreferencePair, describe_validation, messages_to_chat
-
     try:
         pair = PreferencePair.model_validate({k: v for k, v in row.items() if k != "tools"})
     except ValidationError as error:
@@ -93,8 +89,6 @@ def _of_canonical(row: Row, tools: Any) -> PairCase:
 
 def _of_trace(row: Row) -> list[PairCase]:
     from pydantic import ValidationError
-
-    from limbeck.traces.schema import Trace, describe_validation, messages_to_chat
 
     try:
         trace = Trace.model_validate(dict(row))
@@ -113,8 +107,6 @@ def score_pairs(
 ) -> dict[str, Any]:
     """``accuracy`` (share of pairs whose chosen message is the more probable), mean log-probabilities of both sides in
     nats per message (end of turn included), their ``margin``, and ``bpb``, ``bytes``, ``tokens`` of the chosen ones."""
-    from limbeck.algorithms.evaluation import FileResult
-
     dropped: Counter[str] = Counter()
 
     def windows() -> Iterator[Window]:

@@ -1,0 +1,1 @@
+"""Held-out figures of models: bits per byte, multiple choice, preference pairs, traces, the lm-eval harness."""
