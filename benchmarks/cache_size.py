@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.models.cache import CacheReader, CacheSpec, CacheWriter, estimate_bytes
+from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, estimate_bytes
 
 DOCUMENTS, LENGTH = 24, 1024
 CASES: list[dict[str, Any]] = [

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.gpu.common import V_S, V_T, aligned_batch, load_projection
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.losses import CrossTokenizerDistillationLossFn
-from limbeck.models import LiveTeacher, Policy
+from limbeck.models.policy import Policy
+from limbeck.teachers.live import LiveTeacher
 
 CSV = Path(__file__).with_name("curve.csv")
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -24,7 +24,10 @@ from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import process_microbatch
 from limbeck.losses import CrossTokenizerDistillationLossFn
-from limbeck.models import CachedTeacher, LiveTeacher, Policy, spec_for, write_cache
+from limbeck.models.policy import Policy
+from limbeck.teachers.cache.fill import spec_for, write_cache
+from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.live import LiveTeacher
 
 ROPE = {"rope_theta": 500_000.0, "rope_type": "default"}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_c
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import init_distributed
-from limbeck.models.cache import CacheWriter, estimate_bytes
-from limbeck.models.cache_build import server_spec, spec_for, write_cache
 from limbeck.models.policy import Policy
-from limbeck.models.server import ServerTeacher
+from limbeck.teachers.cache import CacheWriter, estimate_bytes
+from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 

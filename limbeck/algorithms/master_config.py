@@ -11,7 +11,7 @@ from limbeck.data.config import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.config import CrossTokenizerDistillationLossConfig
 from limbeck.models.policy_config import PolicyConfig
-from limbeck.models.server_config import ServerConfig
+from limbeck.teachers.server.client import ServerConfig
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.logger import LoggerConfig
 

@@ -16,8 +16,8 @@ from typing import Any
 from limbeck.algorithms.caching import CacheJob, describe_failures
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
-from limbeck.models.cache import CacheReader
-from limbeck.models.cache_index import read_index
+from limbeck.teachers.cache import CacheReader
+from limbeck.teachers.cache.format import read_index
 from limbeck.utils.errors import CacheError, LimbeckError
 
 Say = Callable[[str], None]

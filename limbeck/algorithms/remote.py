@@ -9,7 +9,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import ParallelDims, current_world, plan_mesh
 from limbeck.models.policy_config import DTensorConfig
-from limbeck.models.server_config import ServerConfig
+from limbeck.teachers.server.client import ServerConfig
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 
@@ -39,7 +39,7 @@ def connect_servers(
 
 def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest: int, group: Any = None) -> Any:
     """A ``ServerTeacher``, or the same error on all processes. Collective."""
-    from limbeck.models.server import ServerTeacher
+    from limbeck.teachers.server.teacher import ServerTeacher
 
     with Comm.world().fail_together():
         teacher = ServerTeacher(

@@ -21,7 +21,8 @@ from limbeck.models.build import tokenizer_size
 from limbeck.models.loading import load_model
 from limbeck.models.lora import apply_lora, is_lora
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import LiveTeacher, TeacherSource
+from limbeck.models.step import TeacherSource
+from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError
 

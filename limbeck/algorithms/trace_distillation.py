@@ -50,7 +50,7 @@ from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.models.build import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import TeacherSource
+from limbeck.models.step import TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch

@@ -8,8 +8,8 @@ from typing import Any
 from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
-from limbeck.models.cache import estimate_bytes
 from limbeck.models.policy_config import PolicyConfig
+from limbeck.teachers.cache import estimate_bytes
 from limbeck.utils.files import package_file
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

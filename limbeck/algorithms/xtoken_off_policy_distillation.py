@@ -27,8 +27,10 @@ from limbeck.distributed.mesh import plan_cluster
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.build import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import CachedTeacher, LiveTeacher, TeacherSource
+from limbeck.models.step import TeacherSource
 from limbeck.projection import load_or_build
+from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import ConfigError

@@ -39,7 +39,7 @@ from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
 from limbeck.models.settings import plain_settings
-from limbeck.models.step import train_on_batches
+from limbeck.models.step import TeacherSource, train_on_batches
 from limbeck.models.varlen import choose_attention
 from limbeck.utils.errors import CheckpointError, ConfigError
 from limbeck.utils.state import load_state, save_state
@@ -47,7 +47,6 @@ from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:
     from limbeck.models.policy_config import PolicyConfig
-    from limbeck.models.teachers import TeacherSource
 
 __all__ = ["Policy", "PolicyConfig"]
 

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,38 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
 from limbeck.distributed.attention import ContextPeers
 from limbeck.losses.blocks import deferred_checks
+from limbeck.losses.signals import Signal
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.metrics import Metrics
 from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:
     from limbeck.models.policy import Policy
-    from limbeck.models.teachers import TeacherSource
 
 Sums = dict[str, tuple[Any, Any]]
+
+
+class TeacherSource(Protocol):
+    """Where a teacher's signals come from.
+
+    A source may also have ``attach(student)`` (it is then told the student's policy before it is asked), ``announce``
+    (see ``announce``) and ``release()`` (a step has ended).
+
+    A source with a true ``runs_model`` keeps the device busy, and is asked before the student's forward pass; one that
+    looks its signals up is asked after it, while the device works.
+    """
+
+    vocab_size: int
+
+    def signal(
+        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
+    ) -> tuple[Signal, Tensor]:
+        """The signal of one micro-batch on ``device`` and the flat row [B] at which each sample starts in it."""
+        ...
+
+    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
+        """Log-probability of every teacher token [B, T_t], 0 at the first token and in padding (float32, CPU)."""
+        ...
 
 
 def train_on_batches(

@@ -23,7 +23,7 @@ from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.signals import HiddenSignal, TopKSignal
 from limbeck.models.policy import Policy
 from limbeck.models.scoring import score_rows
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
 from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
 from tests.patience import TEST_SECONDS
 

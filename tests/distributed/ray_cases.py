@@ -8,7 +8,7 @@ from typing import Any
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.ray_cache import PartCacher
 from limbeck.algorithms.xtoken_off_policy_distillation import run
-from limbeck.models.cache import CacheWriter
+from limbeck.teachers.cache import CacheWriter
 from tests.gates import Gate, hold_run
 
 

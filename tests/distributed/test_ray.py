@@ -18,7 +18,7 @@ from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.distributed.launch import launch, load_ray
-from limbeck.models.cache import CacheReader
+from limbeck.teachers.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.launch_cases import figures, write_run
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run

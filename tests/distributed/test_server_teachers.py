@@ -14,8 +14,8 @@ from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.validation import teacher_bits
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve
-from limbeck.models.server import ServerTeacher
-from limbeck.models.server_config import ServerConfig
+from limbeck.teachers.server.client import ServerConfig
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import LimbeckError
 from tests.distributed.cases import Case, batch, loss_of, student_of, together
 from tests.distributed.launch_cases import figures, write_run

@@ -11,7 +11,7 @@ import pytest
 from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.config import load_config, resolve
-from limbeck.models.cache import CacheReader
+from limbeck.teachers.cache import CacheReader
 from tests.distributed.cases import together
 from tests.distributed.launch_cases import write_run
 

@@ -23,11 +23,12 @@ from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
 from limbeck.config import dump_yaml, load_config
 from limbeck.losses.kernels import triton_available
-from limbeck.models.cache_build import spec_for, write_cache
 from limbeck.models.policy import Policy
-from limbeck.models.server import ServerTeacher
-from limbeck.models.server_config import ServerConfig
-from limbeck.models.teachers import CachedTeacher, LiveTeacher
+from limbeck.teachers.cache.fill import spec_for, write_cache
+from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.live import LiveTeacher
+from limbeck.teachers.server.client import ServerConfig
+from limbeck.teachers.server.teacher import ServerTeacher
 from tests.algorithms import trace_tiny
 from tests.distributed.cases import Case as BatchOf
 from tests.distributed.cases import batch as batch_of

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.models.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
-from limbeck.models.cache_format import RecordLayout
+from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
+from limbeck.teachers.cache.format import RecordLayout
 from limbeck.utils.errors import CacheError
 from tests.patience import TEST_SECONDS
 

@@ -5,7 +5,7 @@ import torch
 
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.errors import CheckpointError, ConfigError, LossError
 from limbeck.utils.timer import Timer
 from tests.models.tiny import LLAMA, QWEN3, batch, config, gradients, loss_fn, student, teacher, tokenizer

@@ -5,7 +5,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.sampler import ShardSampler
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, capture_rng, load_state, restore_rng, save_state, seed_everything
 from tests.models.tiny import TEXTS, collator, config, loss_fn, teacher, tokenizer
 

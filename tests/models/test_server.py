@@ -12,10 +12,9 @@ import torch
 
 from limbeck.data.microbatch import get_microbatch_iterator
 from limbeck.models.policy import Policy
-from limbeck.models.server import ServerTeacher
-from limbeck.models.server_client import ServerClient
-from limbeck.models.server_config import ServerConfig
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
+from limbeck.teachers.server.client import ServerClient, ServerConfig
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import DataError, ServerError
 from limbeck.utils.http import TokenBucket
 from tests.models.scoring_server import HOLD, ScoringServer, serving
@@ -136,7 +135,7 @@ def test_the_token_bucket_spreads_requests():
 def test_the_limit_is_applied_to_requests(server, monkeypatch):
     slept = []
     # on a clock that stands still nothing is regained while the server computes
-    monkeypatch.setattr("limbeck.models.server_client.TokenBucket", partial(TokenBucket, clock=lambda: 0.0))
+    monkeypatch.setattr("limbeck.teachers.server.client.TokenBucket", partial(TokenBucket, clock=lambda: 0.0))
     cfg = settings(server, tokens_per_minute=6000, concurrency=1)
     source = ServerTeacher(cfg, tokenizer(340), client=ServerClient(cfg, sleep=slept.append))
     data = batch()

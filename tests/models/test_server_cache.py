@@ -13,8 +13,8 @@ from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
-from limbeck.models.cache import CacheReader, CacheSpec, CacheWriter
-from limbeck.models.teachers import CachedTeacher
+from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter
+from limbeck.teachers.cached import CachedTeacher
 from limbeck.utils.errors import CacheError, ConfigError, ServerError
 from tests.distributed.launch_cases import figures, write_run
 from tests.models import tiny

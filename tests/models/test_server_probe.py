@@ -8,8 +8,8 @@ import pytest
 
 from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
 from limbeck.config import resolve
-from limbeck.models.server import ServerTeacher
-from limbeck.models.server_config import ServerConfig
+from limbeck.teachers.server.client import ServerConfig
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import ConfigError, ServerError
 from tests.models.scoring_server import ScoringServer, serving
 from tests.models.tiny import teacher, tokenizer

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from limbeck.data.microbatch import get_microbatch_iterator
-from limbeck.models.cache import CacheReader
-from limbeck.models.cache_build import spec_for, write_cache
-from limbeck.models.cache_head import load_head, save_head
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import CachedTeacher, LiveTeacher
+from limbeck.teachers.cache import CacheReader
+from limbeck.teachers.cache.fill import spec_for, write_cache
+from limbeck.teachers.cache.format import load_head, save_head
+from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CacheError, DataError
 from tests.models.test_policy import LAYOUTS, step_gradients

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, load_state, save_state
 from tests.models.tiny import batch, loss_fn, student, teacher
 

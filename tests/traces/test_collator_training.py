@@ -17,7 +17,7 @@ from limbeck.losses.hint import HintDistillationLossFn, HintSpec, ema_update
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn, PreferenceSpec
 from limbeck.models.policy import Policy
-from limbeck.models.teachers import LiveTeacher
+from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
 from limbeck.traces.schema import PreferencePair, Trace
 from tests.models import tiny

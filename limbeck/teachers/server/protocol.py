@@ -1,21 +1,178 @@
-"""A look at a scoring server before the run: is it there, which model, how large a k, the same tokenizer?
+"""What a scoring server answers: log-probabilities per prompt position, checked against the ids that were sent.
 
-Everything that would otherwise show as a finite but meaningless loss is one clear line here.
+Two forms are read. vLLM's own ``prompt_logprobs`` (per position a mapping from token id to log-probability), and the
+older ``echo`` with ``logprobs``, usable where tokens are given as ``token_id:<n>`` and not as ambiguous text.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from limbeck.models.server_answer import choices_of, positions_of, read_choice, request_body
-from limbeck.models.server_client import ServerClient, ServerFailure
+import numpy as np
+import numpy.typing as npt
+
+from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteVocab, TextEncoder
 from limbeck.utils.errors import ServerError
 
-if TYPE_CHECKING:
-    from limbeck.models.server_config import ServerConfig
+STYLES = ("prompt_logprobs", "echo")
+# The sum of the listed probabilities may pass 1 by the server's rounding (bfloat16 logits, float32 sums).
+_SLACK = 1e-2
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """Scores of a document of n tokens: ``topk_ids`` int32 and ``topk_logprobs`` float32 [n - 1, k], most likely
+    first, ``next_logprob`` float32 [n - 1]. Row t is about token t + 1."""
+
+    topk_ids: npt.NDArray[np.int32]
+    topk_logprobs: npt.NDArray[np.float32]
+    next_logprob: npt.NDArray[np.float32]
+
+
+def request_body(model: str, prompts: Any, k: int, style: str) -> dict[str, Any]:
+    """The body of a request that scores ``prompts`` (a text, or one or more lists of token ids)."""
+    body: dict[str, Any] = {"model": model, "prompt": prompts, "max_tokens": 1, "temperature": 0.0}
+    if style == "prompt_logprobs":
+        return {**body, "prompt_logprobs": k, "return_token_ids": True, "add_special_tokens": False}
+    return {**body, "echo": True, "logprobs": k, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+
+
+def choices_of(answer: Any, prompts: int) -> list[dict[str, Any]]:
+    """The answer's choices in the order of the prompts."""
+    found = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not all(isinstance(c, dict) for c in found):
+        raise ServerFailure("bad_answer", "the body is no completion")
+    if len(found) != prompts or sorted(c.get("index", i) for i, c in enumerate(found)) != list(range(prompts)):
+        raise ServerFailure("bad_answer", f"{len(found)} choices for {prompts} prompts")
+    return sorted(found, key=lambda c: c.get("index", 0))
+
+
+def positions_of(choice: dict[str, Any], style: str) -> list[dict[int, float]]:
+    """Per prompt position the log-probability by token id; empty at the first, which nothing predicts."""
+    try:
+        if style == "prompt_logprobs":
+            listed = choice.get("prompt_logprobs")
+            if not isinstance(listed, list):
+                raise ServerFailure("no_logprobs", "the answer holds no prompt_logprobs")
+            return [{int(token): float(entry["logprob"]) for token, entry in (place or {}).items()} for place in listed]
+        return _echoed(choice)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ServerFailure("bad_answer", f"log-probabilities in an unknown form ({type(error).__name__})") from error
+
+
+def _echoed(choice: dict[str, Any]) -> list[dict[int, float]]:
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict) or not logprobs.get("top_logprobs"):
+        raise ServerFailure("no_logprobs", "the answer holds no log-probabilities of the prompt")
+    out: list[dict[int, float]] = []
+    columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, value, top in zip(*columns, strict=True):
+        place = {} if value is None else {_token_id(name): float(x) for name, x in (top or {}).items()}
+        if value is not None:
+            place[_token_id(token)] = float(value)
+        out.append(place)
+    return out
+
+
+def _token_id(name: str) -> int:
+    if not name.startswith("token_id:"):
+        raise ServerFailure("no_token_ids", "the server names tokens by their text, which does not tell which they are")
+    return int(name.removeprefix("token_id:"))
+
+
+def read_choice(choice: dict[str, Any], ids: Sequence[int], k: int, vocab_size: int, style: str) -> ScoredDocument:
+    """Scores of the document ``ids``; a ``ServerFailure`` where the server scored anything else.
+
+    An id beyond ``vocab_size`` (a padded row of the server's head) becomes -1, an empty place.
+    """
+    said = choice.get("prompt_token_ids")
+    if isinstance(said, list) and said != list(ids):
+        raise ServerFailure("wrong_ids", f"the server scored {len(said)} other token ids than the {len(ids)} sent")
+    places = positions_of(choice, style)
+    rows = len(ids) - 1
+    # with echo, the token that had to be generated stands at the end
+    if len(places) not in (len(ids), len(ids) + (style == "echo")):
+        raise ServerFailure("wrong_ids", f"{len(places)} positions for {len(ids)} tokens")
+    topk_ids = np.full((rows, k), -1, np.int32)
+    topk = np.zeros((rows, k), np.float32)
+    came = np.zeros(rows, np.float32)
+    for row in range(rows):
+        came[row] = _read_place(places[row + 1], int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
+    topk_ids[topk_ids >= vocab_size] = -1
+    return ScoredDocument(topk_ids, topk, came)
+
+
+def _read_place(
+    place: dict[int, float],
+    realised: int,
+    k: int,
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    position: int,
+) -> float:
+    """Fill one row from the k most likely; the realised token stands beside them where it is not one of them."""
+    if realised not in place:
+        raise ServerFailure("wrong_ids", f"position {position} was scored without the token {realised} that was sent")
+    if len(place) not in (k, k + 1):
+        raise ServerFailure("wrong_k", f"{len(place)} log-probabilities at position {position}, asked for {k}")
+    came = place[realised]
+    if not all(math.isfinite(value) and value <= _SLACK for value in place.values()) or min(place) < 0:
+        raise ServerFailure("bad_numbers", f"position {position} holds values that are no log-probabilities")
+    if sum(math.exp(value) for value in place.values()) > 1 + _SLACK:
+        raise ServerFailure("bad_numbers", f"the probabilities at position {position} add up to more than 1")
+    top = sorted(place.items(), key=lambda item: (-item[1], item[0]))
+    if len(place) == k + 1:
+        # ties aside, the extra one is the least likely
+        if came > top[-1][1] + 1e-6 * abs(came):
+            raise ServerFailure("wrong_k", f"{k + 1} log-probabilities at position {position}, asked for {k}")
+        top = [item for item in top if item[0] != realised]
+    ids[:] = [token for token, _ in top]
+    logprobs[:] = [min(value, 0.0) for _, value in top]
+    return min(came, 0.0)
+
+
+def pack_scores(found: Sequence[ScoredDocument | ServerFailure], **facts: int) -> bytes:
+    """Scores and failures as bytes for another process: length of a JSON head (8 bytes), the head, plain arrays."""
+    rows: list[Any] = []
+    arrays: list[bytes] = []
+    for one in found:
+        if isinstance(one, ServerFailure):
+            rows.append([one.reason, one.detail])
+            continue
+        rows.append(list(one.topk_ids.shape))
+        arrays += [one.topk_ids.tobytes(), one.topk_logprobs.tobytes(), one.next_logprob.tobytes()]
+    head = json.dumps({"rows": rows, **facts}).encode()
+    return b"".join((struct.pack("<Q", len(head)), head, *arrays))
+
+
+def unpack_scores(raw: bytes) -> tuple[list[ScoredDocument | ServerFailure], dict[str, int]]:
+    """What :func:`pack_scores` was given."""
+    at = 8 + int(struct.unpack("<Q", raw[:8])[0])
+    facts = json.loads(raw[8:at])
+
+    def take(dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        nonlocal at
+        found = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape).copy()
+        at += found.nbytes
+        return found
+
+    out: list[ScoredDocument | ServerFailure] = []
+    for row in facts.pop("rows"):
+        if isinstance(row[0], str):
+            out.append(ServerFailure(row[0], row[1]))
+        else:
+            out.append(ScoredDocument(take(np.int32, *row), take(np.float32, *row), take(np.float32, row[0])))
+    return out, facts
+
+
+# -- probe -------------------------------------------------------------------------------------------------------------
+
 
 # Several scripts, digits, code, blanks and an emoji: tokenizers that agree on all of it agree.
 KNOWN_TEXT = (

@@ -1,12 +1,20 @@
-"""The ``server`` section of a teacher: an endpoint that scores given tokens."""
+"""Requests to a scoring server."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+import time
+from collections.abc import Callable
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from limbeck.errors import ServerError
+from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket
+
+ServerFailure = HttpFailure
+"""One request or row could not be scored."""
 
 
 class ServerConfig(BaseModel):
@@ -62,3 +70,46 @@ class ServerConfig(BaseModel):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError("it names no environment variable; give the variable's name, not the key")
         return name
+
+
+class ServerClient(Client):
+    """A connection pool to one scoring server; safe to use from many threads.
+
+    Attributes:
+        url: the address as it may be shown.
+        counts: requests, retries and prompt tokens sent.
+    """
+
+    def __init__(self, config: ServerConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        super().__init__(
+            config.url,
+            key_env=config.api_key_env,
+            timeout=config.timeout,
+            retries=config.retries,
+            backoff=config.backoff,
+            max_backoff=config.max_backoff,
+            limits=(
+                TokenBucket(config.requests_per_minute, sleep=sleep),
+                TokenBucket(config.tokens_per_minute, sleep=sleep),
+            ),
+            error=ServerError,
+            sleep=sleep,
+        )
+
+    def request(
+        self, method: str, path: str, body: Any = None, *, tokens: int = 0, retries: int | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON body (None where it is none) of an answer that a further attempt would not change.
+
+        Raises:
+            ServerFailure: no such answer after all attempts.
+            ServerError: the key was refused.
+        """
+        status, answer = super().request(method, path, body, tokens=tokens, retries=retries)
+        if status in (401, 403):
+            state = "is set" if self.key() else "is not set"
+            raise ServerError(
+                f"the server {self.url} {HOPELESS[status]} (HTTP {status}); the key is read from the environment "
+                f"variable {self.key_env}, which {state}"
+            )
+        return status, answer

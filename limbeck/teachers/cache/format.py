@@ -16,16 +16,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
+from limbeck.losses.signals import Head
 from limbeck.utils.errors import CacheError
+from limbeck.utils.files import fsync_path
 
 MAGIC = b"LIMBECK\1"
 FORMAT = 1
@@ -216,3 +223,110 @@ def read_header(data: bytes | memoryview, where: str) -> tuple[CacheSpec, int]:
         found = header.get("format") if isinstance(header, dict) else None
         raise CacheError(f"{where} has cache format {found!r}, this version reads {FORMAT}; make the cache again")
     return CacheSpec.from_dict(header.get("spec"), where), 16 + length
+
+
+# -- journal and index -------------------------------------------------------------------------------------------------
+
+
+SHARD = re.compile(r"shard_(\d{3})_(\d{5})\.lbk")
+INDEX = re.compile(r"index_(\d{3})\.json")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a journal."""
+
+    shard: int
+    offset: int
+    n: int
+    crc: int
+    prefixes: tuple[str, ...]
+
+
+def parse_journal(path: Path, shard: int) -> tuple[dict[str, Entry], int]:
+    """Complete documents of a journal by key, and the bytes that its whole lines take."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}, 0
+    whole = raw[: raw.rfind(b"\n") + 1]
+    found: dict[str, Entry] = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            key, prefixes = row["key"], tuple(row["prefixes"])
+            entry = Entry(shard, row["offset"], row["n"], row["crc"], prefixes)
+            texts, numbers = (key, *prefixes), (entry.offset, entry.n, entry.crc)
+            good = all(isinstance(t, str) for t in texts) and all(type(v) is int and v >= 0 for v in numbers)
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good or entry.n < 2 or entry.offset % ALIGN:
+            raise CacheError(f"{path}:{number} is no journal line; the cache is damaged, make it again")
+        found[key] = entry
+    return found, len(whole)
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text())
+        good = index["format"] == FORMAT and isinstance(index["complete"], bool) and type(index["world_size"]) is int
+        for shard in index["shards"]:
+            good = good and bool(SHARD.fullmatch(shard["file"])) and type(shard["bytes"]) is int
+            good = good and isinstance(shard["sha256"], str) and isinstance(shard["journal_sha256"], str)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CacheError(f"cache index {str(path)!r} cannot be read ({e}); it is damaged, make the cache again") from e
+    if not good:
+        raise CacheError(f"cache index {str(path)!r} is damaged or of another version; make the cache again")
+    return dict(index)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(f)
+
+
+def _sha256_slow(f: Any) -> str:
+    digest = hashlib.sha256()
+    while block := f.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def version() -> str:
+    from limbeck import __version__
+
+    return str(__version__)
+
+
+# -- head of hidden states ---------------------------------------------------------------------------------------------
+
+
+HEAD_NAME = "head.safetensors"
+
+
+def save_head(folder: str | Path, head: Head) -> None:
+    """Store a linear head (weight, bias, scale, softcap)."""
+    if head.weight is None:
+        raise CacheError("hidden states can only be cached for a model with a plain linear head; cache top-k instead")
+    tensors = {"weight": head.weight.detach()[: head.vocab_size].cpu().contiguous().clone()}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach()[: head.vocab_size].cpu().contiguous().clone()
+    meta = json.dumps({"vocab_size": head.vocab_size, "scale": head.scale, "softcap": head.softcap})
+    path = Path(folder) / HEAD_NAME
+    tmp = path.with_suffix(".tmp")
+    save_file(tensors, tmp, metadata={"head": meta})
+    fsync_path(tmp)
+    tmp.replace(path)
+
+
+def load_head(folder: str | Path, device: torch.device | str) -> Head:
+    """Read a stored head onto ``device``."""
+    path = Path(folder) / HEAD_NAME
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as f:
+            meta = json.loads((f.metadata() or {})["head"])
+            weight = f.get_tensor("weight")
+            bias = f.get_tensor("bias") if "bias" in f.keys() else None  # noqa: SIM118
+        return Head(int(meta["vocab_size"]), weight=weight, bias=bias, softcap=meta["softcap"], scale=meta["scale"])
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as e:
+        raise CacheError(f"the head of the cache {str(folder)!r} cannot be read ({e}); make the cache again") from e

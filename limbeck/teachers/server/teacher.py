@@ -22,25 +22,26 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.losses.signals import Signal, TopKSignal
-from limbeck.models.cache import document_key
 from limbeck.models.scoring import next_tokens
-from limbeck.models.server_answer import (
+from limbeck.teachers.cache import document_key
+from limbeck.teachers.live import key_prefix
+from limbeck.teachers.server.client import ServerClient, ServerFailure
+from limbeck.teachers.server.protocol import (
     ScoredDocument,
+    ServerFacts,
     choices_of,
     pack_scores,
+    probe_server,
     read_choice,
     request_body,
     unpack_scores,
 )
-from limbeck.models.server_client import ServerClient, ServerFailure
-from limbeck.models.server_probe import ServerFacts, probe_server
-from limbeck.models.teachers import key_prefix
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import DataError, ServerError
 
 if TYPE_CHECKING:
     from limbeck.models.policy import Policy
-    from limbeck.models.server_config import ServerConfig
+    from limbeck.teachers.server.client import ServerConfig
 
 _LOG = logging.getLogger(__name__)
 Ids = npt.NDArray[Any]

@@ -15,13 +15,13 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
-from limbeck.models.cache import CacheSpec, CacheWriter, document_key
-from limbeck.models.cache_head import HEAD_NAME, save_head
 from limbeck.models.policy import Policy
 from limbeck.models.scoring import score_rows
-from limbeck.models.server import ServerTeacher
-from limbeck.models.server_answer import ScoredDocument
-from limbeck.models.teachers import key_prefix
+from limbeck.teachers.cache import CacheSpec, CacheWriter, document_key
+from limbeck.teachers.cache.format import HEAD_NAME, save_head
+from limbeck.teachers.live import key_prefix
+from limbeck.teachers.server.protocol import ScoredDocument
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import CacheError
 
 _HIDDEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,7 +2,7 @@
 
 Folder of a cache (``rank`` is the data-parallel rank of the process that wrote the file):
 
-    shard_<rank>_<number>.lbk       header and records, see ``cache_format``
+    shard_<rank>_<number>.lbk       header and records, see ``format``
     shard_<rank>_<number>.journal   one JSON line per complete document: key, offset, n, crc, prefixes
     index_<rank>.json               sealed shards with their sha256, whether the cache is complete
     head.safetensors                the teacher's head (kind ``hidden`` only)
@@ -13,8 +13,7 @@ document's record is on the disk; what a killed writer left beyond it is cut off
 
 from __future__ import annotations
 
-from limbeck.models.cache_format import CacheSpec, document_key, estimate_bytes
-from limbeck.models.cache_reader import CachedDocument, CacheReader
-from limbeck.models.cache_writer import CacheWriter
+from limbeck.teachers.cache.format import CacheSpec, document_key, estimate_bytes
+from limbeck.teachers.cache.shards import CachedDocument, CacheReader, CacheWriter
 
 __all__ = ["CacheReader", "CacheSpec", "CacheWriter", "CachedDocument", "document_key", "estimate_bytes"]
