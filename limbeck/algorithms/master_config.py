@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from limbeck.data.config import DataConfig
+from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.config import CrossTokenizerDistillationLossConfig
 from limbeck.models.policy_config import PolicyConfig

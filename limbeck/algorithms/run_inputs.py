@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms.master_config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
-from limbeck.data.sampler import ShardSampler
+from limbeck.data.loader import ShardSampler
 from limbeck.data.sources import build_dataset
 from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.models.policy_config import read_template

@@ -42,7 +42,7 @@ from limbeck.algorithms.training_loop import (
     stored_state,
     whole_run,
 )
-from limbeck.data.sampler import ShardSampler
+from limbeck.data.loader import ShardSampler
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.losses.hint import HintDistillationLossFn

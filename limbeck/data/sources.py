@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch.utils.data
+from pydantic import BaseModel, ConfigDict, Field
 
-from limbeck.data.files import HUB_PREFIX, expand, format_of, split_spans
-from limbeck.data.readers import BadRecord, Reader, open_reader
+from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader, split_spans
 from limbeck.utils.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -388,7 +388,7 @@ def _shorten(paths: list[str]) -> str:
 
 
 def build_dataset(cfg: Any, split: Literal["train", "validation"] = "train") -> RecordDataset:
-    """The data set of a ``data`` section (:class:`limbeck.data.config.DataConfig`, or a dict or object like it)."""
+    """The data set of a ``data`` section (:class:`limbeck.data.sources.DataConfig`, or a dict or object like it)."""
 
     def get(name: str, default: Any = None) -> Any:
         value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
@@ -402,3 +402,48 @@ def build_dataset(cfg: Any, split: Literal["train", "validation"] = "train") -> 
     hub_split = get("hub_validation_split", "validation") if split == "validation" else get("hub_split", "train")
     tools_key = cfg.get("tools_key", "tools") if isinstance(cfg, Mapping) else getattr(cfg, "tools_key", "tools")
     return RecordDataset(paths, SourceOptions(**chosen, hub_split=hub_split, tools_key=tools_key))
+
+
+class DataConfig(BaseModel):
+    """What is read, and what happens to records that cannot be used."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    train: str | list[str]
+    """Files, globs, folders, or ``hf:owner/name`` for a data set on the hub."""
+    validation: str | list[str] | None = None
+    format: Literal["auto", "jsonl", "parquet", "arrow", "text"] = "auto"
+    """``auto`` goes by the file name."""
+    mode: Literal["text", "chat"] = "text"
+    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it)."""
+    text_key: str = "text"
+    messages_key: str = "messages"
+    tools_key: str | None = "tools"
+    hub_subset: str | None = None
+    hub_split: str = "train"
+    hub_validation_split: str = "validation"
+
+    split_documents: Literal["file", "blank_lines"] = "file"
+    """In plain text, one document per file or per paragraph."""
+    join_to_bytes: int | None = Field(default=None, ge=1)
+    """Group neighbouring documents into records of up to this many bytes; they stay separate documents."""
+    max_document_bytes: int = Field(default=1 << 20, ge=16)
+    long_documents: Literal["split", "skip", "error"] = "split"
+    """What happens to a longer document; a conversation cannot be split and is skipped instead."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """Invalid UTF-8, malformed JSON, a missing key or a wrong type: stop with file and line, or skip and count."""
+    check_records: Literal["auto", "at_start", "on_read"] = "auto"
+    """Read every record once before the run (``auto``: up to 64 MiB of data), or find bad ones when they come up."""
+    cache_dir: str | None = None
+    """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
+
+    shuffle: bool = True
+    num_workers: int | None = Field(default=None, ge=0)
+    """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
+    which must not wait for text, and none elsewhere."""
+    append_eos: bool = False
+    """Close every document with the tokenizer's end token (text mode)."""
+    max_input_seq_length: int = Field(default=2048, ge=1)
+    """Longest student sequence in tokens."""
+    max_teacher_seq_length: int | list[int] | None = None
+    """Longest teacher sequence in tokens, one number or one per teacher; default: the student's."""

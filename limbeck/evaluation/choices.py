@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.data.files import format_of
-from limbeck.data.readers import BadRecord, Reader, open_reader
+from limbeck.data.readers import BadRecord, Reader, format_of, open_reader
 from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
 from limbeck.utils.errors import DataError
 

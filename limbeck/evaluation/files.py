@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from limbeck.data.files import HUB_PREFIX, expand, format_of
-from limbeck.data.readers import BadRecord, open_reader
+from limbeck.data.readers import HUB_PREFIX, BadRecord, expand, format_of, open_reader
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
 from limbeck.evaluation.models import find_model

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from limbeck.align import TokenAligner
 from limbeck.cli.project import peak_rss_mb
 from limbeck.config import resolve
-from limbeck.data.config import DataConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.sources import DataConfig
 from limbeck.errors import ConfigError, DataError, TokenizerError
 from limbeck.tokens import ByteVocab, TextEncoder
 from tests.texts import TEXTS, unicode_text

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.data.config import DataConfig
-from limbeck.data.files import RandomAccessFile, expand, index_lines, split_spans
+from limbeck.data.readers import RandomAccessFile, expand, index_lines, split_spans
 from limbeck.data.sources import (
     PAD_INDEX,
+    DataConfig,
     RecordDataset,
     SourceOptions,
     build_dataset,

@@ -3,7 +3,7 @@
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from limbeck.data.sampler import ShardSampler
+from limbeck.data.loader import ShardSampler
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, capture_rng, load_state, restore_rng, save_state, seed_everything

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from limbeck.data.sampler import ShardSampler
+from limbeck.data.loader import ShardSampler
 from limbeck.data.sources import PAD_INDEX, RecordDataset, SourceOptions
 from limbeck.utils.errors import ConfigError, DataError
 
