@@ -241,7 +241,7 @@ def packed(args: argparse.Namespace, unpadded: float | None) -> None:
     """Row `step_packed`: mixed lengths, packed, against full documents without padding; reference: the same, padded."""
     attention = "eager"
     if not args.tiny:
-        from limbeck.models.varlen import register_varlen_attention
+        from limbeck.models.attention import register_varlen_attention
 
         attention = register_varlen_attention()
     setup = Setup(args.projection, tiny=args.tiny, attention=attention)

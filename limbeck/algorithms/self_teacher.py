@@ -17,11 +17,10 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.losses.hint import ema_update
 from limbeck.losses.signals import HiddenSignal, Signal
-from limbeck.models.build import tokenizer_size
-from limbeck.models.loading import load_model
+from limbeck.models.loading import load_model, tokenizer_size
 from limbeck.models.lora import apply_lora, is_lora
 from limbeck.models.policy import Policy
-from limbeck.models.step import TeacherSource
+from limbeck.models.trainer import TeacherSource
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError

@@ -48,9 +48,9 @@ from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
-from limbeck.models.build import check_settings
+from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.step import TeacherSource
+from limbeck.models.trainer import TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch

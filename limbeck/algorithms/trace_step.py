@@ -27,7 +27,7 @@ from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.policy import Policy
 from limbeck.models.scoring import response_sums
-from limbeck.models.step import Step, announce
+from limbeck.models.trainer import Step, announce
 from limbeck.traces import ComposerBatch
 from limbeck.utils.errors import LossError
 from limbeck.utils.timer import Timer

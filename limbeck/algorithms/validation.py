@@ -8,7 +8,7 @@ from typing import Any
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
-from limbeck.models.step import TeacherSource, attach
+from limbeck.models.trainer import TeacherSource, attach
 from limbeck.teachers.live import key_prefix
 from limbeck.utils.logger import merge_sums
 from limbeck.utils.metrics import Metrics

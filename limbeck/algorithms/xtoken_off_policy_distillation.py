@@ -25,9 +25,9 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import plan_cluster
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
-from limbeck.models.build import check_settings
+from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.step import TeacherSource
+from limbeck.models.trainer import TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher

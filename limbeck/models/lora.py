@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from limbeck.models.loading import unwrap
 from limbeck.models.settings import LORA_DEFAULTS
 from limbeck.utils.errors import ConfigError
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The transformers causal model inside a peft wrapper, or the model itself."""
+    inner: Any = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
 
 
 def apply_lora(model: nn.Module, config: Mapping[str, Any], *, seed: int | None = None) -> Any:

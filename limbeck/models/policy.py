@@ -32,15 +32,22 @@ from limbeck.distributed.sharding import (
 from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.signals import Head
 from limbeck.losses.vocab_axis import WHOLE, VocabAxis
-from limbeck.models.build import ModelBuilder, make_dims, refuse_unsupported, tokenizer_size
-from limbeck.models.export import save_weights
-from limbeck.models.loading import body_of, model_identity, parse_dtype, unwrap
-from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
+from limbeck.models.attention import choose_attention, verify_document_isolation
+from limbeck.models.checkpoint import save_weights
+from limbeck.models.loading import (
+    ModelBuilder,
+    body_of,
+    make_dims,
+    model_identity,
+    parse_dtype,
+    refuse_unsupported,
+    tokenizer_size,
+)
+from limbeck.models.lora import adapter_state, is_lora, load_adapter_state, unwrap
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
 from limbeck.models.settings import plain_settings
-from limbeck.models.step import TeacherSource, train_on_batches
-from limbeck.models.varlen import choose_attention
+from limbeck.models.trainer import TeacherSource, train_on_batches
 from limbeck.utils.errors import CheckpointError, ConfigError
 from limbeck.utils.state import load_state, save_state
 from limbeck.utils.timer import Timer
@@ -155,8 +162,6 @@ class Policy:
 
     def allow_packing(self) -> None:
         """Verify, once, that packed documents do not see each other."""
-        from limbeck.data.document_mask import verify_document_isolation
-
         if self._packs:
             return
         with self.autocast():

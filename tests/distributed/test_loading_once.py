@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.models import build
+from limbeck.models import loading as build
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, student_of, together

@@ -66,8 +66,8 @@ def test_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limbeck.models.build.current_world", lambda: 4)
-    monkeypatch.setattr("limbeck.models.build.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("limbeck.models.loading.current_world", lambda: 4)
+    monkeypatch.setattr("limbeck.models.loading.load_model", lambda *a, **k: pytest.fail("loaded"))
     for layout, message, more in (
         ({"tensor_parallel_size": 3}, "does not divide the 4 processes", {}),
         ({"tensor_parallel_size": 4}, "num_key_value_heads 2", {}),
@@ -84,8 +84,8 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_refuses_its_teachers_layout_before_it_loads_the_student(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("limbeck.models.build.load_model", lambda *a, **k: pytest.fail("loaded"))
-    monkeypatch.setattr("limbeck.models.build.current_world", lambda: 4)
+    monkeypatch.setattr("limbeck.models.loading.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("limbeck.models.loading.current_world", lambda: 4)
     settings = resolve(MasterConfig, load_config(write_run(tmp_path), ["teacher.dtensor_cfg.tensor_parallel_size=4"]))
     with pytest.raises(ConfigError, match="teacher_0: tensor_parallel_size 4 does not divide the model's num_key"):
         run(settings)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.distributed.attention import VarlenKernel
-from limbeck.models import varlen
+from limbeck.models import attention as varlen
 from limbeck.utils.errors import ConfigError
 
 

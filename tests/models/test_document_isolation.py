@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.document_mask import document_causal_mask, explicit_attention_mask, verify_document_isolation
 from limbeck.data.microbatch import ProcessedInputs, process_microbatch
+from limbeck.models.attention import verify_document_isolation
 from limbeck.utils.errors import ConfigError
 
 VOCAB = 64
@@ -55,6 +55,32 @@ def by_document(inputs: ProcessedInputs, hidden: torch.Tensor) -> list[torch.Ten
     flat = hidden.reshape(-1, hidden.shape[-1])
     assert inputs.row_start is not None
     return [flat[start : start + n] for start, n in zip(inputs.row_start.tolist(), LENGTHS, strict=True)]
+
+
+def document_causal_mask(
+    document_ids: torch.Tensor, *, sliding_window: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Mask ``[B, 1, T, T]``: a token sees itself and earlier tokens of its document, at most ``sliding_window`` of
+    them. A bool mask (sdpa), or an additive one of ``dtype`` (eager)."""
+    places = torch.arange(document_ids.shape[-1])
+    distance = places[:, None] - places[None, :]
+    allowed = distance >= 0
+    if sliding_window is not None:
+        allowed = allowed & (distance < sliding_window)
+    mask = ((document_ids[:, :, None] == document_ids[:, None, :]) & allowed)[:, None]
+    if dtype is None:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def explicit_attention_mask(inputs: ProcessedInputs, config: Any, *, dtype: torch.dtype | None) -> Any:
+    """The packed inputs' mask, one per layer type where layers differ."""
+    assert inputs.document_ids is not None
+    full = document_causal_mask(inputs.document_ids, dtype=dtype)
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or []):
+        return full
+    window = document_causal_mask(inputs.document_ids, sliding_window=config.sliding_window, dtype=dtype)
+    return {"full_attention": full, "sliding_attention": window}
 
 
 @torch.no_grad()
@@ -182,6 +208,3 @@ def test_probe_says_when_it_cannot_tell(caplog: pytest.LogCaptureFixture) -> Non
 def test_mask_by_hand() -> None:
     mask = document_causal_mask(torch.tensor([[0, 0, 0, 1]]), sliding_window=2)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
-    inputs = process_microbatch(make_batch(), None, False, {}, 1)
-    with pytest.raises(ConfigError, match="not packed"):
-        explicit_attention_mask(inputs, CONFIGS["llama"])
