@@ -80,7 +80,7 @@ def peak() -> float:
 def measure(variant: str, values: dict[str, Any]) -> dict[str, Any]:
     """Run one variant in this process."""
     from limbeck.algorithms import xtoken_off_policy_distillation as algorithm
-    from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers
+    from limbeck.algorithms.build import load_datasets, load_tokenizers
     from limbeck.config import resolve
 
     config = resolve(algorithm.MasterConfig, values)

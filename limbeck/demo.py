@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.algorithms.caching import cache_teachers
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import dump_yaml, resolve
 from limbeck.errors import ConfigError, LimbeckError

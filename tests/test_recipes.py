@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.config import load_config, resolve
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))

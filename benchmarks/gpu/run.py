@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=18_432)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    from limbeck.algorithms.master_config import MasterConfig
+    from limbeck.algorithms.config import MasterConfig
     from limbeck.algorithms.xtoken_off_policy_distillation import run
 
     _random_weights_on_the_device()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,18 +11,20 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.remote import connect_servers
-from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import init_distributed
+from limbeck.distributed.launch import connected, number_of_workers, worker_resources
 from limbeck.models.policy import Policy
-from limbeck.teachers.cache import CacheWriter, estimate_bytes
+from limbeck.teachers.cache import CacheReader, CacheWriter, estimate_bytes
 from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
+from limbeck.teachers.cache.format import read_index
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ConfigError
+from limbeck.utils.errors import CacheError, ConfigError, LimbeckError
 
 Say = Callable[[str], None]
 
@@ -31,8 +35,6 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
     Texts that are stored already are not computed again, so a killed run goes on where it stopped.
     """
     if config.cluster.launcher == "ray":
-        from limbeck.algorithms.ray_cache import cache_on_ray
-
         return cache_on_ray(config, say=say)
     world = init_distributed(config.cluster.backend)
     job = CacheJob(config)
@@ -176,3 +178,103 @@ class CacheJob:
                 total += float(lengths.float().sum()) / max(len(some), 1) * len(dataset)
             self._tokens[index] = int(total)
         return self._tokens[index]
+
+
+# -- on Ray Data -------------------------------------------------------------------------------------------------------
+#
+# The records are cut into `cluster.cache_parts` parts. A part is one row of a Ray data set and one writer of the cache
+# with its own files, so it does not matter which worker takes it, or how often: a part that is complete is passed over,
+# and one whose worker died goes on after its last whole document.
+
+
+def cache_on_ray(config: MasterConfig, *, say: Say = print) -> list[dict[str, Any]]:
+    """Fill the caches of a run file's teachers with the workers of a Ray cluster; a summary per cache."""
+    job = CacheJob(config)
+    out = []
+    with connected(config.cluster) as ray:
+        workers = number_of_workers(config.cluster)
+        needs = worker_resources(ray, config.cluster, workers)
+        for index in job.wanted:
+            parts = parts_of(job, index)
+            open_parts = [part for part in range(parts) if not part_is_complete(job, index, part)]
+            say(f"{job.describe(index)}; {len(open_parts)} of {parts} parts are to be done by {workers} workers")
+            failed: Counter[str] = Counter()
+            if open_parts:
+                failed = _run(config, index, open_parts, parts, workers, needs, say)
+            reader = CacheReader(job.folder(index), allow_incomplete=bool(failed))
+            out.append(job.summary(index, len(reader), failed))
+            if failed:
+                say(f"teacher {index}: {describe_failures(failed)}")
+    return out
+
+
+def parts_of(job: CacheJob, index: int) -> int:
+    """Parts of a cache: those that it was begun with, otherwise what the run file says (at most one per record)."""
+    begun = sorted(job.folder(index).glob("index_*.json"))
+    if begun:
+        return int(read_index(begun[0])["world_size"])
+    return min(job.config.cluster.cache_parts, max(job.records, 1))
+
+
+def part_is_complete(job: CacheJob, index: int, part: int) -> bool:
+    """Whether all records of a part are stored."""
+    path = job.folder(index) / f"index_{part:03d}.json"
+    return path.exists() and bool(read_index(path)["complete"])
+
+
+def _run(
+    config: MasterConfig, index: int, parts: list[int], total: int, workers: int, needs: dict[str, float], say: Say
+) -> Counter[str]:
+    """Have the parts stored; documents that could not be scored, by reason."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
+    results = rows.map_batches(
+        PartCacher,
+        fn_constructor_args=(config.model_dump(mode="json"), index, total, os.getcwd()),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(workers, len(parts))),
+        num_cpus=needs["CPU"],
+        num_gpus=needs.get("GPU", 0),
+    )
+    failed: Counter[str] = Counter()
+    for done, row in enumerate(results.iter_rows(), 1):
+        if row["error"]:
+            raise CacheError(str(row["error"]))
+        lost = json.loads(row["failed"])
+        failed.update(lost)
+        state = "left with" if lost else "complete with"
+        say(f"teacher {index}: part {row['part']} {state} {row['documents']} documents ({done}/{len(parts)})")
+    return failed
+
+
+class PartCacher:
+    """A worker: holds the teacher and stores one part after the other."""
+
+    def __init__(self, config: dict[str, Any], index: int, total: int, folder: str) -> None:
+        # relative paths of a run file mean the folder in which the command was given
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self.index, self.total = index, total
+        self.job: CacheJob | None = None
+        self.config = MasterConfig.model_validate(config)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        parts = [int(part) for part in batch["part"]]
+        documents, errors, failed = [], [], []
+        for part in parts:
+            lost: Counter[str] = Counter()
+            try:
+                self.job = self.job or CacheJob(self.config)
+                before = self.job.failures(self.index)
+                documents.append(self.job.write(self.index, part, self.total).documents)
+                lost = self.job.failures(self.index) - before
+                errors.append("")
+            except LimbeckError as error:
+                # given back and not raised: Ray would try the same part again and again
+                documents.append(0)
+                errors.append(str(error))
+            failed.append(json.dumps(lost))
+        return {"part": parts, "documents": documents, "error": errors, "failed": failed}

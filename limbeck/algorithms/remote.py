@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import ParallelDims, current_world, plan_mesh

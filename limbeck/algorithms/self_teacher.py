@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from limbeck.algorithms.trace_config import SelfTeacherKind, TraceMasterConfig
+from limbeck.algorithms.config import SelfTeacherKind, TraceMasterConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.losses.hint import ema_update

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from limbeck.algorithms.trace_config import TraceMasterConfig, TracesConfig
+from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
 from limbeck.models.policy_config import read_template
 from limbeck.tokens import load_tokenizer

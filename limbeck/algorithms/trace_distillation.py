@@ -9,20 +9,24 @@ checkpoints, logging, resume.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
+from limbeck.algorithms.build import loader_processes
+from limbeck.algorithms.config import TraceMasterConfig
+from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_shared_state, stored_state, whole_run
+from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
 from limbeck.algorithms.remote import connect, same_rows
-from limbeck.algorithms.run_inputs import loader_processes
 from limbeck.algorithms.self_teacher import HintTeacher, make_other_teacher, make_self_teacher
-from limbeck.algorithms.trace_config import TraceMasterConfig
 from limbeck.algorithms.trace_data import (
     TraceCollate,
     TraceDataset,
@@ -31,33 +35,30 @@ from limbeck.algorithms.trace_data import (
     make_collator,
     plan_policy,
 )
-from limbeck.algorithms.trace_monitors import CollapseMonitor
-from limbeck.algorithms.trace_step import ReferenceLogProbs, TraceStep
-from limbeck.algorithms.trace_validation import TraceValidation
-from limbeck.algorithms.training_loop import (
-    TrainingLoop,
-    go_on,
-    stored_counters,
-    stored_shared_state,
-    stored_state,
-    whole_run,
-)
-from limbeck.data.loader import ShardSampler
+from limbeck.algorithms.validation import TraceValidation
+from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from limbeck.data.loader import ShardSampler, rank_batches
+from limbeck.data.microbatch import option, packing_enabled
+from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.losses.hint import HintDistillationLossFn
+from limbeck.losses.leaf import Metrics
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
+from limbeck.losses.signals import Head, Signal
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.trainer import TeacherSource
+from limbeck.models.scoring import response_sums
+from limbeck.models.trainer import Step, TeacherSource, announce
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
 from limbeck.traces import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.logger import Logger
 from limbeck.utils.state import seed_everything
+from limbeck.utils.timer import Timer
 
 __all__ = ["TraceMasterConfig", "TraceRun", "TraceSaveState", "run", "setup", "train"]
 
@@ -265,6 +266,221 @@ def _resume(
     step.hint_loss.guard.seen = int(stored["guard_seen"])
     go_on(stored, state, loader)
     return state
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+# Every rank must report the same names, also where it has no row to compute them from.
+_HINT_NAMES = ("hint/loss", "hint/proj_accuracy")
+
+
+class ChannelLoss:
+    """A channel's loss as a step sees it: times the channel's factor, measured where the step is monitored."""
+
+    def __init__(self, loss_fn: Any, factor: float, monitor: Any = None, names: Sequence[str] = ()) -> None:
+        self.loss_fn, self.factor, self.monitor, self.names = loss_fn, factor, monitor, names
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The channel's own denominator."""
+        counts: dict[str, Tensor] = self.loss_fn.counts(batch)
+        return counts
+
+    def prepare(self, microbatch: Any, teacher_row_starts: Sequence[Tensor | None]) -> Any:
+        """See the channel's loss."""
+        return self.loss_fn.prepare(microbatch, teacher_row_starts)
+
+    def share(self, *args: Any) -> Any:
+        """See the channel's loss."""
+        return self.loss_fn.share(*args)
+
+    def check_layout(self, *, context: int, tensor: int) -> None:
+        """See the channel's loss."""
+        self.loss_fn.check_layout(context=context, tensor=tensor)
+
+    def compute(
+        self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any, counts: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Metrics]:
+        """Loss times factor, and the channel's metrics."""
+        loss, metrics = self.loss_fn.compute(hidden, head, signals, inputs, counts)
+        if self.names:
+            zero = torch.zeros((), dtype=torch.float64)
+            metrics = {name: metrics.get(name, (zero, zero)) for name in self.names}
+        if self.monitor is not None:
+            metrics = {**metrics, **self.monitor(hidden, head, signals, inputs)}
+        return loss if self.factor == 1 else loss * self.factor, metrics
+
+
+class ReferenceLogProbs:
+    """Log-probability of both responses of every pair under the start of the run; computed once, kept in checkpoints.
+
+    Attributes:
+        values: ``[pairs, 2]`` float64, chosen and rejected, in nats over the response.
+        checks: ``[pairs, 2]`` checksums of the token ids that were scored.
+    """
+
+    def __init__(self, dataset: TraceDataset) -> None:
+        sizes = torch.tensor([len(trace.preference_pairs) for trace in dataset.traces], dtype=torch.int64)
+        self.offsets = sizes.cumsum(0) - sizes
+        self.values = torch.zeros(int(sizes.sum()), 2, dtype=torch.float64)
+        self.checks = torch.zeros(int(sizes.sum()), 2, dtype=torch.int64)
+
+    def _places(self, batch: ComposerBatch) -> Tensor:
+        """``[P]`` places of a batch's pairs: the n-th usable pair of a trace, wherever the trace is collated."""
+        seen: dict[int, int] = {}
+        places = []
+        for row in batch["dpo_row"].tolist():
+            trace = int(batch["trace_index"][row])
+            places.append(int(self.offsets[trace]) + seen.get(trace, 0))
+            seen[trace] = seen.get(trace, 0) + 1
+        return torch.tensor(places, dtype=torch.int64)
+
+    def fill(
+        self, policy: Policy, dataset: TraceDataset, collate: TraceCollate, *, rank: int, world: int, rows: int
+    ) -> None:
+        """Score all pairs, each data-parallel rank its share; those of a sharded model must do so in step."""
+        with_pairs = [i for i, trace in enumerate(dataset.traces) if trace.preference_pairs]
+        for mine in rank_batches(with_pairs, rank=rank, world=world, rows=rows):
+            batch = collate([dataset[i] for i in mine])
+            channel = batch.channel("preference")
+            places = self._places(batch)
+            self.values[places] = response_sums(policy, channel).reshape(-1, 2)
+            self.checks[places] = _checksums(channel).reshape(-1, 2)
+        # data-parallel ranks, once per run: two numbers and two checksums per pair, zeros but for those scored here
+        ranks = policy.dims.data
+        self.values, self.checks = ranks.sum(self.values), ranks.sum(self.checks)
+
+    def attach(self, batch: ComposerBatch, channel: BatchedDataDict) -> None:
+        """Write ``reference_logprobs`` ``[2 pairs]`` into a preference channel."""
+        places = self._places(batch)
+        if not torch.equal(self.checks[places].reshape(-1), _checksums(channel)):
+            raise LossError(
+                "the reference log-probs were computed for other tokens than the batch holds; the chat template or the "
+                "traces changed since the run began, so start a new run folder"
+            )
+        channel["reference_logprobs"] = self.values[places].reshape(-1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        return {"values": self.values, "checks": self.checks}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over stored values; they belong to the start of the run, which its weights have left behind."""
+        if state["values"].shape != self.values.shape:
+            raise LossError(
+                f"the checkpoint has reference log-probs of {len(state['values'])} pairs, the traces have "
+                f"{len(self.values)}; resume with the traces that the run began with"
+            )
+        self.values, self.checks = state["values"], state["checks"]
+
+
+def _checksums(channel: BatchedDataDict) -> Tensor:
+    rows = zip(channel["input_ids"], channel["token_mask"], channel["input_lengths"].tolist(), strict=True)
+    sums = [zlib.crc32(torch.stack((ids[:n], mask[:n])).numpy().tobytes()) for ids, mask, n in rows]
+    return torch.tensor(sums, dtype=torch.int64)
+
+
+class TraceStep:
+    """Takes steps on collated batches.
+
+    Args:
+        policy_loss, hint_loss, preference_loss: the channels' losses; ``policy_loss.active`` is settled.
+        teacher: of the hint channel; None where that channel is off.
+        reference: None where no loss needs it.
+    """
+
+    def __init__(
+        self,
+        student: Policy,
+        *,
+        policy_loss: PolicyGradientLossFn,
+        hint_loss: HintDistillationLossFn,
+        preference_loss: PreferenceLossFn,
+        teacher: HintTeacher | None,
+        reference: ReferenceLogProbs | None,
+        monitor: CollapseMonitor,
+    ) -> None:
+        self.student, self.teacher, self.reference, self.monitor = student, teacher, reference, monitor
+        self.policy_loss, self.hint_loss, self.preference_loss = policy_loss, hint_loss, preference_loss
+
+    def __call__(
+        self, batch: ComposerBatch, factors: Mapping[str, float], *, monitored: bool = False, timer: Timer | None = None
+    ) -> dict[str, Any]:
+        """One optimizer step; the result is that of ``Policy.train``.
+
+        Raises:
+            LossError: a loss is not finite (the step was not taken), or the two sides of the hint channel are disjoint.
+        """
+        student, mbs = self.student, int(self.student.cfg["train_micro_batch_size"])
+        student.model.train()
+        try:
+            step = Step(student, timer or Timer())
+            if factors["policy"]:
+                step.add(*self._policy(batch, factors["policy"], monitored), mbs=mbs)
+            if factors["hint"]:
+                channel, loss, sources = self._hint(batch, factors["hint"], monitored)
+                with step.timer.time("teacher"):
+                    channel, sums = announce(channel, sources, student)
+                step.add(channel, loss, sources, mbs=mbs)
+                step.add_metrics(sums)
+            if factors["preference"]:
+                step.add(*self._preference(batch, factors["preference"], mbs), mbs=2 * mbs)
+            result = step.finish()
+        finally:
+            student.model.eval()
+        if factors["hint"]:
+            check_disjoint(result["metrics"])
+            self.hint_loss.end_step(result["metrics"])
+        if self.teacher is not None:
+            self.teacher.after_step()
+        return result
+
+    def _policy(self, batch: ComposerBatch, factor: float, monitored: bool) -> tuple[BatchedDataDict, ChannelLoss]:
+        channel = batch.channel("policy")
+        channel["advantages"] = batch["advantages"]
+        measure = (lambda hidden, head, _, inputs: self.monitor.policy(hidden, head, inputs)) if monitored else None
+        return channel, ChannelLoss(self.policy_loss, factor, measure)
+
+    def _hint(
+        self, batch: ComposerBatch, factor: float, monitored: bool
+    ) -> tuple[BatchedDataDict, ChannelLoss, Sequence[Any]]:
+        assert self.teacher is not None, "a hint channel without a teacher"
+        share = self.teacher.trust_region
+        shares = (1 - share, share) if share else (1.0,)
+
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Metrics:
+            return self.monitor.hint(hidden, head, signals, shares, inputs)
+
+        loss = ChannelLoss(self.hint_loss, factor, measure if monitored else None, _HINT_NAMES)
+        return batch.channel("hint"), loss, self.teacher.sources
+
+    def _preference(self, batch: ComposerBatch, factor: float, mbs: int) -> tuple[BatchedDataDict, ChannelLoss]:
+        channel = batch.channel("preference")
+        if self.reference is not None:
+            self.reference.attach(batch, channel)
+        return with_whole_pairs(channel, self.student.cfg), ChannelLoss(self.preference_loss, factor)
+
+
+def with_whole_pairs(channel: BatchedDataDict, cfg: Any) -> BatchedDataDict:
+    """A preference channel whose token-budget or packed micro-batches never part the two rows of a pair."""
+    packed = packing_enabled(cfg)
+    section = "sequence_packing" if packed else "dynamic_batching"
+    if not channel.size or not (packed or option(cfg, section, "enabled", False)):
+        return channel
+    lengths = channel["input_lengths"].reshape(-1, 2)
+    room = lengths.sum(1) if packed else 2 * lengths.max(1).values
+    pairs: BatchedDataDict = BatchedDataDict({"input_lengths": room})
+    budget = int(option(cfg, section, "train_mb_tokens"))
+    plan: Bins
+    if packed:
+        algorithm = option(cfg, section, "algorithm", "modified_first_fit_decreasing")
+        plan = pairs.plan_packed_batches({"max_tokens_per_microbatch": budget, "algorithm": algorithm})
+    else:
+        rounding = int(option(cfg, section, "sequence_length_round", 1))
+        plan = pairs.plan_dynamic_batches({"max_tokens_per_microbatch": budget, "sequence_length_round": rounding})
+    rows = SlicedDataDict(channel.data)
+    rows.microbatch_plan = [[[row for pair in items for row in (2 * pair, 2 * pair + 1)] for items in plan]]
+    return rows
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
+from limbeck.algorithms.config import MasterConfig, TeacherConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
 from limbeck.models.policy_config import PolicyConfig

@@ -16,10 +16,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.master_config import MasterConfig, OffPolicyDistillationConfig
+from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, make_loaders
+from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
+from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
 from limbeck.algorithms.remote import connect_servers
-from limbeck.algorithms.run_inputs import load_datasets, load_tokenizers, make_collator, make_loaders
-from limbeck.algorithms.training_loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed

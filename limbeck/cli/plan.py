@@ -34,7 +34,7 @@ def plan_command(
 
     Example: limbeck plan recipes/llama_from_qwen.yaml --gpus 8 --memory 80
     """
-    from limbeck.algorithms.master_config import MasterConfig
+    from limbeck.algorithms.config import MasterConfig
     from limbeck.algorithms.workload import workload_of
     from limbeck.config import load_config, resolve
     from limbeck.distributed.planner import Machine, fitting, plan

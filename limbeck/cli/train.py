@@ -50,7 +50,7 @@ def cache_command(
     Example: limbeck cache recipes/cached_teacher.yaml teacher.cache=cache/qwen3-4b
     """
     from limbeck.algorithms.caching import cache_teachers
-    from limbeck.algorithms.master_config import MasterConfig
+    from limbeck.algorithms.config import MasterConfig
     from limbeck.config import load_config, resolve
 
     config = resolve(MasterConfig, load_config(run_file, overrides or []))

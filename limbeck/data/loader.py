@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -134,3 +134,10 @@ class ShardIterator(Iterator[int]):
         """See ``ShardSampler.go_to``."""
         self._sampler.go_to(state)
         self._begin()
+
+
+def rank_batches(items: Sequence[int], *, rank: int, world: int, rows: int) -> Iterator[Sequence[int]]:
+    """This rank's share of ``items``, ``rows`` at a time; as many batches for every rank, the last may be empty."""
+    mine = items[rank::world]
+    for start in range(0, -(-len(items) // world), rows):
+        yield mine[start : start + rows]

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from limbeck.algorithms.trace_distillation import TraceRun, setup
-from limbeck.algorithms.trace_step import with_whole_pairs
+from limbeck.algorithms.trace_distillation import TraceRun, setup, with_whole_pairs
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.utils.errors import LossError
 from tests.algorithms.trace_tiny import config

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from limbeck.algorithms.trace_config import TraceMasterConfig
+from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.config import merge, resolve
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from limbeck.algorithms.master_config import MasterConfig
-from limbeck.algorithms.ray_cache import PartCacher
+from limbeck.algorithms.caching import PartCacher
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.teachers.cache import CacheWriter
 from tests.gates import Gate, hold_run

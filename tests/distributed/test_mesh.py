@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve
 from limbeck.distributed import mesh

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.workload import shape_of, workload_of
 from limbeck.cli.plan import plan_command
 from limbeck.config import load_config, resolve

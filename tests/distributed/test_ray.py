@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from limbeck.algorithms import ray_cache
+from limbeck.algorithms import caching as ray_cache
 from limbeck.algorithms.caching import CacheJob, cache_teachers
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.distributed.launch import launch, load_ray

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.validation import teacher_bits
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from limbeck.algorithms.caching import cache_teachers
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.config import load_config, resolve
 from limbeck.teachers.cache import CacheReader
 from tests.distributed.cases import together

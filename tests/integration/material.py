@@ -95,7 +95,7 @@ def settings(folder: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
 
 def resolved(values: Mapping[str, Any]) -> Any:
     """The validated configuration."""
-    from limbeck.algorithms.master_config import MasterConfig
+    from limbeck.algorithms.config import MasterConfig
 
     return resolve(MasterConfig, values)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from limbeck.algorithms.caching import CacheJob, cache_teachers
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter

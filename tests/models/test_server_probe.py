@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from limbeck.algorithms.master_config import MasterConfig, TeacherConfig
+from limbeck.algorithms.config import MasterConfig, TeacherConfig
 from limbeck.config import resolve
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher

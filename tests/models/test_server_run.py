@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.utils.errors import ConfigError, ServerError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from limbeck.algorithms.master_config import MasterConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import ShardSampler
 from limbeck.data.sources import build_dataset

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limbeck.algorithms.trace_config import MonitorConfig
+from limbeck.algorithms.config import MonitorConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import process_microbatch
 from limbeck.losses.hint import HintInputs
