@@ -15,14 +15,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic.fields import FieldInfo
 
 from limbeck.errors import ConfigError
 from limbeck.utils.files import safe_join
 
-__all__ = ["apply_overrides", "dump_yaml", "load_config", "merge", "near_name", "parse_yaml", "resolve", "safe_join"]
+__all__ = [
+    "FREE",
+    "SECRET",
+    "apply_overrides",
+    "dump_yaml",
+    "is_marked",
+    "load_config",
+    "merge",
+    "near_name",
+    "parse_yaml",
+    "resolve",
+    "safe_join",
+]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+FREE: dict[str, JsonValue] = {"free": True}
+"""``Field(json_schema_extra=FREE)``: the value may change between a run and its continuation."""
+SECRET: dict[str, JsonValue] = {"secret": True}
+"""``Field(json_schema_extra=SECRET)``: the value may hold a key by mistake, so errors do not repeat it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -138,31 +156,30 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def _keys_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """Keys that the models at a dotted path accept."""
+def _walk(model: type[BaseModel], path: Sequence[Any]) -> tuple[list[FieldInfo], list[type[BaseModel]]]:
+    """The fields that a dotted path passes through, and the models that it ends in."""
+    passed: list[FieldInfo] = []
     level = [model]
     for part in path:
-        if isinstance(part, int):
-            continue
-        below: list[type[BaseModel]] = []
-        for m in level:
-            field = m.model_fields.get(str(part))
-            if field is not None:
-                below += _models_in(field.annotation)
-        # a union's error path also names the member tried: not a key, so stay where we are
-        level = below or level
-    return [name for m in level for name in m.model_fields]
+        found = [m.model_fields[str(part)] for m in level if str(part) in m.model_fields]
+        passed += found
+        # numbers of list items and members of unions that were tried are no keys: stay where we are
+        level = [below for field in found for below in _models_in(field.annotation)] or level
+    return passed, level
 
 
-# Values that may hold a key by mistake are not repeated on the screen.
-_SECRET = ("api_key_env", "url")
+def is_marked(model: type[BaseModel], path: Sequence[Any], word: Mapping[str, Any]) -> bool:
+    """Whether a field on a dotted path carries a word such as ``FREE``: it then holds for everything below."""
+    extras = [field.json_schema_extra for field in _walk(model, path)[0]]
+    return any(isinstance(extra, dict) and word.items() <= extra.items() for extra in extras)
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     loc = list(error["loc"])
     dotted = ".".join(str(p) for p in loc)
     if error["type"] == "extra_forbidden":
-        near = near_name(str(loc[-1]), _keys_at(model, loc[:-1]))
+        known = [name for level in _walk(model, loc[:-1])[1] for name in level.model_fields]
+        near = near_name(str(loc[-1]), known)
         hint = f"did you mean {near!r}?" if near else "it is not a key there"
         return f"unknown key {dotted!r}: {hint}"
     if error["type"] == "missing":
@@ -170,16 +187,21 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if not dotted:
         return message
-    if loc[-1] in _SECRET:
+    if is_marked(model, loc, SECRET):
         return f"{dotted!r}: {message}"
     return f"{dotted!r} is {error.get('input')!r}: {message}"
 
 
-def resolve(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
+def resolve(model: type[ModelT], data: ModelT | Mapping[str, Any]) -> ModelT:
     """Validate ``data`` as ``model``; all that is wrong becomes one ``ConfigError`` with full dotted paths.
 
-    An unknown key is an error that suggests the near name (the models forbid extra keys).
+    A ``model`` is passed through, so that whoever takes one takes a mapping with its keys as well. An unknown key is an
+    error that suggests the near name (the models forbid extra keys).
     """
+    if isinstance(data, model):
+        return data
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"expected a {model.__name__} or a mapping with its keys, got {type(data).__name__}")
     try:
         return model.model_validate(dict(data))
     except ValidationError as e:

@@ -13,7 +13,7 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import ShardSampler
 from limbeck.data.sources import build_dataset
 from limbeck.distributed.mesh import data_rank_and_world
-from limbeck.models.policy_config import read_template
+from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
 from limbeck.utils.errors import ConfigError, DataError
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from limbeck.config import FREE
+from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.compose import ChannelWeights, Decay, WeightSchedule
@@ -16,7 +18,7 @@ from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec
 from limbeck.losses.hint import HintSpec
 from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, PolicyMode
 from limbeck.losses.preference import PreferenceKind, PreferenceSpec
-from limbeck.models.policy_config import PolicyConfig
+from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.tokens.chat import Placement
 from limbeck.utils.checkpoint import CheckpointingConfig
@@ -24,27 +26,39 @@ from limbeck.utils.errors import ConfigError
 from limbeck.utils.logger import LoggerConfig
 
 
-class OffPolicyDistillationConfig(BaseModel):
-    """Length of a run and when it is validated."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class LoopConfig(_Section):
+    """Length of a run and when it is validated."""
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """Records per step over all ranks."""
-    max_num_steps: int = Field(default=1000, ge=1)
-    max_num_epochs: int = Field(default=1, ge=1)
+    max_num_steps: int = Field(default=1000, ge=1, json_schema_extra=FREE)
+    max_num_epochs: int = Field(default=1, ge=1, json_schema_extra=FREE)
     seed: int = 42
-    val_period: int = Field(default=0, ge=0)
+    val_period: int = Field(default=0, ge=0, json_schema_extra=FREE)
     """Validate every this many steps; 0: not between start and end."""
-    val_at_start: bool = True
-    val_at_end: bool = True
-    val_batch_size: int = Field(default=8, ge=1)
+    val_at_start: bool = Field(default=True, json_schema_extra=FREE)
+    val_at_end: bool = Field(default=True, json_schema_extra=FREE)
+    val_batch_size: int = Field(default=8, ge=1, json_schema_extra=FREE)
     """Records per validation batch on each rank."""
+    save_start: bool = Field(default=False, json_schema_extra=FREE)
+    """Also write a checkpoint ``step_0`` before training, to compare with."""
+
+
+class OffPolicyDistillationConfig(LoopConfig):
+    """Length of an off-policy distillation and when it is validated."""
 
 
 class TeacherConfig(PolicyConfig):
     """A teacher: a model, and where its signals come from."""
 
+    # how a teacher is batched decides only how it is scored with
+    dynamic_batching: BatchingConfig = Field(default=BatchingConfig(), json_schema_extra=FREE)
+    sequence_packing: PackingConfig = Field(default=PackingConfig(), json_schema_extra=FREE)
+    logprob_batch_size: int = Field(default=1, ge=1, json_schema_extra=FREE)
     cache: str | None = None
     """Folder written by ``limbeck cache``: train from stored signals, without the teacher's weights."""
     cache_k: int = Field(default=128, ge=1)
@@ -68,20 +82,13 @@ class TeacherConfig(PolicyConfig):
                 return {**data, "model_name": next(name for name in names if name)}
         return data
 
-    def policy_settings(self) -> PolicyConfig:
-        """The model itself, without where its signals come from."""
-        names = PolicyConfig.model_fields
-        return PolicyConfig.model_validate({k: v for k, v in self.model_dump().items() if k in names})
-
 
 def _default_loss() -> CrossTokenizerDistillationLossConfig:
     return CrossTokenizerDistillationLossConfig.model_validate({})
 
 
-class MasterConfig(BaseModel):
+class MasterConfig(_Section):
     """A whole run file."""
-
-    model_config = ConfigDict(extra="forbid")
 
     policy: PolicyConfig
     teacher: TeacherConfig | None = None
@@ -91,9 +98,9 @@ class MasterConfig(BaseModel):
     loss_fn: CrossTokenizerDistillationLossConfig = Field(default_factory=_default_loss)
     data: DataConfig
     distillation: OffPolicyDistillationConfig = OffPolicyDistillationConfig()
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = Field(default=LoggerConfig(), json_schema_extra=FREE)
+    cluster: ClusterConfig = Field(default=ClusterConfig(), json_schema_extra=FREE)
+    checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _consistent(self) -> MasterConfig:
@@ -123,10 +130,6 @@ class MasterConfig(BaseModel):
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
 
 def _as_value_error(make: Any) -> None:
@@ -191,7 +194,7 @@ class TracesConfig(_Section):
     on_bad_trace: Literal["error", "skip"] = "error"
     """A trace that the chat template refuses: stop, or leave it out and count it."""
     shuffle: bool = True
-    num_workers: int | None = Field(default=None, ge=0)
+    num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
     """As ``data.num_workers``."""
 
 
@@ -313,23 +316,12 @@ class MonitorConfig(_Section):
     max_new_tokens: int = Field(default=64, ge=1)
 
 
-class TraceTrainingConfig(_Section):
-    """Length of a run and when it is validated."""
+class TraceTrainingConfig(LoopConfig):
+    """Length of a training on traces; validation measures the probabilities of failed and preferred messages."""
 
     num_prompts_per_step: int = Field(default=8, ge=1)
     """Traces per step over all ranks."""
-    max_num_steps: int = Field(default=1000, ge=1)
-    max_num_epochs: int = Field(default=1, ge=1)
-    seed: int = 42
-    val_period: int = Field(default=0, ge=0)
-    """Measure the probabilities of failed and preferred messages every this many steps; 0: not between start and
-    end."""
-    val_at_start: bool = True
-    val_at_end: bool = True
-    val_batch_size: int = Field(default=8, ge=1)
-    save_start: bool = False
-    """Also write a checkpoint ``step_0`` before training, to compare with."""
-    monitor: MonitorConfig = MonitorConfig()
+    monitor: MonitorConfig = Field(default=MonitorConfig(), json_schema_extra=FREE)
 
 
 class TraceMasterConfig(_Section):
@@ -342,9 +334,9 @@ class TraceMasterConfig(_Section):
     traces: TracesConfig
     loss: TraceLossConfig = TraceLossConfig()
     distillation: TraceTrainingConfig = TraceTrainingConfig()
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = Field(default=LoggerConfig(), json_schema_extra=FREE)
+    cluster: ClusterConfig = Field(default=ClusterConfig(), json_schema_extra=FREE)
+    checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _consistent(self) -> TraceMasterConfig:

@@ -111,7 +111,7 @@ class TrainingLoop(ABC):
             if d.val_at_start and self.validates:
                 self._validate(0)
                 self.logger.commit()
-            wanted = getattr(d, "save_start", False) and self.config.checkpointing.enabled
+            wanted = d.save_start and self.config.checkpointing.enabled
             if wanted and not self.checkpointer.checkpoints():
                 self._save(0)
         if state["total_steps"] >= self.total:

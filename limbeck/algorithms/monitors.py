@@ -15,7 +15,7 @@ from torch import Tensor
 
 from limbeck.algorithms.config import MonitorConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import process_microbatch
+from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.leaf import Metrics
 from limbeck.losses.policy_gradient import PolicyInputs
@@ -174,8 +174,9 @@ def _lengths_together(policy: Policy, prompts: Sequence[Tensor], monitor: Collap
     start = torch.tensor([len(prompt) for prompt in prompts])
     row, new = torch.arange(len(ids)), monitor.config.max_new_tokens
     ids = torch.nn.functional.pad(ids, (0, new))
-    options = {"dynamic_batching": {"enabled": True}, "dtensor_cfg": policy.cfg["dtensor_cfg"]}
-    context = int(policy.cfg["dtensor_cfg"]["context_parallel_size"])
+    layout = policy.cfg.dtensor_cfg
+    options = MicrobatchConfig(dynamic_batching=BatchingConfig(enabled=True), dtensor_cfg=layout)
+    context = layout.context_parallel_size
     for step in range(new):
         data: BatchedDataDict = BatchedDataDict({"input_ids": ids, "input_lengths": start + step})
         inputs = process_microbatch(data, policy.tokenizer, False, options, context, device=policy.device)

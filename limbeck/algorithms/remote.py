@@ -7,8 +7,7 @@ from typing import Any
 from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
-from limbeck.distributed.mesh import ParallelDims, current_world, plan_mesh
-from limbeck.models.policy_config import DTensorConfig
+from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, plan_mesh
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
@@ -48,7 +47,7 @@ def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest
     return teacher
 
 
-def same_rows(layout: DTensorConfig) -> Comm:
+def same_rows(layout: ParallelConfig) -> Comm:
     """Processes that will read the same rows as this one under the student's layout. Collective."""
     shape = plan_mesh(layout.model_dump(), current_world(), name="policy")
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from limbeck import __version__
 from limbeck.align.view import view_messages, view_text
-from limbeck.config import dump_yaml, parse_yaml
+from limbeck.config import FREE, dump_yaml, is_marked, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
@@ -28,31 +28,6 @@ from limbeck.utils.files import write_atomic
 CONFIG_NAME = "config.yaml"
 _SAMPLE_CHARACTERS = 1500
 _UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
-# What may change between a run and its continuation: when to stop, look and save, how fast data is read, and how the
-# models lie on the processes. A teacher's batching decides only how it is scored with.
-_FREE = (
-    "logger",
-    "checkpointing",
-    "cluster",
-    "policy.dtensor_cfg",
-    "teacher.dtensor_cfg",
-    "teacher.dynamic_batching",
-    "teacher.sequence_packing",
-    "teacher.logprob_batch_size",
-    "distillation.max_num_steps",
-    "distillation.max_num_epochs",
-    "distillation.val_period",
-    "distillation.val_at_start",
-    "distillation.val_at_end",
-    "distillation.val_batch_size",
-    "distillation.save_start",
-    "distillation.monitor",
-    "traces.num_workers",
-    "data.num_workers",
-    "data.alignment_cache",
-    "data.check_records",
-    "data.cache_dir",
-)
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
@@ -63,17 +38,16 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     return {path: node}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` for every setting that decides what a run computes."""
+def differences(model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``key: old -> new`` for every setting that decides what a run computes.
+
+    Those that may change (fields of ``model`` with the word ``FREE``) say when to stop, look and save, how fast data is
+    read, and how the models lie on the processes.
+    """
     a, b = _flat(old), _flat(new)
-    free = tuple(f"{f}." for f in _FREE)
-    changed = []
-    for key in sorted({*a, *b}):
-        # one of several teachers is as free as a single one
-        name = re.sub(r"^teachers\.\d+\.", "teacher.", key)
-        if name not in _FREE and not name.startswith(free) and a.get(key) != b.get(key):
-            changed.append(f"{key}: {a.get(key)!r} -> {b.get(key)!r}")
-    return changed
+    changed = [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+    fixed = [key for key in changed if not is_marked(model, key.split("."), FREE)]
+    return [f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in fixed]
 
 
 def open_run_folder(
@@ -86,7 +60,7 @@ def open_run_folder(
     path = folder / CONFIG_NAME
     current = config.model_dump(mode="json")
     if has_checkpoint and path.is_file():
-        changed = differences(parse_yaml(path.read_text(encoding="utf-8"), str(path)), current)
+        changed = differences(type(config), parse_yaml(path.read_text(encoding="utf-8"), str(path)), current)
         if changed:
             shown = "; ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
             raise ConfigError(

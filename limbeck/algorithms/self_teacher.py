@@ -149,9 +149,9 @@ def _copy(student: Policy, config: TraceMasterConfig) -> Policy:
     seed, size = config.distillation.seed, tokenizer_size(student.tokenizer)
     # shards cannot be copied as a module, so the model is made again, adapters included
     model: Any = load_model(student.cfg, dtype=student.model.dtype, vocab_size=size, seed=seed)
-    if is_lora(student.model):
-        model = apply_lora(model, student.cfg["lora"], seed=seed)
-    settings = {**student.cfg, "lora": None}
+    if is_lora(student.model) and student.cfg.lora is not None:
+        model = apply_lora(model, student.cfg.lora, seed=seed)
+    settings = student.cfg.model_copy(update={"lora": None})
     made = Policy(settings, student.tokenizer, name="average", device=student.device, model=model, init_optimizer=False)
     with torch.no_grad():
         own = dict(made.model.named_parameters())
@@ -181,6 +181,6 @@ def make_other_teacher(
     if server is not None:
         return HintTeacher([server])
     seed = config.distillation.seed + 1
-    policy = Policy(config.teacher.policy_settings(), tokenizer, name="teacher", init_optimizer=False, seed=seed)
+    policy = Policy(config.teacher, tokenizer, name="teacher", init_optimizer=False, seed=seed)
     fingerprint = ByteVocab.from_tokenizer(student_tokenizer).fingerprint
     return HintTeacher([HintedSource(policy, student_fingerprint=fingerprint)])

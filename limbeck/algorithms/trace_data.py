@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
-from limbeck.models.policy_config import read_template
+from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
 from limbeck.traces import CollatorConfig, ComposerBatch, ComposerDataCollator
 from limbeck.traces.collator_examples import to_example

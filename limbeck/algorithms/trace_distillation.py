@@ -38,7 +38,7 @@ from limbeck.algorithms.trace_data import (
 from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.loader import ShardSampler, rank_batches
-from limbeck.data.microbatch import option, packing_enabled
+from limbeck.data.microbatch import MicrobatchConfig, PackingConfig
 from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
@@ -101,7 +101,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     teacher_tokenizer = None if config.teacher is None else load_chat_tokenizer(config.teacher)
     check_settings(config.policy, tokenizer, name="student", trained=True)
     if config.teacher is not None and config.teacher.server is None:
-        check_settings(config.teacher.policy_settings(), teacher_tokenizer, name="teacher", trained=False)
+        check_settings(config.teacher, teacher_tokenizer, name="teacher", trained=False)
     server = _server(config, tokenizer, teacher_tokenizer)
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
@@ -411,7 +411,7 @@ class TraceStep:
         Raises:
             LossError: a loss is not finite (the step was not taken), or the two sides of the hint channel are disjoint.
         """
-        student, mbs = self.student, int(self.student.cfg["train_micro_batch_size"])
+        student, mbs = self.student, self.student.cfg.train_micro_batch_size
         student.model.train()
         try:
             step = Step(student, timer or Timer())
@@ -461,23 +461,25 @@ class TraceStep:
         return with_whole_pairs(channel, self.student.cfg), ChannelLoss(self.preference_loss, factor)
 
 
-def with_whole_pairs(channel: BatchedDataDict, cfg: Any) -> BatchedDataDict:
+def with_whole_pairs(channel: BatchedDataDict, cfg: MicrobatchConfig) -> BatchedDataDict:
     """A preference channel whose token-budget or packed micro-batches never part the two rows of a pair."""
-    packed = packing_enabled(cfg)
-    section = "sequence_packing" if packed else "dynamic_batching"
-    if not channel.size or not (packed or option(cfg, section, "enabled", False)):
+    if not channel.size or cfg.budgets is None:
         return channel
+    section = cfg.budgets[1]
     lengths = channel["input_lengths"].reshape(-1, 2)
-    room = lengths.sum(1) if packed else 2 * lengths.max(1).values
+    room = lengths.sum(1) if cfg.packed else 2 * lengths.max(1).values
     pairs: BatchedDataDict = BatchedDataDict({"input_lengths": room})
-    budget = int(option(cfg, section, "train_mb_tokens"))
+    assert section.train_mb_tokens is not None
     plan: Bins
-    if packed:
-        algorithm = option(cfg, section, "algorithm", "modified_first_fit_decreasing")
-        plan = pairs.plan_packed_batches({"max_tokens_per_microbatch": budget, "algorithm": algorithm})
+    if isinstance(section, PackingConfig):
+        plan = pairs.plan_packed_batches(
+            {"max_tokens_per_microbatch": section.train_mb_tokens, "algorithm": section.algorithm}
+        )
     else:
-        rounding = int(option(cfg, section, "sequence_length_round", 1))
-        plan = pairs.plan_dynamic_batches({"max_tokens_per_microbatch": budget, "sequence_length_round": rounding})
+        rounding = section.sequence_length_round
+        plan = pairs.plan_dynamic_batches(
+            {"max_tokens_per_microbatch": section.train_mb_tokens, "sequence_length_round": rounding}
+        )
     rows = SlicedDataDict(channel.data)
     rows.microbatch_plan = [[[row for pair in items for row in (2 * pair, 2 * pair + 1)] for items in plan]]
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 from limbeck.algorithms.config import MasterConfig, TeacherConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
-from limbeck.models.policy_config import PolicyConfig
+from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.cache import estimate_bytes
 from limbeck.utils.files import package_file
 

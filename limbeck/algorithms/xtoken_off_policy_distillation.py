@@ -159,7 +159,7 @@ def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list
     check_settings(config.policy, student_tokenizer, name="student", trained=True)
     for index, (own, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
         if own.cache is None and own.server is None:
-            check_settings(own.policy_settings(), tokenizer, name=f"teacher_{index}", trained=False)
+            check_settings(own, tokenizer, name=f"teacher_{index}", trained=False)
 
 
 def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:
@@ -184,7 +184,7 @@ def _teacher(config: MasterConfig, index: int, tokenizer: Any, student: ByteVoca
 def live_teacher(config: MasterConfig, index: int, tokenizer: Any) -> Policy:
     """The frozen model of one teacher; random weights depend on the run's seed and the teacher's number."""
     seed = config.distillation.seed + 1 + index
-    settings = config.all_teachers[index].policy_settings()
+    settings = config.all_teachers[index]
     return Policy(settings, tokenizer, name=f"teacher_{index}", init_optimizer=False, seed=seed)
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
 
+from limbeck.config import FREE, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
+from limbeck.distributed.mesh import ParallelConfig
 from limbeck.utils.errors import ConfigError, DataError
 
 
@@ -123,24 +126,58 @@ class ProcessedMicrobatch:
     is_dummy: bool = False
 
 
-def option(cfg: Any, section: str, name: str, default: Any = None) -> Any:
-    """``cfg[section][name]`` of a dict or a config object, or ``default`` where either is missing or None."""
-    value = cfg
-    for key in (section, name):
-        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        if value is None:
-            return default
-    return value
+class BatchingConfig(BaseModel):
+    """Micro-batches by token budget instead of by number of rows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = False
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    logprob_mb_tokens: int | None = Field(default=None, ge=1)
+    teacher_mb_tokens: int | list[int] | None = None
+    sequence_length_round: int = Field(default=1, ge=1)
 
 
-def packing_enabled(cfg: Any) -> bool:
-    """Whether ``cfg`` asks for sequence packing; it excludes dynamic batching."""
-    packed = bool(option(cfg, "sequence_packing", "enabled", False))
-    if packed and option(cfg, "dynamic_batching", "enabled", False):
-        raise ConfigError(
-            "sequence_packing.enabled and dynamic_batching.enabled are both true; switch one of them off."
-        )
-    return packed
+class PackingConfig(BatchingConfig):
+    """Several samples in one sequence, attention within each of them."""
+
+    algorithm: str = "modified_first_fit_decreasing"
+
+
+class MicrobatchConfig(BaseModel):
+    """The part of a policy's configuration that decides what one forward pass takes."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    dtensor_cfg: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
+    dynamic_batching: BatchingConfig = BatchingConfig()
+    sequence_packing: PackingConfig = PackingConfig()
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed; it excludes dynamic batching."""
+        if self.sequence_packing.enabled and self.dynamic_batching.enabled:
+            raise ConfigError(
+                "sequence_packing.enabled and dynamic_batching.enabled are both true; switch one of them off."
+            )
+        return self.sequence_packing.enabled
+
+    @property
+    def budgets(self) -> tuple[str, BatchingConfig] | None:
+        """Name and content of the section whose token budgets hold; None: micro-batches have a number of rows."""
+        if self.packed:
+            return "sequence_packing", self.sequence_packing
+        return ("dynamic_batching", self.dynamic_batching) if self.dynamic_batching.enabled else None
+
+
+Config = MicrobatchConfig | Mapping[str, Any]
+
+
+def microbatch_config(cfg: Config) -> MicrobatchConfig:
+    """A policy's configuration, or the sections of a mapping that count here."""
+    if isinstance(cfg, MicrobatchConfig):
+        return cfg
+    return resolve(MicrobatchConfig, {key: cfg[key] for key in MicrobatchConfig.model_fields if key in cfg})
 
 
 def teacher_prefixes(data: Mapping[str, Any]) -> list[str]:
@@ -150,66 +187,64 @@ def teacher_prefixes(data: Mapping[str, Any]) -> list[str]:
     return first + [f"teacher_{number}_" for number in numbers if number > 0 or not first]
 
 
-def plan_microbatches(data: BatchedDataDict, cfg: Any, mbs: int, *, tokens_key: str = "train_mb_tokens") -> Bins:
+def plan_microbatches(data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_key: str = "train_mb_tokens") -> Bins:
     """Row indices of each micro-batch of ``data``; the same for student and teachers, whose budgets all hold."""
-    packed = packing_enabled(cfg)
-    dynamic = bool(option(cfg, "dynamic_batching", "enabled", False))
-    if isinstance(data, SlicedDataDict) and data.microbatch_plan is not None and (packed or dynamic):
+    config = microbatch_config(cfg)
+    budgets = config.budgets
+    if isinstance(data, SlicedDataDict) and data.microbatch_plan is not None and budgets is not None:
         return data._planned()
-    if not packed and not dynamic:
+    if budgets is None:
         if mbs < 1:
             raise ConfigError(f"A micro-batch size of {mbs} is not usable; give a positive number.")
         return [list(range(start, min(start + mbs, data.size))) for start in range(0, data.size, mbs)]
-    section = "sequence_packing" if packed else "dynamic_batching"
-    budget = option(cfg, section, tokens_key)
+    name, section = budgets
+    budget = section.logprob_mb_tokens if tokens_key == "logprob_mb_tokens" else section.train_mb_tokens
     if budget is None:
-        raise ConfigError(f"{section}.{tokens_key} is not set; give the number of tokens per micro-batch.")
+        raise ConfigError(f"{name}.{tokens_key} is not set; give the number of tokens per micro-batch.")
     prefixes = teacher_prefixes(data)
-    teacher = option(cfg, section, "teacher_mb_tokens", budget)
-    budgets = [int(teacher)] * len(prefixes) if isinstance(teacher, int) else [int(value) for value in teacher]
-    if len(budgets) != len(prefixes):
+    given = section.teacher_mb_tokens
+    teachers = given if isinstance(given, list) else [given or budget] * len(prefixes)
+    if len(teachers) != len(prefixes):
         raise ConfigError(
-            f"{section}.teacher_mb_tokens has {len(budgets)} numbers for the {len(prefixes)} teachers that have "
+            f"{name}.teacher_mb_tokens has {len(teachers)} numbers for the {len(prefixes)} teachers that have "
             "token ids of their own; give one number for all or one for each."
         )
+    rooms = [budget, *teachers]
     keys = [f"{prefix}input_lengths" for prefix in ["", *prefixes]]
-    rooms = [int(budget), *budgets]
-    if packed:
-        algorithm = option(cfg, section, "algorithm", "modified_first_fit_decreasing")
+    if isinstance(section, PackingConfig):
         return data.plan_packed_batches(
-            {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "algorithm": algorithm}
+            {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "algorithm": section.algorithm}
         )
+    rounding = section.sequence_length_round
     return data.plan_dynamic_batches(
-        {
-            "max_tokens_per_microbatch": rooms,
-            "input_lengths_key": keys,
-            "sequence_length_round": int(option(cfg, section, "sequence_length_round", 1)),
-        }
+        {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "sequence_length_round": rounding}
     )
 
 
 def make_processed_microbatch_iterator(
     raw_iterator: Iterable[BatchedDataDict],
     tokenizer: Any,
-    cfg: Any,
+    cfg: Config,
     cp_size: int,
     *,
     key_prefix: str = "",
     device: torch.device | str | None = None,
 ) -> Iterator[ProcessedMicrobatch]:
-    """Process each raw micro-batch; sequence packing is taken from ``cfg["sequence_packing"]["enabled"]``.
+    """Process each raw micro-batch; sequence packing is taken from ``cfg.sequence_packing.enabled``.
 
     Args:
         raw_iterator: micro-batches of raw rows.
         tokenizer: gives the padding id (may be None: padding is 0).
-        cfg: policy config with ``sequence_packing``, ``dynamic_batching`` and ``dtensor_cfg``.
+        cfg: ``PolicyConfig``, or a mapping with (some of) its ``sequence_packing``, ``dynamic_batching``,
+            ``dtensor_cfg``.
         cp_size: context-parallel size.
         key_prefix: ``"teacher_"``, ``"teacher_1_"``, ... to prepare a teacher's inputs instead of the student's.
         device: where the processed inputs go; the raw rows stay where they are.
     """
-    packed = packing_enabled(cfg)
+    config = microbatch_config(cfg)
+    packed = config.packed
     for raw in raw_iterator:
-        inputs = process_microbatch(raw, tokenizer, packed, cfg, cp_size, key_prefix=key_prefix, device=device)
+        inputs = process_microbatch(raw, tokenizer, packed, config, cp_size, key_prefix=key_prefix, device=device)
         batch_size, width = raw[f"{key_prefix}input_ids"].shape
         yield ProcessedMicrobatch(
             data_dict=raw,
@@ -222,7 +257,7 @@ def make_processed_microbatch_iterator(
 
 def get_microbatch_iterator(
     data: BatchedDataDict,
-    cfg: Any,
+    cfg: Config,
     mbs: int,
     dp_mesh: Any,
     tokenizer: Any,
@@ -249,7 +284,8 @@ def get_microbatch_iterator(
         cp_size: context-parallel size.
         tokens_key: the budget to use, e.g. ``"logprob_mb_tokens"`` for scoring.
     """
-    bins = plan_microbatches(data, cfg, mbs, tokens_key=tokens_key)
+    config = microbatch_config(cfg)
+    bins = plan_microbatches(data, config, mbs, tokens_key=tokens_key)
     # data-parallel ranks before their first micro-batch: one number each, since all must take as many
     total = int(Comm.of(dp_mesh).max(torch.tensor(len(bins))))
 
@@ -262,7 +298,7 @@ def get_microbatch_iterator(
                 yield dummy
 
     processed = make_processed_microbatch_iterator(
-        raw_batches(), tokenizer, cfg, cp_size, key_prefix=key_prefix, device=device
+        raw_batches(), tokenizer, config, cp_size, key_prefix=key_prefix, device=device
     )
     return processed, total
 
@@ -271,7 +307,7 @@ def process_microbatch(
     mb: BatchedDataDict,
     tokenizer: Any,
     enable_seq_packing: bool,
-    cfg: Any,
+    cfg: Config,
     cp_size: int,
     *,
     key_prefix: str = "",
@@ -292,13 +328,14 @@ def process_microbatch(
     if vlm_kwargs and (enable_seq_packing or cp_size > 1):
         other = "sequence packing" if enable_seq_packing else f"context parallelism (size {cp_size})"
         raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
-    multiple = _length_multiple(cfg, cp_size)
+    config = microbatch_config(cfg)
+    multiple = _length_multiple(config.dtensor_cfg, cp_size)
     pad_id = _pad_id(tokenizer)
     if enable_seq_packing:
-        rounding = int(option(cfg, "sequence_packing", "sequence_length_round", 1))
+        rounding = config.sequence_packing.sequence_length_round
         inputs = _packed(ids, lengths, math.lcm(multiple, rounding), pad_id)
     else:
-        inputs = _padded(ids, lengths, _padded_width(ids, lengths, cfg, multiple), pad_id)
+        inputs = _padded(ids, lengths, _padded_width(ids, lengths, config.dynamic_batching, multiple), pad_id)
     if vlm_kwargs:
         # Multimodal models derive positions from the media grid.
         inputs = replace(inputs, position_ids=None, vlm_kwargs=vlm_kwargs)
@@ -411,17 +448,16 @@ def _pad_id(tokenizer: Any) -> int:
     return 0
 
 
-def _length_multiple(cfg: Any, cp_size: int) -> int:
-    split = bool(option(cfg, "dtensor_cfg", "sequence_parallel", False))
-    parts = int(option(cfg, "dtensor_cfg", "tensor_parallel_size", 1)) if split else 1
+def _length_multiple(layout: ParallelConfig, cp_size: int) -> int:
+    parts = layout.tensor_parallel_size if layout.sequence_parallel else 1
     # a context-parallel rank has two pieces, which tensor-parallel ranks may cut once more
     return cp_size * math.lcm(2, parts) if cp_size > 1 else parts
 
 
-def _padded_width(ids: torch.Tensor, lengths: torch.Tensor, cfg: Any, multiple: int) -> int:
+def _padded_width(ids: torch.Tensor, lengths: torch.Tensor, batching: BatchingConfig, multiple: int) -> int:
     width = ids.shape[1]
-    if option(cfg, "dynamic_batching", "enabled", False):
-        multiple = math.lcm(multiple, int(option(cfg, "dynamic_batching", "sequence_length_round", 1)))
+    if batching.enabled:
+        multiple = math.lcm(multiple, batching.sequence_length_round)
         width = int(lengths.max())
     return max(1, -(-width // multiple)) * multiple
 

@@ -11,14 +11,14 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch.utils.data
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from limbeck.config import FREE, resolve
 from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader, split_spans
 from limbeck.utils.errors import ConfigError, DataError
 
@@ -30,22 +30,31 @@ PAD_INDEX = -1
 _CHECK_AT_START_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class SourceOptions:
-    """How records are read; the meanings are those of the ``data`` section's keys of the same names."""
+class ReadingConfig(BaseModel):
+    """How records are read, and what happens to those that cannot be used."""
+
+    model_config = ConfigDict(extra="forbid")
 
     mode: Literal["text", "chat"] = "text"
+    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it)."""
     text_key: str = "text"
     messages_key: str = "messages"
     tools_key: str | None = "tools"
-    format: str = "auto"
+    format: Literal["auto", "jsonl", "parquet", "arrow", "text"] = "auto"
+    """``auto`` goes by the file name."""
     split_documents: Literal["file", "blank_lines"] = "file"
-    join_to_bytes: int | None = None
-    max_document_bytes: int = 1 << 20
+    """In plain text, one document per file or per paragraph."""
+    join_to_bytes: int | None = Field(default=None, ge=1)
+    """Group neighbouring documents into records of up to this many bytes; they stay separate documents."""
+    max_document_bytes: int = Field(default=1 << 20, ge=16)
     long_documents: Literal["split", "skip", "error"] = "split"
+    """What happens to a longer document; a conversation cannot be split and is skipped instead."""
     on_bad_record: Literal["error", "skip"] = "error"
-    check_records: Literal["auto", "at_start", "on_read"] = "auto"
-    cache_dir: str | None = None
+    """Invalid UTF-8, malformed JSON, a missing key or a wrong type: stop with file and line, or skip and count."""
+    check_records: Literal["auto", "at_start", "on_read"] = Field(default="auto", json_schema_extra=FREE)
+    """Read every record once before the run (``auto``: up to 64 MiB of data), or find bad ones when they come up."""
+    cache_dir: str | None = Field(default=None, json_schema_extra=FREE)
+    """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
     hub_subset: str | None = None
     hub_split: str = "train"
 
@@ -53,6 +62,50 @@ class SourceOptions:
     def key(self) -> str:
         """The key every record must have."""
         return self.messages_key if self.mode == "chat" else self.text_key
+
+    def identity(self) -> str:
+        """Everything that changes records, in the form that the fingerprints of stored runs were made with."""
+        values = {name: getattr(self, name) for name in ReadingConfig.model_fields} | {"cache_dir": None}
+        return f"SourceOptions({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+class DataConfig(ReadingConfig):
+    """The ``data`` section of a run file: what is read, in which order, and how long rows may be."""
+
+    train: str | list[str]
+    """Files, globs, folders, or ``hf:owner/name`` for a data set on the hub."""
+    validation: str | list[str] | None = None
+    hub_validation_split: str = "validation"
+
+    shuffle: bool = True
+    num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
+    """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
+    which must not wait for text, and none elsewhere."""
+    append_eos: bool = False
+    """Close every document with the tokenizer's end token (text mode)."""
+    max_input_seq_length: int = Field(default=2048, ge=1)
+    """Longest student sequence in tokens."""
+    max_teacher_seq_length: int | list[int] | None = None
+    """Longest teacher sequence in tokens, one number or one per teacher; default: the student's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_alignment_cache(cls, values: Any) -> Any:
+        """Run folders of earlier versions hold the key without a value; one with a value asks for what is gone."""
+        if not isinstance(values, dict) or "alignment_cache" not in values:
+            return values
+        if values["alignment_cache"] is not None:
+            raise ValueError(
+                "alignment_cache is gone: loader processes (num_workers) tokenize and align ahead of the training "
+                "step; remove the key"
+            )
+        return {key: value for key, value in values.items() if key != "alignment_cache"}
+
+    def reading(self, split: Literal["train", "validation"]) -> ReadingConfig:
+        """How the records of one part are read."""
+        shared = {name: getattr(self, name) for name in ReadingConfig.model_fields}
+        hub_split = self.hub_split if split == "train" else self.hub_validation_split
+        return ReadingConfig.model_construct(**{**shared, "hub_split": hub_split})
 
 
 class RecordDataset(torch.utils.data.Dataset):
@@ -69,8 +122,8 @@ class RecordDataset(torch.utils.data.Dataset):
         skipped: records left out, by reason, as far as this process has seen them.
     """
 
-    def __init__(self, paths: str | list[str], options: SourceOptions | None = None) -> None:
-        self.options = options or SourceOptions()
+    def __init__(self, paths: str | list[str], options: ReadingConfig | Mapping[str, Any] | None = None) -> None:
+        self.options = resolve(ReadingConfig, options or {})
         self.paths = expand(paths)
         self.skipped: Counter[str] = Counter()
         self._long: tuple[int, bytes, list[tuple[int, int]]] | None = None
@@ -103,7 +156,7 @@ class RecordDataset(torch.utils.data.Dataset):
     @cached_property
     def fingerprint(self) -> str:
         """Changes when a file, its order or an option that changes records does; saved with a run's position."""
-        digest = hashlib.sha256(repr(replace(self.options, cache_dir=None)).encode())
+        digest = hashlib.sha256(self.options.identity().encode())
         for path, reader in zip(self.paths, self._readers, strict=True):
             digest.update(json.dumps([path.rsplit("/", 1)[-1], len(reader)]).encode())
             digest.update(np.ascontiguousarray(reader.sizes(), dtype=np.int64).tobytes())
@@ -387,63 +440,12 @@ def _shorten(paths: list[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
-def build_dataset(cfg: Any, split: Literal["train", "validation"] = "train") -> RecordDataset:
-    """The data set of a ``data`` section (:class:`limbeck.data.sources.DataConfig`, or a dict or object like it)."""
-
-    def get(name: str, default: Any = None) -> Any:
-        value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
-        return default if value is None else value
-
-    paths = get(split)
+def build_dataset(
+    cfg: DataConfig | Mapping[str, Any], split: Literal["train", "validation"] = "train"
+) -> RecordDataset:
+    """The data set of a ``data`` section."""
+    config = resolve(DataConfig, cfg)
+    paths = config.train if split == "train" else config.validation
     if not paths:
         raise ConfigError(f"data.{split} is not set; give a file, a glob, a folder or {HUB_PREFIX}owner/name.")
-    names = [name for name in SourceOptions.__dataclass_fields__ if name not in ("hub_split", "tools_key")]
-    chosen = {name: value for name in names if (value := get(name)) is not None}
-    hub_split = get("hub_validation_split", "validation") if split == "validation" else get("hub_split", "train")
-    tools_key = cfg.get("tools_key", "tools") if isinstance(cfg, Mapping) else getattr(cfg, "tools_key", "tools")
-    return RecordDataset(paths, SourceOptions(**chosen, hub_split=hub_split, tools_key=tools_key))
-
-
-class DataConfig(BaseModel):
-    """What is read, and what happens to records that cannot be used."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    train: str | list[str]
-    """Files, globs, folders, or ``hf:owner/name`` for a data set on the hub."""
-    validation: str | list[str] | None = None
-    format: Literal["auto", "jsonl", "parquet", "arrow", "text"] = "auto"
-    """``auto`` goes by the file name."""
-    mode: Literal["text", "chat"] = "text"
-    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it)."""
-    text_key: str = "text"
-    messages_key: str = "messages"
-    tools_key: str | None = "tools"
-    hub_subset: str | None = None
-    hub_split: str = "train"
-    hub_validation_split: str = "validation"
-
-    split_documents: Literal["file", "blank_lines"] = "file"
-    """In plain text, one document per file or per paragraph."""
-    join_to_bytes: int | None = Field(default=None, ge=1)
-    """Group neighbouring documents into records of up to this many bytes; they stay separate documents."""
-    max_document_bytes: int = Field(default=1 << 20, ge=16)
-    long_documents: Literal["split", "skip", "error"] = "split"
-    """What happens to a longer document; a conversation cannot be split and is skipped instead."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """Invalid UTF-8, malformed JSON, a missing key or a wrong type: stop with file and line, or skip and count."""
-    check_records: Literal["auto", "at_start", "on_read"] = "auto"
-    """Read every record once before the run (``auto``: up to 64 MiB of data), or find bad ones when they come up."""
-    cache_dir: str | None = None
-    """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
-
-    shuffle: bool = True
-    num_workers: int | None = Field(default=None, ge=0)
-    """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
-    which must not wait for text, and none elsewhere."""
-    append_eos: bool = False
-    """Close every document with the tokenizer's end token (text mode)."""
-    max_input_seq_length: int = Field(default=2048, ge=1)
-    """Longest student sequence in tokens."""
-    max_teacher_seq_length: int | list[int] | None = None
-    """Longest teacher sequence in tokens, one number or one per teacher; default: the student's."""
+    return RecordDataset(paths, config.reading(split))

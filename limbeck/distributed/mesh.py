@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limbeck.distributed.comm import Comm
@@ -21,6 +22,25 @@ DATA, CONTEXT, TENSOR, LOSS, ROWS = "data", "context", "tensor", "loss", "rows"
 
 CONTEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose attention context parallelism knows."""
+
+
+class ParallelConfig(BaseModel):
+    """Parallel layout of a model: the section ``dtensor_cfg``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    cpu_offload: bool = False
+    """With ``fsdp``: keep shards, gradients and optimizer state in main memory."""
+    sequence_parallel: bool = False
+    """With tensor parallelism: split hidden states between attention and MLP along the sequence."""
+    activation_checkpointing: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
+    """How ranks that share a sequence attend: ``auto`` and ``gather`` to gathered keys and values. ``ring`` is gone."""
+    fsdp: bool = False
+    """Shard parameters, gradients and optimizer state over the data- and context-parallel processes (FSDP2)."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.sources import RecordDataset, SourceOptions
+from limbeck.data.sources import ReadingConfig, RecordDataset
 from limbeck.evaluation.models import ModelSource
 from limbeck.models.policy import Policy
 from limbeck.tokens import Rendering, TextEncoder, load_tokenizer
@@ -150,7 +150,7 @@ def score_documents(
 ) -> dict[str, Any]:
     """Summary of one file of texts or conversations by one model."""
     kind: Literal["text", "chat"] = "chat" if mode == "chat" else "text"
-    reading = SourceOptions(
+    reading = ReadingConfig(
         mode=kind,
         text_key=options.text_key,
         messages_key=options.messages_key,

@@ -14,7 +14,7 @@ from typing import Any
 
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
-from limbeck.models.policy_config import read_template
+from limbeck.models.loading import read_template
 from limbeck.models.scoring import response_sums
 from limbeck.traces.readers import ReadReport, read_traces
 from limbeck.traces.schema import PreferencePair, Trace

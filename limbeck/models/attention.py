@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import process_microbatch
+from limbeck.data.microbatch import MicrobatchConfig, process_microbatch
 from limbeck.distributed.attention import varlen_kernel
+from limbeck.distributed.mesh import ParallelConfig
 from limbeck.utils.errors import ConfigError
 
 NAME = "limbeck_varlen"
@@ -107,7 +108,7 @@ def verify_document_isolation(
     vocab_size: int,
     tolerance: float = 0.05,
     run: Callable[[dict[str, Any]], torch.Tensor] | None = None,
-    layout: Mapping[str, Any] | None = None,
+    layout: ParallelConfig | None = None,
     device: torch.device | None = None,
 ) -> float:
     """Check on three tiny packed documents that none of them reaches another.
@@ -140,9 +141,11 @@ def verify_document_isolation(
     other = ids.clone()
     other[0, : lengths[0] - 1] = (ids[0, : lengths[0] - 1] + 1 + vocab_size // 2) % vocab_size
 
+    cfg = MicrobatchConfig(dtensor_cfg=layout or ParallelConfig())
+    ranks = cfg.dtensor_cfg.context_parallel_size
+
     def outputs(rows: torch.Tensor) -> torch.Tensor:
         batch: BatchedDataDict = BatchedDataDict(input_ids=rows, input_lengths=torch.tensor(lengths))
-        cfg, ranks = {"dtensor_cfg": layout or {}}, int((layout or {}).get("context_parallel_size", 1))
         kwargs = process_microbatch(batch, None, True, cfg, ranks, device=device).model_kwargs()
         if run is not None:
             return run(kwargs)[0].float()

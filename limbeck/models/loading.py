@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
+from typing_extensions import Self
 
+from limbeck.config import resolve
+from limbeck.data.microbatch import MicrobatchConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, plan_mesh
 from limbeck.distributed.sharding import Source, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
 from limbeck.losses.signals import Head
 from limbeck.models.attention import register_varlen_attention
-from limbeck.models.lora import apply_lora, unwrap
-from limbeck.models.settings import plain_settings
+from limbeck.models.lora import LoraConfig, apply_lora, unwrap
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.files import package_file
@@ -31,6 +35,40 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "u
 _SAMPLES = 4096
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class TokenizerConfig(BaseModel):
+    """Where the tokenizer comes from; default: the model's own."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str | None = None
+    chat_template: str | None = None
+    """Template text, or a path to a ``.jinja`` file; default: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+def read_template(given: str | None) -> str | None:
+    """A chat template's text, whether given itself or as the path of a ``.jinja`` file; None: the tokenizer's own."""
+    if given is None or not given.endswith(".jinja"):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {given!r} cannot be read: {error}") from error
+
+
+class CompileConfig(BaseModel):
+    """torch.compile of the model's body. Round lengths up (``sequence_length_round``) to bound recompilation."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    enabled: bool = False
+    mode: str | None = None
+    dynamic: bool | None = None
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """``float32``, ``bfloat16`` or ``float16``."""
     if name not in DTYPES:
@@ -38,12 +76,61 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+class ModelConfig(MicrobatchConfig):
+    """A causal language model and how to score with it."""
+
+    model_name: str | None = None
+    """Folder, hub id or GGUF file; with ``init: random`` also a folder or hub id that only gives the configuration."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    init: Literal["pretrained", "random"] = "pretrained"
+    model_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the transformers configuration; with ``init: random`` and no ``model_name`` it must hold model_type."""
+    logprob_batch_size: int = Field(default=1, ge=1)
+    max_total_sequence_length: int = Field(default=2048, ge=1)
+    precision: Dtype = "float32"
+    """Type of the computation. bfloat16 over float32 parameters runs under autocast."""
+    param_dtype: Dtype | None = None
+    """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    make_sequence_length_divisible_by: int = Field(default=1, ge=1)
+    lora: LoraConfig | None = None
+    compile: CompileConfig = CompileConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("compile"), bool):
+            data = {**data, "compile": {"enabled": data["compile"]}}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.model_name is None and (self.init != "random" or "model_type" not in self.model_overrides):
+            raise ValueError("model_name is missing; give a model, or init: random with model_overrides.model_type")
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            raise ValueError("dynamic_batching and sequence_packing are both enabled; switch one of them off")
+        if self.budgets is not None and self.budgets[1].train_mb_tokens is None:
+            raise ValueError(f"{self.budgets[0]}.train_mb_tokens is missing; give the tokens per micro-batch")
+        return self
+
+    def trains_adapters(self, trained: bool = True) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return trained and self.lora is not None and self.lora.enabled
+
+    def parameter_type(self, trained: bool) -> torch.dtype:
+        """Type of the parameters."""
+        if self.param_dtype is not None:
+            return parse_dtype(self.param_dtype)
+        return torch.float32 if trained else parse_dtype(self.precision)
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
 def load_model(
-    config: Any,
+    config: ModelConfig | Mapping[str, Any],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
@@ -52,18 +139,18 @@ def load_model(
 ) -> Any:
     """A transformers causal language model in evaluation mode, parameters in ``dtype``.
 
-    ``config``: ``PolicyConfig`` or mapping (model_name, init, model_overrides, attn_implementation,
-    trust_remote_code). ``vocab_size``: tokenizer ids; a random model gets as many rows unless the overrides say so, and
-    a model with fewer embeddings than ids is refused. ``seed``: of random weights, drawn without touching the global
-    generator. The type is given to the loader, because converting a loaded model would also round its RoPE buffers.
+    ``config``: its model_name, init, model_overrides, attn_implementation and trust_remote_code count here.
+    ``vocab_size``: tokenizer ids; a random model gets as many rows unless the overrides say so, and a model with fewer
+    embeddings than ids is refused. ``seed``: of random weights, drawn without touching the global generator. The type
+    is given to the loader, because converting a loaded model would also round its RoPE buffers.
     """
-    cfg = plain_settings(config)
-    model = _random(cfg, dtype, vocab_size, seed) if cfg["init"] == "random" else _pretrained(cfg, dtype)
+    cfg = resolve(ModelConfig, config)
+    model = _random(cfg, dtype, vocab_size, seed) if cfg.init == "random" else _pretrained(cfg, dtype)
     rows = model.get_input_embeddings().weight.shape[0]
     # one id more than rows is tolerated with a wider tokenizer (Gemma has a special id without an embedding)
     if vocab_size is not None and vocab_size > rows + 1:
         raise ConfigError(
-            f"model {cfg['model_name']!r} has {rows} embeddings but its tokenizer has {vocab_size} ids; "
+            f"model {cfg.model_name!r} has {rows} embeddings but its tokenizer has {vocab_size} ids; "
             "give the tokenizer that belongs to it"
         )
     if device is not None:
@@ -77,23 +164,23 @@ def _auto() -> tuple[Any, Any]:
     return AutoConfig, AutoModelForCausalLM
 
 
-def _extras(cfg: dict[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {"trust_remote_code": bool(cfg["trust_remote_code"])}
-    if cfg["attn_implementation"] is not None:
-        if cfg["attn_implementation"] == "limbeck_varlen":
+def _extras(cfg: ModelConfig) -> dict[str, Any]:
+    out: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
+    if cfg.attn_implementation is not None:
+        if cfg.attn_implementation == "limbeck_varlen":
             register_varlen_attention()
-        out["attn_implementation"] = cfg["attn_implementation"]
+        out["attn_implementation"] = cfg.attn_implementation
     return out
 
 
-def _pretrained(cfg: dict[str, Any], dtype: torch.dtype) -> Any:
-    name = cfg["model_name"]
+def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
+    name = cfg.model_name
     if not name:
         raise ConfigError("policy.model_name is missing; give a model folder, a hub id or a GGUF file")
     name = package_file(name)
     path = Path(str(name)).expanduser()
     source: Any = str(path) if path.exists() else str(name)
-    kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg), **cfg["model_overrides"]}
+    kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg), **cfg.model_overrides}
     if not path.exists() and (path.suffix == ".gguf" or str(name).startswith(("/", ".", "~"))):
         raise ConfigError(f"model {str(name)!r} does not exist; give a model folder, a hub id or a GGUF file")
     if path.is_file():
@@ -119,16 +206,16 @@ def _gguf_options() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _random(cfg: dict[str, Any], dtype: torch.dtype, vocab_size: int | None, seed: int | None) -> Any:
+def _random(cfg: ModelConfig, dtype: torch.dtype, vocab_size: int | None, seed: int | None) -> Any:
     auto_config, auto_model = _auto()
-    overrides = dict(cfg["model_overrides"])
+    overrides = dict(cfg.model_overrides)
     if vocab_size is not None:
         overrides.setdefault("vocab_size", vocab_size)
     try:
-        if cfg["model_name"]:
+        if cfg.model_name:
             overrides.pop("model_type", None)
-            trust = bool(cfg["trust_remote_code"])
-            base = auto_config.from_pretrained(str(cfg["model_name"]), trust_remote_code=trust, **overrides)
+            trust = cfg.trust_remote_code
+            base = auto_config.from_pretrained(cfg.model_name, trust_remote_code=trust, **overrides)
         else:
             base = auto_config.for_model(**overrides)
         with torch.random.fork_rng(devices=[]):
@@ -136,10 +223,10 @@ def _random(cfg: dict[str, Any], dtype: torch.dtype, vocab_size: int | None, see
                 torch.manual_seed(seed)
             return auto_model.from_config(base, dtype=dtype, **_extras(cfg))
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"no model can be made from {cfg['model_name'] or overrides}: {_one_line(e)}") from e
+        raise ConfigError(f"no model can be made from {cfg.model_name or overrides}: {_one_line(e)}") from e
 
 
-def empty_model(cfg: dict[str, Any], numbers: dict[str, Any], dtype: torch.dtype) -> Any:
+def empty_model(cfg: ModelConfig, numbers: dict[str, Any], dtype: torch.dtype) -> Any:
     """A model as ``load_model`` makes it, with whatever weights, of a transformers configuration's own keys."""
     from transformers import CONFIG_MAPPING
 
@@ -163,26 +250,26 @@ def check_head(model: Any, vocab_size: int | None) -> None:
         )
 
 
-def model_numbers(config: Any, vocab_size: int | None = None) -> Any:
+def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | None = None) -> Any:
     """Configuration of the model that ``load_model`` would give, without reading weights: an object or a mapping.
 
     None where only the weights' file knows (GGUF).
     """
-    cfg = plain_settings(config)
-    overrides = dict(cfg["model_overrides"])
-    if cfg["init"] == "random" and vocab_size is not None:
+    cfg = resolve(ModelConfig, config)
+    overrides = dict(cfg.model_overrides)
+    if cfg.init == "random" and vocab_size is not None:
         overrides.setdefault("vocab_size", vocab_size)
-    if not cfg["model_name"]:
+    if not cfg.model_name:
         return overrides
-    path = Path(str(package_file(cfg["model_name"]))).expanduser()
+    path = Path(str(package_file(cfg.model_name))).expanduser()
     if path.is_file():
         return None
     overrides.pop("model_type", None)
-    source = str(path) if path.exists() else str(cfg["model_name"])
+    source = str(path) if path.exists() else cfg.model_name
     try:
-        return _auto()[0].from_pretrained(source, trust_remote_code=bool(cfg["trust_remote_code"]), **overrides)
+        return _auto()[0].from_pretrained(source, trust_remote_code=cfg.trust_remote_code, **overrides)
     except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"model {cfg['model_name']!r} cannot be loaded: {_one_line(e)}") from e
+        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {_one_line(e)}") from e
 
 
 def body_of(model: nn.Module) -> nn.Module:
@@ -223,46 +310,34 @@ def tokenizer_size(tokenizer: Any) -> int | None:
     return int(ByteVocab.from_tokenizer(tokenizer).size)
 
 
-def trains_adapters(cfg: dict[str, Any], trained: bool) -> bool:
-    """Whether a policy trains adapters instead of its weights."""
-    return trained and cfg["lora"] is not None and cfg["lora"].get("enabled", True)
-
-
-def param_dtype(cfg: dict[str, Any], trained: bool) -> torch.dtype:
-    """Type of the parameters."""
-    if cfg["param_dtype"] is not None:
-        return parse_dtype(cfg["param_dtype"])
-    return torch.float32 if trained else parse_dtype(cfg["precision"])
-
-
-def refuse_unsupported(cfg: dict[str, Any], name: str, trained: bool) -> None:
+def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
     """Settings that would be read and then not followed."""
-    layout = cfg["dtensor_cfg"]
-    if layout["cpu_offload"] and not layout["fsdp"]:
+    layout = cfg.dtensor_cfg
+    if layout.cpu_offload and not layout.fsdp:
         raise ConfigError(
             f"{name}: dtensor_cfg.cpu_offload keeps the shards of fsdp in main memory, but fsdp is off; switch it on"
         )
-    if layout["sequence_parallel"] and layout["tensor_parallel_size"] == 1:
+    if layout.sequence_parallel and layout.tensor_parallel_size == 1:
         raise ConfigError(
             f"{name}: dtensor_cfg.sequence_parallel splits sequences over tensor-parallel ranks, but "
             "tensor_parallel_size is 1; raise it or use context_parallel_size"
         )
-    sizes = (layout["tensor_parallel_size"], layout["context_parallel_size"])
-    if trains_adapters(cfg, trained) and cfg["lora"].get("modules_to_save") and (layout["fsdp"] or max(sizes) > 1):
+    sizes = (layout.tensor_parallel_size, layout.context_parallel_size)
+    if cfg.trains_adapters(trained) and cfg.lora and cfg.lora.modules_to_save and (layout.fsdp or max(sizes) > 1):
         raise ConfigError(
             f"{name}: lora.modules_to_save does not go with a sharded layout; leave it out or use one process"
         )
-    if trained and torch.float16 in (parse_dtype(cfg["precision"]), param_dtype(cfg, trained)):
+    if trained and torch.float16 in (parse_dtype(cfg.precision), cfg.parameter_type(trained)):
         raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
 
 
-def check_layout(cfg: dict[str, Any], name: str, model: nn.Module | None, size: int | None) -> MeshShape:
+def check_layout(cfg: ModelConfig, name: str, model: nn.Module | None, size: int | None) -> MeshShape:
     """The mesh that ``dtensor_cfg`` asks for, checked against the model's numbers before any weight is read."""
-    layout = cfg["dtensor_cfg"]
-    shape = plan_mesh(layout, current_world(), name=name)
+    layout = cfg.dtensor_cfg
+    shape = plan_mesh(layout.model_dump(), current_world(), name=name)
     if shape.same_rows > 1:
         check_model(model_numbers(cfg, size) if model is None else model.config, shape, name=name)
-    if layout["cpu_offload"] and shape.data * shape.context == 1:
+    if layout.cpu_offload and shape.data * shape.context == 1:
         raise ConfigError(
             f"{name}: dtensor_cfg.cpu_offload needs several data- or context-parallel processes, whose shards it keeps "
             "in main memory; leave it off"
@@ -270,19 +345,19 @@ def check_layout(cfg: dict[str, Any], name: str, model: nn.Module | None, size: 
     return shape
 
 
-def check_settings(settings: Any, tokenizer: Any, *, name: str, trained: bool) -> None:
+def check_settings(settings: ModelConfig | Mapping[str, Any], tokenizer: Any, *, name: str, trained: bool) -> None:
     """Refuse what a policy of these settings would refuse, without making it: before the first of several is loaded."""
-    cfg = plain_settings(settings)
+    cfg = resolve(ModelConfig, settings)
     refuse_unsupported(cfg, name, trained)
     check_layout(cfg, name, None, tokenizer_size(tokenizer))
 
 
 def make_dims(
-    cfg: dict[str, Any], name: str, device: torch.device, model: nn.Module | None, size: int | None, replicas: Comm
+    cfg: ModelConfig, name: str, device: torch.device, model: nn.Module | None, size: int | None, replicas: Comm
 ) -> ParallelDims:
     """The ranks of a policy. ``replicas``: those that share the work where no layout splits the model."""
     shape = check_layout(cfg, name, model, size)
-    if shape.same_rows == 1 and not (cfg["dtensor_cfg"]["fsdp"] and shape.world > 1):
+    if shape.same_rows == 1 and not (cfg.dtensor_cfg.fsdp and shape.world > 1):
         return ParallelDims.replicas(replicas)
     return ParallelDims.sharded(shape, device.type)
 
@@ -291,41 +366,43 @@ class ModelBuilder:
     """Reads or builds one policy's model.
 
     Args:
-        cfg: plain settings of the policy.
+        cfg: configuration of the model.
         trained: whether it gets an optimizer.
         size: ids of the tokenizer.
         weights: folder of ``save_checkpoint`` to read instead of ``model_name``.
     """
 
     def __init__(
-        self, cfg: dict[str, Any], *, trained: bool, size: int | None, seed: int | None, weights: str | Path | None
+        self, cfg: ModelConfig, *, trained: bool, size: int | None, seed: int | None, weights: str | Path | None
     ) -> None:
         self.cfg, self.trained, self.size, self.seed = cfg, trained, size, seed
-        self.adapters = trains_adapters(cfg, trained)
+        self.adapters = cfg.trains_adapters(trained)
         # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
-        self.weights = None if trains_adapters(cfg, True) else weights
+        self.weights = None if cfg.trains_adapters() else weights
 
     def build(self, model: nn.Module | None, dims: ParallelDims, device: torch.device) -> tuple[Any, Source | None]:
         """The model with its adapters, or (with a source of its weights) one on the meta device. ``model``: a given
         one."""
         source: Source | None = None
-        if model is None and dims.is_sharded and not self.cfg["trust_remote_code"]:
+        if model is None and dims.is_sharded and not self.cfg.trust_remote_code:
             model, source = self._read_once(dims.shape.tensor)
         else:
             model = self._read(self.cfg) if model is None else model
             check_head(model.to(device=device), self.size)
         if self.adapters:
-            model = apply_lora(model, self.cfg["lora"], seed=self.seed)
+            assert self.cfg.lora is not None
+            model = apply_lora(model, self.cfg.lora, seed=self.seed)
             if source is not None and source.model is not None:
-                source.model = unwrap(apply_lora(source.model, self.cfg["lora"], seed=self.seed))
+                source.model = unwrap(apply_lora(source.model, self.cfg.lora, seed=self.seed))
         if not self.trained:
             model.requires_grad_(False)
         return model, source
 
-    def _read(self, cfg: dict[str, Any]) -> Any:
+    def _read(self, cfg: ModelConfig) -> Any:
         if self.weights is not None:
-            cfg = {**cfg, "model_name": str(self.weights), "init": "pretrained", "model_overrides": {}}
-        return load_model(cfg, dtype=param_dtype(cfg, self.trained), vocab_size=self.size, seed=self.seed)
+            update = {"model_name": str(self.weights), "init": "pretrained", "model_overrides": {}}
+            cfg = cfg.model_copy(update=update)
+        return load_model(cfg, dtype=cfg.parameter_type(self.trained), vocab_size=self.size, seed=self.seed)
 
     def _read_once(self, tensor: int) -> tuple[Any, Source]:
         """(a model without weights, where they are). Every rank must call it; an error of rank 0 is raised on all."""
@@ -333,13 +410,13 @@ class ModelBuilder:
         with world.fail_together():
             if world.rank == 0:
                 # it only runs in main memory, where not every way to attend does
-                source.model = self._read({**self.cfg, "attn_implementation": None})
+                source.model = self._read(self.cfg.model_copy(update={"attn_implementation": None}))
                 check_head(source.model, self.size)
                 source.hidden = probe(body_of(source.model), tensor, "cpu") if tensor > 1 else None
                 numbers = json.loads(source.model.config.to_json_string(use_diff=False))
         # rank 0 to all, once per model: what only the reader of a file knows, such as a GGUF's sizes
         numbers = world.broadcast_json(numbers)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = empty_model(self.cfg, numbers, param_dtype(self.cfg, self.trained))
+            model = empty_model(self.cfg, numbers, self.cfg.parameter_type(self.trained))
         model.tie_weights()
         return model.eval(), source

@@ -6,10 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from limbeck.models.settings import LORA_DEFAULTS
+from limbeck.config import resolve
 from limbeck.utils.errors import ConfigError
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters through peft; only they are trained, and they are merged on export."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    enabled: bool = True
+    r: int = Field(default=16, ge=1)
+    alpha: float = 32.0
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: str | list[str] = "all-linear"
+    modules_to_save: list[str] | None = None
+    use_rslora: bool = False
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -18,32 +33,29 @@ def unwrap(model: nn.Module) -> Any:
     return model if inner is None else inner()
 
 
-def apply_lora(model: nn.Module, config: Mapping[str, Any], *, seed: int | None = None) -> Any:
+def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:
     """Wrap a causal model with adapters; all other parameters are frozen."""
     try:
-        from peft import LoraConfig, get_peft_model
+        import peft
     except ImportError as e:
         raise ConfigError("policy.lora needs the package peft; pip install 'limbeck[peft]' or remove lora") from e
-    cfg = {**LORA_DEFAULTS, **config}
-    odd = sorted(set(cfg) - set(LORA_DEFAULTS))
-    if odd:
-        raise ConfigError(f"unknown key lora.{odd[0]!r}; known keys are {sorted(LORA_DEFAULTS)}")
-    lora = LoraConfig(
-        r=int(cfg["r"]),
-        lora_alpha=cfg["alpha"],
-        lora_dropout=float(cfg["dropout"]),
-        target_modules=cfg["target_modules"],
-        modules_to_save=cfg["modules_to_save"],
-        use_rslora=bool(cfg["use_rslora"]),
+    cfg = resolve(LoraConfig, config)
+    adapters = peft.LoraConfig(
+        r=cfg.r,
+        lora_alpha=cfg.alpha,  # type: ignore[arg-type]
+        lora_dropout=cfg.dropout,
+        target_modules=cfg.target_modules,
+        modules_to_save=cfg.modules_to_save,
+        use_rslora=cfg.use_rslora,
         task_type="CAUSAL_LM",
     )
     try:
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-            return get_peft_model(model, lora)  # type: ignore[arg-type]
+            return peft.get_peft_model(model, adapters)  # type: ignore[arg-type]
     except ValueError as e:
-        raise ConfigError(f"lora.target_modules {cfg['target_modules']!r} does not fit the model: {e}") from e
+        raise ConfigError(f"lora.target_modules {cfg.target_modules!r} does not fit the model: {e}") from e
 
 
 def is_lora(model: nn.Module) -> bool:

@@ -8,13 +8,40 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from limbeck.config import resolve
 from limbeck.distributed.sharding import group_by_layout
 from limbeck.utils.errors import ConfigError
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")
+
+
+class OptimizerConfig(BaseModel):
+    """An optimizer by dotted name, such as ``torch.optim.AdamW``."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str
+    kwargs: dict[str, Any] = {}
+
+
+class SchedulerConfig(BaseModel):
+    """One schedule by dotted name; in a list, one entry may hold the ``milestones`` at which the next one begins."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str | None = None
+    kwargs: dict[str, Any] = {}
+    milestones: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SchedulerConfig:
+        if (self.name is None) == (self.milestones is None):
+            raise ValueError("a scheduler entry has either a name or milestones")
+        return self
 
 
 def _load(name: str) -> Any:
@@ -32,35 +59,40 @@ def _load(name: str) -> Any:
         raise ConfigError(f"{module} has no {match[2]!r}; check the spelling of {name!r}") from e
 
 
-def build_optimizer(params: Iterable[torch.nn.Parameter], config: Mapping[str, Any]) -> torch.optim.Optimizer:
+def build_optimizer(
+    params: Iterable[torch.nn.Parameter], config: OptimizerConfig | Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """``{name: torch.optim.AdamW, kwargs: {...}}`` over the parameters that want a gradient.
 
     Sharded parameters of different layouts become groups of their own, all with the same settings.
     """
-    factory = _load(str(config["name"]))
+    config = resolve(OptimizerConfig, config)
+    factory = _load(config.name)
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
-        raise ConfigError(f"{config['name']!r} is no optimizer; give a torch.optim.Optimizer class")
+        raise ConfigError(f"{config.name!r} is no optimizer; give a torch.optim.Optimizer class")
     trained = [p for p in params if p.requires_grad]
     if not trained:
         raise ConfigError("the model has no parameter to train; check lora.target_modules and frozen parts")
-    kwargs = dict(config.get("kwargs") or {})
+    kwargs = dict(config.kwargs)
     try:
         groups = group_by_layout(trained)
         return factory(trained if len(groups) == 1 else [{"params": group} for group in groups], **kwargs)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"optimizer {config['name']!r} refuses the arguments {kwargs}: {e}") from e
+        raise ConfigError(f"optimizer {config.name!r} refuses the arguments {kwargs}: {e}") from e
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    optimizer: torch.optim.Optimizer,
+    config: SchedulerConfig | Mapping[str, Any] | Sequence[SchedulerConfig | Mapping[str, Any]] | None,
 ) -> LRScheduler | None:
     """A schedule, or several in a row with one ``{milestones: [...]}`` entry: the steps at which the next begins."""
     if config is None:
         return None
-    entries = [config] if isinstance(config, Mapping) else list(config)
-    named = [e for e in entries if e.get("name") is not None]
-    borders = [e["milestones"] for e in entries if e.get("milestones") is not None]
-    if not named or len(named) + len(borders) != len(entries) or len(borders) > 1:
+    given = [config] if isinstance(config, SchedulerConfig | Mapping) else config
+    entries = [resolve(SchedulerConfig, entry) for entry in given]
+    named = [e for e in entries if e.name is not None]
+    borders = [e.milestones for e in entries if e.milestones is not None]
+    if not named or len(borders) > 1:
         raise ConfigError("a scheduler is a list of {name, kwargs} entries with at most one {milestones} entry")
     milestones = list(borders[0]) if borders else []
     if len(milestones) != len(named) - 1:
@@ -71,16 +103,16 @@ def build_scheduler(
     return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones=milestones)
 
 
-def _schedule(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any]) -> LRScheduler:
-    factory: Callable[..., Any] = _load(str(entry["name"]))
-    kwargs = dict(entry.get("kwargs") or {})
+def _schedule(optimizer: torch.optim.Optimizer, entry: SchedulerConfig) -> LRScheduler:
+    factory: Callable[..., Any] = _load(str(entry.name))
+    kwargs = dict(entry.kwargs)
     is_schedule = isinstance(factory, type) and issubclass(factory, LRScheduler)
-    if not is_schedule and not str(entry["name"]).startswith("transformers.optimization.get_"):
-        raise ConfigError(f"{entry['name']!r} is no learning-rate schedule; give a class of torch.optim.lr_scheduler")
+    if not is_schedule and not str(entry.name).startswith("transformers.optimization.get_"):
+        raise ConfigError(f"{entry.name!r} is no learning-rate schedule; give a class of torch.optim.lr_scheduler")
     try:
         schedule = factory(optimizer, **kwargs)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"scheduler {entry['name']!r} refuses the arguments {kwargs}: {e}") from e
+        raise ConfigError(f"scheduler {entry.name!r} refuses the arguments {kwargs}: {e}") from e
     if not isinstance(schedule, LRScheduler):
-        raise ConfigError(f"{entry['name']!r} returned a {type(schedule).__name__}, not a learning-rate schedule")
+        raise ConfigError(f"{entry.name!r} returned a {type(schedule).__name__}, not a learning-rate schedule")
     return schedule

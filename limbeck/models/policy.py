@@ -11,13 +11,15 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from limbeck.config import resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator, packing_enabled
+from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device, to_device
 from limbeck.distributed.sharding import (
@@ -36,6 +38,7 @@ from limbeck.models.attention import choose_attention, verify_document_isolation
 from limbeck.models.checkpoint import save_weights
 from limbeck.models.loading import (
     ModelBuilder,
+    ModelConfig,
     body_of,
     make_dims,
     model_identity,
@@ -44,26 +47,24 @@ from limbeck.models.loading import (
     tokenizer_size,
 )
 from limbeck.models.lora import adapter_state, is_lora, load_adapter_state, unwrap
-from limbeck.models.optim import build_optimizer, build_scheduler
+from limbeck.models.optim import OptimizerConfig, SchedulerConfig, build_optimizer, build_scheduler
 from limbeck.models.scoring import RowScores, next_tokens, sample_rows, score_rows
-from limbeck.models.settings import plain_settings
 from limbeck.models.trainer import TeacherSource, train_on_batches
 from limbeck.utils.errors import CheckpointError, ConfigError
 from limbeck.utils.state import load_state, save_state
 from limbeck.utils.timer import Timer
 
-if TYPE_CHECKING:
-    from limbeck.models.policy_config import PolicyConfig
-
 __all__ = ["Policy", "PolicyConfig"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "PolicyConfig":
-        from limbeck.models.policy_config import PolicyConfig
+class PolicyConfig(ModelConfig):
+    """A causal language model and how to train or score with it."""
 
-        return PolicyConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    train_global_batch_size: int = Field(default=32, ge=1)
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-5, "weight_decay": 0.0})
+    scheduler: SchedulerConfig | list[SchedulerConfig] | None = None
 
 
 class Policy:
@@ -99,10 +100,12 @@ class Policy:
         model: nn.Module | None = None,
         extra_parameters: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.cfg = plain_settings(cfg)
+        if isinstance(cfg, Mapping) and model is not None:
+            cfg = {"model_name": type(model).__name__, **cfg}
+        self.cfg = resolve(PolicyConfig, cfg)
         self.name, self.tokenizer = name, tokenizer
         self.device = torch.device(device if device is not None else default_device())
-        self.precision = parse_dtype(self.cfg["precision"])
+        self.precision = parse_dtype(self.cfg.precision)
         refuse_unsupported(self.cfg, name, init_optimizer)
         size = tokenizer_size(tokenizer)
         self.dims = make_dims(self.cfg, name, self.device, model, size, Comm.of(dp_group))
@@ -114,8 +117,8 @@ class Policy:
         self.sharding = self._shard(source)
         self._prepare_body(init_optimizer)
         self._trained = [p for p in (*self.model.parameters(), *extra_parameters) if p.requires_grad]
-        self.optimizer = build_optimizer(self._trained, self.cfg["optimizer"]) if init_optimizer else None
-        self.scheduler = build_scheduler(self.optimizer, self.cfg["scheduler"]) if self.optimizer else None
+        self.optimizer = build_optimizer(self._trained, self.cfg.optimizer) if init_optimizer else None
+        self.scheduler = build_scheduler(self.optimizer, self.cfg.scheduler) if self.optimizer else None
         self.steps = 0
         if optimizer_path is not None:
             self.load_train_state(optimizer_path)
@@ -124,15 +127,15 @@ class Policy:
 
     def _shard(self, source: Source | None) -> Sharding:
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
-        layout = self.cfg["dtensor_cfg"]
+        layout = self.cfg.dtensor_cfg
         return shard_model(
             unwrap(self.model),
             self.body,
             self.dims,
-            fsdp=layout["fsdp"],
+            fsdp=layout.fsdp,
             param_dtype=self.precision if narrow else None,
-            sequence_parallel=layout["sequence_parallel"],
-            cpu_offload=layout["cpu_offload"],
+            sequence_parallel=layout.sequence_parallel,
+            cpu_offload=layout.cpu_offload,
             source=source,
         )
 
@@ -145,20 +148,20 @@ class Policy:
         return ShardedAxis.of_rows(self.dims.tensor, rows, self.vocab_size)
 
     def _prepare_body(self, trained: bool) -> None:
-        if trained and self.cfg["dtensor_cfg"]["activation_checkpointing"]:
+        if trained and self.cfg.dtensor_cfg.activation_checkpointing:
             unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
             if is_lora(self.model):
                 unwrap(self.model).enable_input_require_grads()
         if self.dims.context.size == 1:
-            choose_attention(unwrap(self.model), self.cfg["attn_implementation"], self.precision, self.device)
+            choose_attention(unwrap(self.model), self.cfg.attn_implementation, self.precision, self.device)
         self._packs = False
-        if packing_enabled(self.cfg):
+        if self.cfg.packed:
             self.allow_packing()
-        options = self.cfg["compile"]
-        if options["enabled"]:
+        options = self.cfg.compile
+        if options.enabled:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
             for module in getattr(self.body, "layers", None) or [self.body]:
-                module.compile(mode=options["mode"], dynamic=options["dynamic"])
+                module.compile(mode=options.mode, dynamic=options.dynamic)
 
     def allow_packing(self) -> None:
         """Verify, once, that packed documents do not see each other."""
@@ -170,7 +173,7 @@ class Policy:
                 vocab_size=self.vocab_size,
                 tolerance=1e-3 if self.precision == torch.float32 else 5e-2,
                 run=self._hidden,
-                layout=self.cfg["dtensor_cfg"],
+                layout=self.cfg.dtensor_cfg,
                 device=self.device,
             )
         self._packs = True
@@ -215,14 +218,14 @@ class Policy:
         key = "train_mb_tokens" if training or not self._has_logprob_budget() else "logprob_mb_tokens"
         # shards are gathered together, so every rank must take as many forward passes
         ranks = self.dims.data if training or self.sharding.fsdp else Comm.alone()
-        cp = int(self.cfg["dtensor_cfg"]["context_parallel_size"])
+        cp = self.cfg.dtensor_cfg.context_parallel_size
         return get_microbatch_iterator(
             data, self.cfg, mbs, ranks, self.tokenizer, cp, key_prefix=prefix, device=self.device, tokens_key=key
         )
 
     def _has_logprob_budget(self) -> bool:
-        section = "sequence_packing" if packing_enabled(self.cfg) else "dynamic_batching"
-        return self.cfg[section]["logprob_mb_tokens"] is not None
+        budgets = self.cfg.budgets
+        return budgets is not None and budgets[1].logprob_mb_tokens is not None
 
     # -- train ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +261,7 @@ class Policy:
         """
         if self.optimizer is None and not eval_mode:
             raise ConfigError(f"policy {self.name!r} is frozen (init_optimizer=False) and cannot be trained")
-        mbs = mbs or int(self.cfg["train_micro_batch_size"])
+        mbs = mbs or self.cfg.train_micro_batch_size
         self.model.train(not eval_mode)
         try:
             return train_on_batches(
@@ -284,7 +287,7 @@ class Policy:
         self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device, *, optimizer: bool = True) -> None:
-        if self.cfg["dtensor_cfg"]["cpu_offload"]:
+        if self.cfg.dtensor_cfg.cpu_offload:
             # shards live in main memory and visit the device by themselves
             return
         self.model.to(device=device)
@@ -317,7 +320,7 @@ class Policy:
         width = data[f"{prefix}input_ids"].shape[1]
         places = torch.arange(data.size)[:, None] * width
         tagged: BatchedDataDict = BatchedDataDict({**data.data, "_row": torch.arange(data.size)})
-        iterator, _ = self.microbatches(tagged, int(self.cfg["logprob_batch_size"]), prefix=prefix, training=False)
+        iterator, _ = self.microbatches(tagged, self.cfg.logprob_batch_size, prefix=prefix, training=False)
         for mb in iterator:
             if mb.is_dummy:
                 self.forward_hidden(mb.processed_inputs)

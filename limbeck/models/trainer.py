@@ -335,7 +335,7 @@ class Step:
         with self.timer.time("optimizer"):
             params = [p for g in policy.optimizer.param_groups for p in g["params"]]
             policy.sharding.collect(params)
-            limit = math.inf if policy.cfg["max_grad_norm"] is None else float(policy.cfg["max_grad_norm"])
+            limit = math.inf if policy.cfg.max_grad_norm is None else policy.cfg.max_grad_norm
             return policy.sharding.clip(params, limit)
 
     def _optimize(self) -> None:

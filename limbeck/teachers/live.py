@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, process_microbatch
+from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
 from limbeck.losses.inputs import teacher_prefix
@@ -81,12 +81,12 @@ class LiveTeacher:
     def _inputs(self, data: Any, prefix: str, *, packed: bool) -> ProcessedInputs:
         own = self.policy.cfg
         # packed like the student, otherwise cut to the longest row: padding costs the teacher most
-        layout = {
-            "sequence_packing": {**own["sequence_packing"], "enabled": packed},
-            "dynamic_batching": {**own["dynamic_batching"], "enabled": not packed},
-            "dtensor_cfg": own["dtensor_cfg"],
-        }
-        size = int(own["dtensor_cfg"]["context_parallel_size"])
+        layout = MicrobatchConfig(
+            sequence_packing=own.sequence_packing.model_copy(update={"enabled": packed}),
+            dynamic_batching=own.dynamic_batching.model_copy(update={"enabled": not packed}),
+            dtensor_cfg=own.dtensor_cfg,
+        )
+        size = own.dtensor_cfg.context_parallel_size
         return process_microbatch(
             data, self.policy.tokenizer, packed, layout, size, key_prefix=prefix, device=self.policy.device
         )
@@ -100,7 +100,7 @@ class LiveTeacher:
             # the student's own inputs serve where both split sequences alike, and any serve a whole model
             student = self._student if policy.sharding.is_sharded else None
             same = student is None or student.context == policy.dims.shape.context
-            alike = not prefix and same and not policy.cfg["dtensor_cfg"]["sequence_parallel"]
+            alike = not prefix and same and not policy.cfg.dtensor_cfg.sequence_parallel
             inputs = theirs.to(policy.device) if alike else self._inputs(data, prefix, packed=theirs.is_packed)
             return policy.forward_hidden(inputs), inputs
         found: list[tuple[Tensor, ProcessedInputs]] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 
 from limbeck.algorithms import run_folder
-from limbeck.config import dump_yaml, parse_yaml
+from limbeck.algorithms.config import MasterConfig, TraceMasterConfig
+from limbeck.config import FREE, _models_in, dump_yaml, is_marked, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.utils.errors import ConfigError, DataError
 
@@ -22,28 +24,60 @@ class Part(BaseModel):
     kwargs: dict[str, float] = {}
 
 
+class Loop(BaseModel):
+    max_num_steps: int = Field(default=3, json_schema_extra=FREE)
+    seed: int = 1
+
+
 class Run(BaseModel):
     policy: Part = Part()
-    logger: Part = Part()
-    distillation: dict[str, int] = {"max_num_steps": 3, "seed": 1}
+    logger: Part = Field(default=Part(), json_schema_extra=FREE)
+    distillation: Loop = Loop()
 
 
 def opened(config: Run, folder: Path, *, has_checkpoint: bool = True) -> None:
     run_folder.open_run_folder(config, folder, has_checkpoint=has_checkpoint, versions={"torch": "x"})
 
 
+def free(model: type[BaseModel]) -> set[str]:
+    """Dotted names, two parts deep, of the sections and fields that may change."""
+    found = set()
+    for section, field in model.model_fields.items():
+        if is_marked(model, [section], FREE):
+            found.add(section)
+            continue
+        below = {name for part in _models_in(field.annotation) for name in part.model_fields}
+        found |= {f"{section}.{name}" for name in below if is_marked(model, [section, name], FREE)}
+    return found
+
+
+def test_what_may_change_between_a_run_and_its_continuation():
+    names = ("max_num_steps", "max_num_epochs", "val_period", "val_at_start", "val_at_end")
+    loop = {f"distillation.{name}" for name in names}
+    loop |= {"distillation.val_batch_size", "distillation.save_start"}
+    common = {"logger", "checkpointing", "cluster", "policy.dtensor_cfg", *loop}
+    names = ("dtensor_cfg", "dynamic_batching", "sequence_packing", "logprob_batch_size")
+    teacher = {f"teacher.{name}" for name in names}
+    data = {f"data.{name}" for name in ("num_workers", "check_records", "cache_dir")}
+    several = {name.replace("teacher", "teachers") for name in teacher}
+    assert free(MasterConfig) == common | teacher | several | data
+    assert free(TraceMasterConfig) == common | teacher | {"traces.num_workers", "distillation.monitor"}
+
+
 def test_layouts_may_change_on_resume_of_one_teacher_or_several():
+    differences = functools.partial(run_folder.differences, MasterConfig)
+
     def run(tensor: int, rows: int, name: str = "big") -> dict:
         return {"model_name": name, "dtensor_cfg": {"tensor_parallel_size": tensor}, "logprob_batch_size": rows}
 
-    assert not run_folder.differences({"teacher": run(1, 2)}, {"teacher": run(4, 8)})
+    assert not differences({"teacher": run(1, 2)}, {"teacher": run(4, 8)})
     two = [run(1, 2), run(2, 2)]
-    assert not run_folder.differences({"teachers": two}, {"teachers": [run(2, 1), run(1, 1)]})
-    assert run_folder.differences({"teachers": two}, {"teachers": [run(1, 2), run(2, 2, "small")]}) == [
+    assert not differences({"teachers": two}, {"teachers": [run(2, 1), run(1, 1)]})
+    assert differences({"teachers": two}, {"teachers": [run(1, 2), run(2, 2, "small")]}) == [
         "teachers.1.model_name: 'big' -> 'small'"
     ]
-    assert run_folder.differences({"teachers": two}, {"teachers": two[:1]}) == ["teachers.1.model_name: 'big' -> None"]
-    assert run_folder.differences({"policy": run(1, 2)}, {"policy": run(2, 4)}) == ["policy.logprob_batch_size: 2 -> 4"]
+    assert differences({"teachers": two}, {"teachers": two[:1]}) == ["teachers.1.model_name: 'big' -> None"]
+    assert differences({"policy": run(1, 2)}, {"policy": run(2, 4)}) == ["policy.logprob_batch_size: 2 -> 4"]
 
 
 def test_the_configuration_is_stored_as_it_was_used(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.loader import ShardSampler
-from limbeck.data.sources import PAD_INDEX, RecordDataset, SourceOptions
+from limbeck.data.sources import PAD_INDEX, ReadingConfig, RecordDataset
 from limbeck.utils.errors import ConfigError, DataError
 
 
@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_dataset(path: str) -> RecordDataset:
-    return RecordDataset(path, SourceOptions(on_bad_record="skip", check_records="on_read"))
+    return RecordDataset(path, ReadingConfig(on_bad_record="skip", check_records="on_read"))
 
 
 def make_loader(data: RecordDataset, workers: int, epoch: int = 0, **kwargs: Any) -> StatefulDataLoader:
@@ -157,7 +157,7 @@ def test_padding_reaches_the_records(path: str) -> None:
 def test_bad_record_in_a_worker_keeps_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text":"a"}\n{"text":\n')
-    data = RecordDataset(str(file), SourceOptions(check_records="on_read"))
+    data = RecordDataset(str(file), ReadingConfig(check_records="on_read"))
     loader = StatefulDataLoader(data, batch_size=2, num_workers=1, collate_fn=list)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the line is not valid JSON"):
         list(loader)

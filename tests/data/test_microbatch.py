@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import (
+    MicrobatchConfig,
     ProcessedMicrobatch,
     get_microbatch_iterator,
     make_dummy_batch,
@@ -265,15 +266,12 @@ def test_planned_shards_are_followed() -> None:
 
 
 def test_config_objects_work_like_dicts() -> None:
-    class Section:
-        enabled = True
-        train_mb_tokens = 24
-
-    class Config:
-        sequence_packing = Section()
-
-    _, count = get_microbatch_iterator(make_batch([20, 20]), Config(), 1, None, None)
-    assert count == 2
+    given = {"sequence_packing": {"enabled": True, "train_mb_tokens": 24}}
+    for config in (given, MicrobatchConfig.model_validate(given), {**given, "model_name": "any"}):
+        _, count = get_microbatch_iterator(make_batch([20, 20]), config, 1, None, None)
+        assert count == 2
+    with pytest.raises(ConfigError, match=r"unknown key 'sequence_packing\.train_tokens'"):
+        get_microbatch_iterator(make_batch([20, 20]), {"sequence_packing": {"train_tokens": 24}}, 1, None, None)
 
 
 def test_raw_iterator_of_published_form() -> None:

@@ -22,8 +22,8 @@ from limbeck.data.readers import RandomAccessFile, expand, index_lines, split_sp
 from limbeck.data.sources import (
     PAD_INDEX,
     DataConfig,
+    ReadingConfig,
     RecordDataset,
-    SourceOptions,
     build_dataset,
     count_skipped,
     flatten_documents,
@@ -97,7 +97,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("check", ["at_start", "on_read"])
 def test_every_format_gives_the_same_records(kind: str, check: Any, tmp_path: Path) -> None:
     path = MAKERS[kind](tmp_path)
-    data = RecordDataset(path, SourceOptions(check_records=check))
+    data = RecordDataset(path, ReadingConfig(check_records=check))
     assert texts(data) == TEXTS
     assert data[3]["idx"] == 3
     assert data[3]["loss_multiplier"] == 1.0
@@ -118,7 +118,7 @@ def test_plain_text_by_file_and_by_paragraph(name: str, tmp_path: Path) -> None:
     content = "a b\nc\n\n\r\n  \nd\n\ne é"
     path = write(tmp_path / name, b"\xef\xbb\xbf" + content.encode())
     assert texts(RecordDataset(path)) == [content]
-    data = RecordDataset(path, SourceOptions(split_documents="blank_lines"))
+    data = RecordDataset(path, ReadingConfig(split_documents="blank_lines"))
     assert texts(data) == ["a b\nc", "d", "e é"]
     assert [record["source"] for record in data] == [f"{path}:1", f"{path}:6", f"{path}:8"]
 
@@ -162,7 +162,7 @@ def test_conversations(kind: str, tmp_path: Path) -> None:
             tmp_path / "c.jsonl",
             lines([{k: json.dumps(v) for k, v in row.items()} for row in CHAT]),
         )
-    data = RecordDataset(path, SourceOptions(mode="chat"))
+    data = RecordDataset(path, ReadingConfig(mode="chat"))
     first, second = data[0], data[1]
     assert first["messages"] == CHAT[0]["messages"]
     assert first["tools"] == [{"name": "f"}]
@@ -189,10 +189,10 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(kind: str, check: An
     line, reason, message = BAD[kind]
     path = write(tmp_path / "a.jsonl", b'{"text":"good"}\n\n' + line + b'\n{"text":"too"}\n')
     with pytest.raises(DataError, match="on_bad_record=skip") as caught:
-        list(RecordDataset(path, SourceOptions(check_records=check)))
+        list(RecordDataset(path, ReadingConfig(check_records=check)))
     assert f"{path}:3: " in str(caught.value)
     assert message in str(caught.value)
-    data = RecordDataset(path, SourceOptions(check_records=check, on_bad_record="skip"))
+    data = RecordDataset(path, ReadingConfig(check_records=check, on_bad_record="skip"))
     records = list(data)
     assert data.skipped == {reason: 1}
     if check == "at_start":
@@ -218,8 +218,8 @@ BAD_CHATS = {
 def test_bad_conversations(reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", lines([*CHAT, BAD_CHATS[reason]]))
     with pytest.raises(DataError, match=r"c\.jsonl:3: "):
-        len(RecordDataset(path, SourceOptions(mode="chat")))
-    data = RecordDataset(path, SourceOptions(mode="chat", on_bad_record="skip"))
+        len(RecordDataset(path, ReadingConfig(mode="chat")))
+    data = RecordDataset(path, ReadingConfig(mode="chat", on_bad_record="skip"))
     assert len(data) == 2
     assert data.skipped == {reason: 1}
 
@@ -227,8 +227,8 @@ def test_bad_conversations(reason: str, tmp_path: Path) -> None:
 def test_tools_of_the_wrong_type(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", lines([{**CHAT[0], "tools": 5}]))
     with pytest.raises(DataError, match=r"c\.jsonl:1: 'tools' is a int"):
-        len(RecordDataset(path, SourceOptions(mode="chat")))
-    assert RecordDataset(path, SourceOptions(mode="chat", tools_key=None))[0]["tools"] is None
+        len(RecordDataset(path, ReadingConfig(mode="chat")))
+    assert RecordDataset(path, ReadingConfig(mode="chat", tools_key=None))[0]["tools"] is None
 
 
 def test_empty_documents_are_counted_and_never_stop_a_run(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_invalid_utf8_in_plain_text_names_the_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.txt:1: line 4 is not valid UTF-8"):
         len(RecordDataset(path))
     with pytest.raises(DataError, match=r"a\.txt:3: line 4 is not valid UTF-8"):
-        len(RecordDataset(path, SourceOptions(split_documents="blank_lines")))
+        len(RecordDataset(path, ReadingConfig(split_documents="blank_lines")))
 
 
 def test_invalid_utf8_in_arrow(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="starts as a JSON array but cannot be read as one"):
         len(RecordDataset(write(tmp_path / "t.json", b'[{"text": "a"},')))
     with pytest.raises(ConfigError, match="holds no conversations"):
-        len(RecordDataset(write(tmp_path / "a.txt", b"x"), SourceOptions(mode="chat")))
+        len(RecordDataset(write(tmp_path / "a.txt", b"x"), ReadingConfig(mode="chat")))
 
 
 def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_huge_document_is_split_between_characters(kind: str, tmp_path: Path) 
         path = write(tmp_path / "a.txt", body.encode())
     else:
         path = parquet(tmp_path / "a.parquet", pa.table({"text": ["first", body, "last"]}))
-    data = RecordDataset(path, SourceOptions(max_document_bytes=1 << 16))
+    data = RecordDataset(path, ReadingConfig(max_document_bytes=1 << 16))
     found = texts(data)
     if kind != "txt":
         assert (found[0], found[-1]) == ("first", "last")
@@ -304,14 +304,14 @@ def test_a_huge_document_is_split_between_characters(kind: str, tmp_path: Path) 
 
 def test_long_documents_by_policy(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines([{"text": "short"}, {"text": "x" * 100}, {"text": "é" * 9}]))
-    data = RecordDataset(path, SourceOptions(max_document_bytes=64, long_documents="skip"))
+    data = RecordDataset(path, ReadingConfig(max_document_bytes=64, long_documents="skip"))
     # The escaped line of the third document is longer than the limit, the document itself is not.
     assert texts(data) == ["short", "é" * 9]
     assert data.skipped == {"too_long": 1}
     with pytest.raises(DataError, match=r"a\.jsonl:2: the document has 100 bytes.*long_documents=skip"):
-        len(RecordDataset(path, SourceOptions(max_document_bytes=64, long_documents="error")))
+        len(RecordDataset(path, ReadingConfig(max_document_bytes=64, long_documents="error")))
     chat = write(tmp_path / "c.jsonl", lines([*CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}]))
-    data = RecordDataset(chat, SourceOptions(mode="chat", max_document_bytes=128))
+    data = RecordDataset(chat, ReadingConfig(mode="chat", max_document_bytes=128))
     assert len(data) == 2
     assert data.skipped == {"too_long": 1}
 
@@ -346,7 +346,7 @@ def test_joined_records_keep_documents_apart(
 ) -> None:
     path = tmp_path_factory.mktemp("join") / "a.txt"
     path.write_text("\n\n".join("x" * size for size in sizes))
-    data = RecordDataset(str(path), SourceOptions(split_documents="blank_lines", join_to_bytes=limit))
+    data = RecordDataset(str(path), ReadingConfig(split_documents="blank_lines", join_to_bytes=limit))
     records = list(data)
     rows = flatten_documents(records)
     assert [len(row["text"]) for row in rows] == sizes
@@ -370,8 +370,8 @@ def test_fingerprint_follows_the_data(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines(ROWS))
     first = RecordDataset(path).fingerprint
     assert RecordDataset(path).fingerprint == first
-    assert RecordDataset(path, SourceOptions(cache_dir=str(tmp_path))).fingerprint == first
-    assert RecordDataset(path, SourceOptions(join_to_bytes=9)).fingerprint != first
+    assert RecordDataset(path, ReadingConfig(cache_dir=str(tmp_path))).fingerprint == first
+    assert RecordDataset(path, ReadingConfig(join_to_bytes=9)).fingerprint != first
     write(tmp_path / "a.jsonl", lines([{"text": "ONE", "other": 1}, *ROWS[1:]]))
     assert RecordDataset(path).fingerprint != first
 
@@ -394,10 +394,12 @@ def test_build_from_a_config(tmp_path: Path) -> None:
         build_dataset(config, "validation")
 
 
-def test_options_and_config_agree() -> None:
-    defaults = DataConfig(train="x")
-    for name, value in SourceOptions().__dict__.items():
-        assert getattr(defaults, name) == value, name
+def test_fingerprints_of_stored_runs_hold(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([{"text": "one"}, {"text": "two"}]))
+    assert RecordDataset(path).fingerprint == "9fae3b5feb2f3737da728715859b4413cbb4d0934b27adf58115266795f4750d"
+    options = {"tools_key": None, "join_to_bytes": 9, "cache_dir": "x"}
+    found = RecordDataset(path, options).fingerprint
+    assert found == "3a362745bfaa0d1bc0f2c6277783c5b6d32c17ef68ad90b1e9972d8956b6de55"
 
 
 def test_hub_data_set_offline_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

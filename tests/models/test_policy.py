@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from limbeck.losses import CrossTokenizerDistillationLossFn
-from limbeck.models.policy import Policy
+from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.errors import CheckpointError, ConfigError, LossError
 from limbeck.utils.timer import Timer
@@ -315,7 +315,7 @@ def test_frozen_policies_do_not_train():
 def test_a_model_with_more_than_a_linear_head_is_refused():
     from limbeck.models.loading import load_model
 
-    model = load_model(config(), vocab_size=300, seed=0)
+    model = load_model(PolicyConfig(**config()), vocab_size=300, seed=0)
     real = model.lm_head.forward
     model.lm_head.forward = lambda x: real(x) * 2 + 1
     model.register_forward_hook(lambda m, a, k, out: out.__setitem__("logits", out.logits * 3), with_kwargs=True)

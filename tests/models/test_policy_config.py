@@ -3,9 +3,9 @@ import sys
 import pytest
 
 from limbeck.config import resolve
-from limbeck.models.policy_config import LoraConfig, PolicyConfig
-from limbeck.models.settings import DEFAULTS, LORA_DEFAULTS, plain_settings
+from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.utils.errors import ConfigError
+from tests.models.tiny import LLAMA
 
 PUBLISHED = {
     "model_name": "meta-llama/Llama-3.2-1B",
@@ -41,22 +41,19 @@ PUBLISHED = {
 }
 
 
+SMALL = {"model_name": None, "init": "random", "model_overrides": {**LLAMA, "vocab_size": 64}}
+
+
 def test_the_published_keys_are_read():
     cfg = resolve(PolicyConfig, PUBLISHED)
     assert cfg.scheduler[2].milestones == [50]
     assert cfg.dtensor_cfg.activation_checkpointing
 
 
-def test_plain_settings_and_the_model_have_the_same_keys_and_defaults():
-    assert PolicyConfig(model_name="m").model_dump() == {**DEFAULTS, "model_name": "m"}
-    assert plain_settings({"model_name": "m"}) == {**DEFAULTS, "model_name": "m"}
-    assert LoraConfig().model_dump() == LORA_DEFAULTS
-
-
-def test_plain_settings_merge_like_the_model():
-    given = {k: v for k, v in PUBLISHED.items() if k != "scheduler"}
-    assert plain_settings(given) == PolicyConfig(**given).model_dump()
-    assert plain_settings(PolicyConfig(**PUBLISHED)) == PolicyConfig(**PUBLISHED).model_dump()
+def test_a_mapping_and_a_file_give_the_same():
+    given = Policy({**PUBLISHED, **SMALL}, None, device="cpu").cfg
+    assert given == resolve(PolicyConfig, {**PUBLISHED, **SMALL})
+    assert Policy(given, None, device="cpu").cfg is given
 
 
 @pytest.mark.parametrize(
@@ -84,18 +81,15 @@ def test_bad_configs(data, message):
         resolve(PolicyConfig, data)
 
 
-def test_bad_plain_settings():
-    with pytest.raises(ConfigError, match="unknown policy key 'x'"):
-        plain_settings({"x": 1})
-    with pytest.raises(ConfigError, match=r"unknown policy key dtensor_cfg\.'x'"):
-        plain_settings({"dtensor_cfg": {"x": 1}})
-    with pytest.raises(ConfigError, match="must be a mapping"):
-        plain_settings(3)
+def test_a_constructor_refuses_what_a_run_file_would():
+    with pytest.raises(ConfigError, match=r"unknown key 'dtensor_cfg\.x'"):
+        Policy({**SMALL, "dtensor_cfg": {"x": 1}}, None)
+    with pytest.raises(ConfigError, match="expected a PolicyConfig or a mapping with its keys, got int"):
+        Policy(3, None)
 
 
 def test_compile_may_be_a_flag():
     assert PolicyConfig(model_name="m", compile=True).compile.enabled
-    assert plain_settings({"compile": True})["compile"]["enabled"]
 
 
 def test_computing_needs_no_reader():

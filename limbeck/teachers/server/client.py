@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from limbeck.config import SECRET
 from limbeck.errors import ServerError
 from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket
 
@@ -22,11 +23,11 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    url: str
+    url: str = Field(json_schema_extra=SECRET)
     """Base address, up to and including ``/v1``."""
     model: str | None = None
     """Name of the model at the server; default: the only one that it serves."""
-    api_key_env: str = "LIMBECK_API_KEY"
+    api_key_env: str = Field(default="LIMBECK_API_KEY", json_schema_extra=SECRET)
     """Environment variable with the key; not set: no key is sent. The key itself never stands in a run file."""
     k: int = Field(default=20, ge=1)
     """Most likely tokens per position; vLLM gives up to its ``--max-logprobs`` (20 unless it was started with more)."""
