@@ -86,25 +86,13 @@ class ProcessedInputs:
         """A copy with the model's tensors on ``device``; buffers stay the very tensors that the fields hold."""
         if device is None:
             return self
-        moved: dict[int, torch.Tensor] = {}
-
-        def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in moved:
-                moved[id(value)] = to_device(value, device)
-            return moved[id(value)]
-
-        return replace(
-            self,
-            **{name: move(getattr(self, name)) for name in _TENSOR_FIELDS},
-            flash_attn_kwargs={key: move(value) for key, value in self.flash_attn_kwargs.items()},
-            vlm_kwargs={key: move(value) for key, value in self.vlm_kwargs.items()},
-            cp_buffers=[move(value) for value in self.cp_buffers],
-        )
+        return replace(self, **to_device({name: getattr(self, name) for name in _MODEL_FIELDS}, device))
 
 
-_TENSOR_FIELDS = ("input_ids", "attention_mask", "position_ids", "seq_index", "document_ids")
+_MODEL_FIELDS = (
+    *("input_ids", "attention_mask", "position_ids", "seq_index", "document_ids"),
+    *("flash_attn_kwargs", "vlm_kwargs", "cp_buffers"),
+)
 
 
 @dataclass

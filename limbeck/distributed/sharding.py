@@ -85,9 +85,8 @@ class NoSharding(Sharding):
     def collect(self, params: Sequence[Tensor]) -> None:
         if self.dims.data.size == 1:
             return
-        for p in params:
-            # replicas, once per step: all gradients
-            self.dims.data.sum_(_settle(p))
+        # replicas, once per step: all gradients, in few large pieces
+        self.dims.data.sum_(*(_settle(p) for p in params))
 
     def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, limit)
@@ -284,6 +283,7 @@ class ShardedModel(Sharding):
         part = DTensor.from_local(
             self._leaf.grad, weight.device_mesh, self._gathered(weight, Partial()), run_check=False
         )
+        # data x context ranks, once per step: a reduce-scatter of V h / t numbers takes them home
         grad = part.redistribute(placements=weight.placements)
         _local(_settle(weight)).add_(_local(grad).to(weight.device))
         self._leaf = None
@@ -293,14 +293,11 @@ class ShardedModel(Sharding):
     @torch.no_grad()
     def collect(self, params: Sequence[Tensor]) -> None:
         self._collect_head()
-        for p in params:
-            grad = _local(_settle(p))
-            if not _split_over(p)[0]:
-                # data x context ranks: parameters that FSDP has not sharded, and so not reduced
-                self.dims.loss.sum_(grad)
-            if id(p) in self._partial:
-                # tensor-parallel ranks: norms of single heads, and what saw a part of the sequence; h numbers each
-                self.dims.tensor.sum_(grad)
+        grads = [(p, _local(_settle(p))) for p in params]
+        # data x context ranks: gradients of parameters that FSDP has not sharded, and so not reduced
+        self.dims.loss.sum_(*(grad for p, grad in grads if not _split_over(p)[0]))
+        # tensor-parallel ranks: those of norms of single heads, and of what saw a part of the sequence; h numbers each
+        self.dims.tensor.sum_(*(grad for p, grad in grads if id(p) in self._partial))
 
     @torch.no_grad()
     def clip(self, params: Sequence[Tensor], limit: float) -> Tensor:
