@@ -285,14 +285,14 @@ def _by_kernel(
     assert kernel is not None
     borders = sequences.tables(spans, rows, part.device)
     out = kernel(flat[0], flat[1], flat[2], borders, longest, scale=scaling, window=window)
-    return out.unflatten(0, (rows, part.shape[2])).transpose(1, 2)
+    return torch.unflatten(out, 0, (rows, part.shape[2])).transpose(1, 2)
 
 
 def _keys_of(values: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
     """What each span sees of keys or values `[B, H, T, D]`."""
     if all(a.end == b.low for a, b in itertools.pairwise(spans)):
         # one split, whose gradient is one concatenation, where slices would each fill a whole sequence with zeros
-        return values[:, :, spans[0].low : spans[-1].end].split([s.end - s.low for s in spans], 2)
+        return torch.split(values[:, :, spans[0].low : spans[-1].end], [s.end - s.low for s in spans], 2)
     return [values[:, :, s.low : s.end] for s in spans]
 
 
@@ -323,7 +323,7 @@ def _by_span(
 
 
 # its exchanges are no graph to compile, and its loops depend on the documents
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: Any,
     query: Tensor,
