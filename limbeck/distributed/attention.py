@@ -23,8 +23,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
+from limbeck.errors import ConfigError
 from limbeck.losses.peers import Peers
-from limbeck.utils.errors import ConfigError
 
 ATTENTION_NAME = "limbeck_context"
 _BAND_ROWS = 512

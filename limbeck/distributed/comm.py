@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from limbeck.utils.errors import LimbeckError
+from limbeck.errors import LimbeckError
 
 _GOOD, _BAD = b"+", b"-"
 _BUCKET_BYTES = 32 * 2**20

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.distributed.comm import leave_distributed
-from limbeck.utils.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError
 
 
 class ClusterConfig(BaseModel):

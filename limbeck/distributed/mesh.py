@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.tensor_parallel import plan_of
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 DATA, CONTEXT, TENSOR, LOSS, ROWS = "data", "context", "tensor", "loss", "rows"
 

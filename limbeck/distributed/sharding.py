@@ -22,7 +22,7 @@ from limbeck.distributed.attention import GatheredAttention
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import LOSS, TENSOR, ParallelDims
 from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, probe
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 
 class Sharding(ABC):

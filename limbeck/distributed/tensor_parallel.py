@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from limbeck.distributed.comm import Comm
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 GATHERED = {"colwise_gather_output": COLUMNS, "rowwise_split_input": ROWS}
