@@ -1,11 +1,12 @@
 """Projection between vocabularies: build, store, load and audit the sparse map W from student to teacher tokens."""
 
 from limbeck.projection.audit import Audit, ClassCoverage, audit_projection
-from limbeck.projection.build import load_or_build
+from limbeck.projection.build import build_trees, load_or_build
 from limbeck.projection.convert import Conversion, convert_published
 from limbeck.projection.counted import PairCounter, build_counted, count_pairs
 from limbeck.projection.matrix import Columns, Pairs, Projection, TeacherView
 from limbeck.projection.rules import build_rules
+from limbeck.projection.trees import SpellingTree, VocabTrees
 
 __all__ = [
     "Audit",
@@ -15,10 +16,13 @@ __all__ = [
     "PairCounter",
     "Pairs",
     "Projection",
+    "SpellingTree",
     "TeacherView",
+    "VocabTrees",
     "audit_projection",
     "build_counted",
     "build_rules",
+    "build_trees",
     "convert_published",
     "count_pairs",
     "load_or_build",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import VERSION, Projection
-from limbeck.projection.retokenise import Progress
-from limbeck.projection.rules import DEFAULT_K, build_rules, rule_name
+from limbeck.projection.pairs import PairRule
+from limbeck.projection.retokenise import Progress, Retokeniser
+from limbeck.projection.rules import DEFAULT_K, build_rules, role_partners, rule_name
+from limbeck.projection.trees import Spelling, VocabTrees
 from limbeck.tokens import ByteVocab
 from limbeck.utils import files
 
@@ -23,6 +26,31 @@ def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path, *, k: in
     return cache_dir / ("_".join(parts) + ".safetensors")
 
 
+def build_trees(student_tokenizer: Any, teacher_tokenizer: Any, *, progress: Progress | None = None) -> VocabTrees:
+    """Cells, trees and pair rules of two tokenizers."""
+    spell_student, spell_teacher = Retokeniser(student_tokenizer), Retokeniser(teacher_tokenizer)
+    student, teacher = spell_student.vocab, spell_teacher.vocab
+    total = student.size + teacher.size
+
+    def spelled(speller: Retokeniser, own: ByteVocab, other: ByteVocab, done: int) -> list[Spelling]:
+        ids = [i for i, data in enumerate(own.token_bytes) if data]
+        report = None if progress is None else lambda count, _: progress(done + count, total)
+        out: list[Spelling] = [()] * own.size
+        for i, spelling in zip(ids, speller.spell([own.token_bytes[i] for i in ids], report), strict=True):
+            out[i] = spelling
+        for i, partner in role_partners(own, other).items():
+            out[i] = (partner,)
+        return out
+
+    sigma = spelled(spell_student, teacher, student, 0)
+    tau = spelled(spell_teacher, student, teacher, teacher.size)
+    rules = (
+        PairRule.from_tokenizer(tokenizer, vocab.token_bytes)
+        for tokenizer, vocab in ((student_tokenizer, student), (teacher_tokenizer, teacher))
+    )
+    return VocabTrees.from_spellings(sigma, tau, *rules)
+
+
 def load_or_build(
     student_tokenizer: Any,
     teacher_tokenizer: Any,
@@ -31,6 +59,7 @@ def load_or_build(
     cache_dir: str | os.PathLike[str] | None = None,
     k: int = DEFAULT_K,
     reverse: bool = False,
+    trees: bool = False,
     progress: Progress | None = None,
 ) -> Projection:
     """The projection of two tokenizers.
@@ -38,22 +67,36 @@ def load_or_build(
     With `path`, that file: it must fit the tokenizers if it exists, and is written if it does not. Without, the cache
     is searched by fingerprints, and a matrix that is missing or unreadable there is built by `rules` and stored.
     Several processes may do this at once: files appear whole, and all builders write the same content.
+
+    trees: with cells and trees. A cached matrix without them gets them; a file at `path` is left as it is, and its
+    trees are built for this process only.
     """
     student = ByteVocab.from_tokenizer(student_tokenizer)
     teacher = ByteVocab.from_tokenizer(teacher_tokenizer)
+    projection: Projection | None = None
     if path is not None:
         target = Path(path)
         if target.exists():
-            return Projection.load(target, student, teacher)
+            projection = Projection.load(target, student, teacher)
     else:
         folder = files.cache_dir("projections") if cache_dir is None else Path(cache_dir)
         target = cache_path(student, teacher, folder, k=k, reverse=reverse)
         if target.exists():
             try:
-                return Projection.load(target, student, teacher)
+                projection = Projection.load(target, student, teacher)
             except ProjectionError as error:
                 logger.warning("the cached projection is not usable and is built anew: %s", error)
-    projection = build_rules(student_tokenizer, teacher_tokenizer, k=k, reverse=reverse, progress=progress)
+    is_given = path is not None and projection is not None
+    if projection is not None and (projection.trees is not None or not trees):
+        return projection
+    if projection is None:
+        projection = build_rules(student_tokenizer, teacher_tokenizer, k=k, reverse=reverse, progress=progress)
+    if trees:
+        if is_given:
+            logger.info("%s holds no trees: they are built now; `limbeck project -o` stores them", target)
+        projection = replace(projection, trees=build_trees(student_tokenizer, teacher_tokenizer, progress=progress))
+    if is_given:
+        return projection
     try:
         projection.save(target)
     except OSError as error:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.errors import ProjectionError
+from limbeck.projection.trees import VocabTrees
 from limbeck.utils.files import write_atomic
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ RELAXED_THRESHOLD = 0.6
 
 IntArray = npt.NDArray[np.int64]
 _TENSORS = {"indices": "I32", "weights": "F32", "exact": "I32"}
+_TREES = "trees."
 
 
 class Pairs(NamedTuple):
@@ -71,6 +73,7 @@ class Projection:
         student_fingerprint, teacher_fingerprint: fingerprints of the two tokenizers.
         rule: how the weights were made ("rules", "rules+reverse", "counted", "converted").
         details: further facts about the making, text to text; stored in the file's header.
+        trees: cells and trees of the two vocabularies, where they have been built.
     """
 
     indices: npt.NDArray[np.int32]
@@ -81,11 +84,15 @@ class Projection:
     teacher_fingerprint: str
     rule: str
     details: Mapping[str, str] = field(default_factory=dict)
+    trees: VocabTrees | None = None
 
     def __post_init__(self) -> None:
         _check_layout(self)
         _check_entries(self)
         _check_exact(self)
+        sizes = self.student_size, self.teacher_size
+        if self.trees is not None and (self.trees.student_cell.size, self.trees.teacher_cell.size) != sizes:
+            raise ProjectionError(f"the trees are not those of vocabularies of {sizes[0]} and {sizes[1]} ids")
         for array in (self.indices, self.weights, self.exact):
             array.setflags(write=False)
 
@@ -186,7 +193,9 @@ class Projection:
             "teacher_fingerprint": self.teacher_fingerprint,
             "details": json.dumps(dict(self.details), sort_keys=True),
         }
-        tensors = {"indices": self.indices, "weights": self.weights, "exact": self.exact}
+        tensors: dict[str, npt.NDArray] = {"indices": self.indices, "weights": self.weights, "exact": self.exact}
+        if self.trees is not None:
+            tensors |= {_TREES + name: array for name, array in self.trees.tensors().items()}
         data = to_bytes({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=header)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +211,7 @@ class Projection:
         if not target.is_file():
             raise ProjectionError(f"there is no projection at {target}; build one with `limbeck project -o {target}`.")
         header, tensors = _read(target)
+        trees = {name.removeprefix(_TREES): array for name, array in tensors.items() if name.startswith(_TREES)}
         try:
             projection = cls(
                 indices=tensors["indices"],
@@ -212,6 +222,7 @@ class Projection:
                 teacher_fingerprint=header["teacher_fingerprint"],
                 rule=header["rule"],
                 details=_header_details(header),
+                trees=VocabTrees.from_tensors(trees) if trees else None,
             )
             for name, stored in (("student_size", projection.student_size), ("k", projection.k)):
                 if _header_int(header, name) != stored:
@@ -274,13 +285,14 @@ def _read(target: Path) -> tuple[dict[str, str], dict[str, npt.NDArray]]:
             header = reader.metadata() or {}
             _check_header(target, header)
             names = set(reader.keys())
-            if names != set(_TENSORS):
-                raise ProjectionError(f"{target}: holds the arrays {sorted(names)}, expected {sorted(_TENSORS)}.")
-            for name, dtype in _TENSORS.items():
-                found = reader.get_slice(name).get_dtype()
+            own = {name for name in names if not name.startswith(_TREES)}
+            if own != set(_TENSORS):
+                raise ProjectionError(f"{target}: holds the arrays {sorted(own)}, expected {sorted(_TENSORS)}.")
+            for name in names:
+                found, dtype = reader.get_slice(name).get_dtype(), _TENSORS.get(name, "I32")
                 if found != dtype:
                     raise ProjectionError(f"{target}: `{name}` has dtype {found}, expected {dtype}; build it anew.")
-            return header, {name: reader.get_tensor(name) for name in _TENSORS}
+            return header, {name: reader.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ProjectionError(
             f"{target} is not a readable safetensors file ({error}); it may be truncated: build it anew."

@@ -105,3 +105,40 @@ def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
         assert run.returncode == 0, errors
     load_or_build(STUDENT, TEACHER, cache_dir=cache)
     assert not list(cache.glob(".*"))
+
+
+def test_trees_are_built_when_asked_for_and_stored_with_the_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path).trees is None
+    request.getfixturevalue("no_building")
+    built = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, trees=True).trees
+    monkeypatch.setattr(build_module, "build_trees", None)
+    loaded = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, trees=True).trees
+    assert built is not None
+    assert loaded is not None
+    for name, array in built.tensors().items():
+        np.testing.assert_array_equal(array, loaded.tensors()[name])
+    assert loaded.student_pairs is not None
+    assert loaded.num_cells == TEACHER.vocab_size
+    two, numeral = (STUDENT.convert_tokens_to_ids(token) for token in ("2", "201"))
+    assert loaded.student_cell[two] == loaded.student_cell[numeral]
+    digits = [TEACHER.convert_tokens_to_ids(digit) for digit in "201"]
+    assert loaded.teacher_tree.members(loaded.teacher_tree.find(digits)).tolist() == [numeral]
+
+
+def test_a_given_file_without_trees_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    load_or_build(STUDENT, TEACHER, path)
+    before = path.read_bytes()
+    assert load_or_build(STUDENT, TEACHER, path, trees=True).trees is not None
+    assert path.read_bytes() == before
+
+
+def test_special_tokens_share_a_cell_by_role() -> None:
+    ends = [byte_level(["the"], specials=["<|endoftext|>", "<|im_end|>", "<|pad|>"]) for _ in range(2)]
+    ends[1].add_special_tokens({"additional_special_tokens": ["<|other|>"]})
+    trees = build_module.build_trees(*ends)
+    for name in ("<|endoftext|>", "<|im_end|>"):
+        mine, theirs = (tokenizer.convert_tokens_to_ids(name) for tokenizer in ends)
+        assert trees.student_cell[mine] == trees.teacher_cell[theirs] >= 0

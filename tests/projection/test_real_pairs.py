@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from limbeck.projection import Audit, Projection, audit_projection, build_rules
+from limbeck.projection import Audit, Projection, VocabTrees, audit_projection, build_rules, build_trees
 from limbeck.tokens import ByteVocab
 from tests import zoo
 
@@ -19,6 +19,11 @@ from tests import zoo
 @functools.cache
 def built(student: str, teacher: str) -> Projection:
     return build_rules(zoo.tokenizer(student), zoo.tokenizer(teacher))
+
+
+@functools.cache
+def trees_of(student: str, teacher: str) -> VocabTrees:
+    return build_trees(zoo.tokenizer(student), zoo.tokenizer(teacher))
 
 
 def audited(student: str, teacher: str) -> Audit:
@@ -126,3 +131,33 @@ def test_building_stays_small_and_fast() -> None:
     # time on a processor, start of the interpreter included: what other processes take does not count
     assert after.children_user + after.children_system - before.children_user - before.children_system < 60
     assert found["peak_rss_mb"] < 1000
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "cells", "one_to_one"),
+    [
+        ("llama3_2", "qwen3", 109_831, 0.926),
+        pytest.param("smollm2", "gemma3", 46_192, 0.689, marks=pytest.mark.slow),
+        pytest.param("llama3_2", "gptoss", 103_518, 0.794, marks=pytest.mark.slow),
+    ],
+)
+def test_cells_of_real_pairs(student: str, teacher: str, cells: int, one_to_one: float) -> None:
+    trees = trees_of(student, teacher)
+    alone = int((trees.student_cell < 0).sum() + (trees.teacher_cell < 0).sum())
+    assert abs(trees.num_cells + alone - cells) <= 3  # ends of turns and documents may share a cell
+    mine, theirs = trees.cell_sizes
+    assert abs(((mine == 1) & (theirs == 1)).sum() / cells - one_to_one) < 5e-4
+
+
+def test_a_numeral_is_a_leaf_of_the_digits_tree() -> None:
+    student, teacher = zoo.tokenizer("llama3_2"), zoo.tokenizer("qwen3")
+    trees = trees_of("llama3_2", "qwen3")
+    digits = [teacher.convert_tokens_to_ids(digit) for digit in "201"]
+    tree = trees.teacher_tree
+    assert tree.members(tree.find(digits)).tolist() == [student.convert_tokens_to_ids("201")]
+    assert tree.members(tree.find(digits[:1])).size == 111  # 2, 2x and 2xx
+    rule = trees.student_pairs
+    assert rule is not None
+    last, following = (student.convert_tokens_to_ids(token) for token in ("th", "e"))
+    assert not rule.allowed(last, following)
+    assert rule.allowed(student.convert_tokens_to_ids("the"), student.convert_tokens_to_ids("\u0120cat"))

@@ -1,0 +1,206 @@
+"""Which token may follow which: what a deterministic tokenizer tells about the token after the last one.
+
+A byte-pair tokenizer never writes two tokens in a row that it would have written otherwise: `(u, v)` is *allowed*
+where the encoding of both texts together is `[u, v]`. A model whose last token is `u` knows this and gives the other
+tokens no mass. The rule needs no table of pairs: a merge `(a, b)` of rank `r` crosses the border of `u|v` where `a` is
+on the right edge of `u` and not yet used up inside it by an earlier merge, and `b` likewise on the left edge of `v`.
+With tokens numbered depth-first in the forest "made from this left part", children by rank, each merge forbids one
+token and one contiguous range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from limbeck.errors import ProjectionError
+from limbeck.tokens.vocab import backend_spec
+
+IdArray = npt.NDArray[np.int32]
+_NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class PairRule:
+    """Forbidden successors of every token of a byte-pair vocabulary of V ids.
+
+    The rule knows merges, not the tokenizer's splitting rules: a pair that a splitter tears apart (digits in threes)
+    may count as forbidden although texts hold it. A pair that occurs is proof that it is allowed.
+
+    Attributes:
+        merge_left, merge_right: int32 [R]; the ids that each merge joins, in order of rank.
+        left, right, made: int32 [V]; the two parts that the tokenizer makes a token from and the rank of that merge;
+            -1 for tokens that are not made by a merge.
+        place, stop: int32 [V]; number of a token in depth-first order, and the number after its last descendant.
+    """
+
+    merge_left: IdArray
+    merge_right: IdArray
+    left: IdArray
+    right: IdArray
+    made: IdArray
+    place: IdArray
+    stop: IdArray
+
+    def __post_init__(self) -> None:
+        size, ranks = self.left.size, self.merge_left.size
+        for name, array in self.arrays().items():
+            if array.dtype != np.int32 or array.shape != ((ranks,) if name.startswith("merge") else (size,)):
+                raise ProjectionError(f"pair rule: `{name}` is {array.dtype} {array.shape}; expected int32, one length")
+        limits = {"made": (-1, ranks), "left": (-1, size), "right": (-1, size), "stop": (1, size + 1)}
+        for name, array in self.arrays().items():
+            low, high = limits.get(name, (0, size))
+            if array.size and (array.min() < low or array.max() >= high):
+                raise ProjectionError(f"pair rule: `{name}` has entries outside {low}..{high - 1}")
+        if np.bincount(self.place, minlength=size).max(initial=1) > 1 or (self.stop <= self.place).any():
+            raise ProjectionError("pair rule: the depth-first numbers are no numbering")
+        inner = self.left >= 0
+        whole = (inner == (self.right >= 0)).all() and (inner == (self.made >= 0)).all()
+        if not (whole and _ends(self.left) and _ends(self.right)):
+            raise ProjectionError("pair rule: the parts of tokens do not form trees")
+
+    def arrays(self) -> dict[str, IdArray]:
+        """The stored arrays by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def size(self) -> int:
+        """Number of ids, V."""
+        return int(self.left.size)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, token_bytes: Sequence[bytes]) -> PairRule | None:
+        """The rule of a byte-pair tokenizer; None for unigram and WordPiece models, which have no merges."""
+        model = backend_spec(tokenizer)["model"]
+        if model.get("type", "BPE") != "BPE" or not model.get("merges"):
+            return None
+        ids: Mapping[str, int] = model["vocab"]
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        merges = [(ids[a], ids[b], ids[a + b]) for a, b in pairs]
+        return cls.from_merges(merges, [len(data) for data in token_bytes])
+
+    @classmethod
+    def from_merges(cls, merges: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> PairRule:
+        """From (left id, right id, made id) in order of rank, and the bytes of every id counted."""
+        table = np.asarray(merges, dtype=np.int32).reshape(-1, 3)
+        size = len(lengths)
+        left, right, made = _how_made(table, lengths, size)
+        place, stop = _number_depth_first(left, made)
+        return cls(table[:, 0].copy(), table[:, 1].copy(), left, right, made, place, stop)
+
+    @cached_property
+    def _by_left(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Merges by left part, ranks ascending: order [R], offsets [V + 1]."""
+        return _grouped(self.merge_left, self.size)
+
+    @cached_property
+    def _children(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens by (left part, rank) with sortable keys, and offsets [V + 1] by left part."""
+        inner = np.flatnonzero(self.left >= 0)
+        order = inner[np.lexsort((self.made[inner], self.left[inner]))]
+        offsets = np.searchsorted(self.left[order], np.arange(self.size + 1))
+        return order, self._key(self.left[order], self.made[order]), offsets
+
+    @cached_property
+    def _by_place(self) -> npt.NDArray[np.int64]:
+        return np.argsort(self.place, kind="stable")
+
+    def _key(self, token: npt.NDArray[Any], rank: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        return token.astype(np.int64) * (self.merge_left.size + 1) + rank
+
+    def forbidden(self, last: int) -> IdArray:
+        """Ids that cannot follow token `last`, ascending."""
+        order, offsets = self._by_left
+        children, keys, child_offsets = self._children
+        edges = np.zeros(self.size + 1, dtype=np.int64)
+        part, limit = last, _NEVER
+        while part >= 0:
+            ranks = order[offsets[part] : offsets[part + 1]]
+            ranks = ranks[: np.searchsorted(ranks, limit)]
+            heads = self.merge_right[ranks]
+            np.add.at(edges, self.place[heads], 1)
+            np.add.at(edges, self.place[heads] + 1, -1)
+            first = np.searchsorted(keys, self._key(heads, ranks))
+            later = first < child_offsets[heads + 1]
+            np.add.at(edges, self.place[children[first[later]]], 1)
+            np.add.at(edges, self.stop[heads[later]], -1)
+            limit, part = int(self.made[part]), int(self.right[part])
+        return np.sort(self._by_place[np.cumsum(edges[:-1]) > 0]).astype(np.int32)
+
+    def allowed(self, last: int, following: int) -> bool:
+        """Whether `following` may stand after `last`."""
+        return following not in self.forbidden(last)
+
+
+def _ends(parent: IdArray) -> bool:
+    """Whether the way from every token to its part, the part's part, ... ends."""
+    jump = np.append(parent, np.int32(-1))
+    for _ in range(parent.size.bit_length()):
+        jump = jump[jump]
+    return bool((jump < 0).all())
+
+
+def _grouped(owner: IdArray, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    order = np.argsort(owner, kind="stable")
+    return order, np.searchsorted(owner[order], np.arange(size + 1))
+
+
+def _how_made(table: IdArray, lengths: Sequence[int], size: int) -> tuple[IdArray, IdArray, IdArray]:
+    """Of the merges that give a token, the one by which the tokenizer makes it from its own text."""
+    left, right, made = ([-1] * size for _ in range(3))
+    rank_of = {(a, b): rank for rank, (a, b, _) in enumerate(table.tolist())}
+
+    def crossed(first: int, second: int, before: int) -> bool:
+        """Whether a merge of a rank below `before` joins an inner edge of `first` with one of `second`."""
+        a, limit_a = first, before
+        while a >= 0:
+            b, limit_b = second, before - 1
+            while b >= 0:
+                # of equal ranks the leftmost is merged first, so a tie is lost on the right side only
+                if rank_of.get((a, b), _NEVER) < min(limit_a, limit_b + 1):
+                    return True
+                limit_b, b = made[b], left[b]
+            limit_a, a = made[a], right[a]
+        return False
+
+    order, offsets = _grouped(table[:, 2], size)
+    for token in sorted(np.unique(table[:, 2]).tolist(), key=lengths.__getitem__):
+        ranks = order[offsets[token] : offsets[token + 1]].tolist()
+        for rank in ranks:
+            a, b = int(table[rank, 0]), int(table[rank, 1])
+            if len(ranks) == 1 or not crossed(a, b, rank):
+                left[token], right[token], made[token] = a, b, rank
+                break
+    return np.array(left, np.int32), np.array(right, np.int32), np.array(made, np.int32)
+
+
+def _number_depth_first(left: IdArray, made: IdArray) -> tuple[IdArray, IdArray]:
+    """Preorder numbers in the forest "left part is the parent", children by rank, and the number after each subtree."""
+    size = left.size
+    order = np.lexsort((made, left))
+    offsets = np.searchsorted(left[order], np.arange(-1, size + 1))
+    levels = [order[: offsets[1]]]
+    while levels[-1].size:
+        parents = levels[-1]
+        starts, counts = offsets[parents + 1], offsets[parents + 2] - offsets[parents + 1]
+        inner = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        levels.append(order[np.repeat(starts, counts) + inner])
+    total = np.ones(size, dtype=np.int64)
+    for level in reversed(levels[1:]):
+        np.add.at(total, left[level], total[level])
+    place = np.zeros(size, dtype=np.int64)
+    for level in levels:
+        if not level.size:
+            continue
+        before = np.cumsum(total[level]) - total[level]
+        parents = left[level]
+        first = np.ones(level.size, dtype=bool)
+        first[1:] = parents[1:] != parents[:-1]
+        base = before[first][np.cumsum(first) - 1]
+        place[level] = before - base + np.where(parents < 0, 0, place[parents] + 1)
+    return place.astype(np.int32), (place + total).astype(np.int32)
