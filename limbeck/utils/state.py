@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from limbeck.distributed.comm import Comm
 from limbeck.errors import CheckpointError
 from limbeck.utils.files import write_atomic
 
@@ -150,7 +151,7 @@ def save_state(folder: str | Path, tree: Any, *, local: bool = False) -> None:
                 dcp.save(tensors, storage_writer=writer, no_dist=alone)
         except CheckpointException as e:
             _raise_inner(e, f"writing state to {str(folder)!r}")
-    if alone or dist.get_rank() == 0:
+    if alone or Comm.world().rank == 0:
         head = {"format": FORMAT, "tensors": sorted(packer.tensors), "tree": packed}
         write_atomic(folder / JSON_NAME, json.dumps(head, ensure_ascii=False))
 

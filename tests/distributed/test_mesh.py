@@ -7,15 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve
 from limbeck.distributed import mesh
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import places_met
-from limbeck.distributed.mesh import MeshShape, check_model, plan_cluster, plan_mesh
+from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, plan_cluster, plan_mesh
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
+from tests.distributed.cases import together
 from tests.distributed.launch_cases import write_run
 from tests.models.tiny import LLAMA, config, tokenizer
 
@@ -101,3 +104,40 @@ def test_which_rows_meet_in_a_teachers_block() -> None:
 
 def test_data_rank() -> None:
     assert mesh.data_rank_and_world(PLAIN) == (0, 1)
+
+
+def place(rank: int, world: int, shape: tuple[int, int, int]) -> dict[str, Any]:
+    dims = ParallelDims.sharded(MeshShape(*shape), "cpu")
+    assert ParallelDims.sharded(MeshShape(*shape), "cpu") is dims
+    assert dims.is_sharded
+    found: dict[str, Any] = {"owns": [dims.owns_rows, dims.owns_records]}
+    for name in ("data", "context", "tensor", "rows", "loss"):
+        comm: Comm = getattr(dims, name)
+        found[name] = [int(x) for x in torch.cat(comm.gather(torch.tensor([rank])))]
+        assert found[name][comm.rank] == rank
+    return found
+
+
+def test_who_works_with_whom(tmp_path: Path) -> None:
+    """Two ways to split at a time, on four processes: rank = (data x contexts + context) x tensors + tensor."""
+    ranks = together(4, place, tmp_path / "a", (1, 2, 2))
+    assert [found["context"] for found in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [found["tensor"] for found in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [found["loss"] for found in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert all(found["rows"] == [0, 1, 2, 3] for found in ranks)
+    assert [found["data"] for found in ranks] == [[0], [1], [2], [3]]
+    assert [found["owns"] for found in ranks] == [[True, True], [True, False], [False, False], [False, False]]
+    ranks = together(4, place, tmp_path / "b", (2, 2, 1))
+    assert [found["data"] for found in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [found["rows"] for found in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert all(found["loss"] == [0, 1, 2, 3] for found in ranks)
+    assert [found["owns"] for found in ranks] == [[True, True], [False, False], [True, True], [False, False]]
+
+
+def test_one_process_has_all_dimensions() -> None:
+    for dims in (ParallelDims.alone(), ParallelDims.replicas(Comm.alone())):
+        assert dims.shape == MeshShape()
+        assert {dims.data, dims.context, dims.tensor, dims.rows, dims.loss} == {Comm.alone()}
+        assert dims.owns_rows
+        assert dims.owns_records
+        assert not dims.is_sharded
