@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from limbeck.config import parse_yaml
 from limbeck.errors import ConfigError, DataError, LimbeckError
@@ -45,8 +45,8 @@ class RunData:
 
     def points(self, key: str) -> Points:
         """(step, value) of a metric wherever it is a finite number."""
-        found = ((row["step"], row.get(key)) for row in self.rows)
-        return [(step, float(v)) for step, v in found if _is_number(v) and math.isfinite(float(v))]
+        found = ((row["step"], as_number(row.get(key))) for row in self.rows)
+        return [(step, value) for step, value in found if value is not None]
 
     def metric_names(self) -> list[str]:
         """All metrics with at least one value, in order of appearance."""
@@ -71,7 +71,8 @@ class RunData:
     def total_steps(self) -> int | None:
         """Steps the run was asked for."""
         value = next((v for s in ("distillation", "training") if (v := self.setting(f"{s}.max_num_steps"))), None)
-        return int(value) if _is_number(value) else None
+        number = as_number(value)
+        return None if number is None else int(number)
 
     @property
     def student(self) -> str:
@@ -94,12 +95,20 @@ class RunData:
             return str(section["model_name"])
         if section.get("cache"):
             return f"cache {section['cache']}"
-        kind = (section.get("model_overrides") or {}).get("model_type")
+        overrides = section.get("model_overrides")
+        kind = overrides.get("model_type") if isinstance(overrides, Mapping) else None
         return f"new {kind}" if kind else "unknown"
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def as_number(value: Any) -> float | None:
+    """The value where it is a finite number; JSON can spell others."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def is_run(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from limbeck.report.alignment import box, summary_lines
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
-from limbeck.report.run_data import Points, RunData, find_runs, read_run
+from limbeck.report.run_data import Points, RunData, as_number, find_runs, read_run
 from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, wants_log
 
 PAGE_NAME = "report.html"
@@ -164,8 +164,8 @@ def _cards(run: RunData) -> list[dict[str, str]]:
 
 def _effort(run: RunData) -> str:
     """Tokens and time of all logged steps."""
-    both = [(row.get("train/tokens_per_s"), row.get("train/seconds")) for row in run.rows]
-    known = [(float(s), float(t)) for s, t in both if isinstance(s, int | float) and isinstance(t, int | float)]
+    both = [(as_number(row.get("train/tokens_per_s")), as_number(row.get("train/seconds"))) for row in run.rows]
+    known = [(speed, seconds) for speed, seconds in both if speed is not None and seconds is not None]
     if not known:
         return "median over all steps"
     seconds = sum(t for _, t in known)
@@ -276,8 +276,8 @@ def _validations(run: RunData) -> dict[str, Any] | None:
     for row in rows:
         line: list[dict[str, Any]] = [{"text": f"{row['step']:,}", "best": False}]
         for key in columns:
-            value = row.get(key)
-            text = f"{value:.4f}" if isinstance(value, int | float) else ""
+            value = as_number(row.get(key))
+            text = "" if value is None else f"{value:.4f}"
             line.append({"text": text, "best": bool(text) and value == best.get(key)})
         cells.append(line)
     return {"columns": ["step", *(_VALIDATION[key][0] for key in columns)], "rows": cells}
@@ -285,12 +285,15 @@ def _validations(run: RunData) -> dict[str, Any] | None:
 
 def _dropped(run: RunData) -> list[tuple[str, dict[str, str], str]]:
     """Reason, what it means, and how often."""
-    plain = {k: v for k, v in run.dropped.items() if isinstance(v, int | float)}
-    counts = sorted(plain.items(), key=lambda found: -found[1])
+    counts = sorted(_counts(run.dropped), key=lambda found: -found[1])
     for group, inner in run.dropped.items():
         if isinstance(inner, dict):
-            counts += [(f"{group}: {reason}", n) for reason, n in inner.items() if isinstance(n, int | float)]
+            counts += [(f"{group}: {reason}", n) for reason, n in _counts(inner)]
     return [(reason, {"meaning": explain(reason)}, f"{n:,.0f}") for reason, n in counts]
+
+
+def _counts(found: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(reason, n) for reason, value in found.items() if (n := as_number(value)) is not None]
 
 
 def _alignment(run: RunData) -> dict[str, Any] | None:
@@ -304,7 +307,7 @@ def _alignment(run: RunData) -> dict[str, Any] | None:
             "boxes": [box(chunk) for chunk in chunks[:_MOST_CHUNKS]],
             "total": len(chunks),
         }
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         return {"problem": repr(error)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NARROW, WIDTH, WIDE = 430, 640, 1280
@@ -39,6 +39,8 @@ def format_number(value: float) -> str:
     """A value for people: four digits, thousands parted, powers of ten where it is tiny or huge."""
     if value == 0:
         return "0"
+    if not math.isfinite(value):
+        return str(value)
     size = abs(value)
     if size >= 1e7 or size < 1e-3:
         mantissa, power = f"{value:.2e}".split("e")
@@ -103,7 +105,7 @@ def chart(
     ``width`` and ``height`` are those of the drawing; the page scales it, so wide places want wide drawings. ``log``:
     logarithmic y axis. ``zero``: the y axis begins at 0.
     """
-    shown = [s for s in series if s.points]
+    shown = [cut for s in series if (cut := replace(s, points=[p for p in s.points if _drawable(p)])).points]
     if not shown:
         return None
     return {
@@ -119,6 +121,11 @@ def chart(
             "series": [_curve(s, log) for s in shown],
         },
     }
+
+
+def _drawable(point: tuple[float, float]) -> bool:
+    """Whether a browser can compute with both values, and with sums and differences of such."""
+    return abs(point[0]) < 2**53 and abs(point[1]) < 1e100
 
 
 def _curve(s: Series, log: bool) -> dict[str, Any]:

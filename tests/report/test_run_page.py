@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from limbeck.report.comparison import comparison_page
 from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page, write_comparison, write_report
 from limbeck.utils.errors import ConfigError
-from tests.report.runs import rows, write_run
+from tests.report.runs import config, rows, write_run
 
 _VOID = {"meta", "br", "line", "circle", "polyline"}
 
@@ -145,6 +146,27 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     text = _check(run_page(data).render()).text
     assert "metrics.jsonl has 2 damaged lines" in text
     assert "Step 3 failed" in text
+
+
+ODD = ["NaN", "-Infinity", "1e308", "1e400", f"-1{'0' * 400}", f"1{'0' * 30}", "5e-324", "true", '"x"', "[]", "{}"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values_anywhere_are_no_crash(tmp_path: Path, odd: str) -> None:
+    run = write_run(tmp_path / "run", steps=60)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    for key in ("step", "train/loss", "train/tokens_per_s", "train/seconds", "val/bpb", "val/teacher_bpb", "train/new"):
+        changed = [f"{line[:-1]}, {json.dumps(key)}: {odd}}}" for line in lines]
+        for mixed in (changed, [*lines[:-1], changed[-1]]):
+            (run / "metrics.jsonl").write_text("\n".join(mixed) + "\n")
+            data = read_run(run)
+            _check(run_page(data).render())
+            _check(comparison_page([data, data]).render())
+    for name in ("versions.json", "dropped.json", "alignment_sample.json", "config.yaml"):
+        text = (run / name).read_text() if name != "config.yaml" else json.dumps(config())
+        for old in (key for key, value in json.loads(text).items() if not isinstance(value, str | list)):
+            (run / name).write_text(json.dumps({**json.loads(text), old: "@"}).replace('"@"', odd))
+            _check(run_page(read_run(run)).render())
 
 
 def test_only_a_config_is_enough(tmp_path: Path) -> None:
