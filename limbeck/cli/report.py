@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from limbeck.cli.options import JsonOption, print_json
+
 
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; several make one page that compares them.")],
@@ -17,6 +19,7 @@ def report_command(
         ),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Write a self-contained page about a run, or one that compares several.
 
@@ -25,7 +28,10 @@ def report_command(
     from limbeck.report.run_page import write_comparison, write_report
 
     page = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("report.html"))
-    typer.echo(f"page: {page}")
+    if json_output:
+        print_json({"page": str(page)})
+    else:
+        typer.echo(f"page: {page}")
     if open_page:
         import webbrowser
 

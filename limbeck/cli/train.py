@@ -15,6 +15,7 @@ def train_command(
     run_file: RunFileArgument,
     overrides: OverridesArgument = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the resolved run file.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Distil: train the student of a run file; resumes by itself where a checkpoint lies.
 
@@ -35,7 +36,11 @@ def train_command(
     with display(lines=True):
         folder = launch(run, config)
     if first:
-        typer.echo(f"run folder: {folder}\nreport: {write_report(folder)}")
+        page = write_report(folder)
+        if json_output:
+            print_json({"run_folder": str(folder), "report": str(page), "stopped_early": stopped_early.is_set()})
+        else:
+            typer.echo(f"run folder: {folder}\nreport: {page}")
     if stopped_early.is_set():
         raise StoppedEarly("the run was stopped and has saved its state; the same command goes on from there")
 

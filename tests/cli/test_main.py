@@ -64,7 +64,9 @@ def test_every_verb_has_help_with_an_example(capsys) -> None:
     assert code == 0
     for verb in VERBS:
         assert verb in out
-        assert "Example" in run(capsys, verb, "--help")[1], verb
+        explained = run(capsys, verb, "--help")[1]
+        assert "Example" in explained, verb
+        assert "--json" in explained, verb
     assert run(capsys, "--version")[1].startswith("limbeck ")
     assert run(capsys, "--version", "--debug")[1].startswith("limbeck ")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.cli.command import run
@@ -15,6 +16,9 @@ def test_pages_are_written_where_asked(capsys, tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert run(capsys, "report", *runs, "-o", tmp_path / "both.html")[0] == 0
     assert "2 runs compared" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    code, printed, _ = run(capsys, "report", runs[0], "--json")
+    assert code == 0
+    assert json.loads(printed) == {"page": f"{runs[0]}/report.html"}
     code, _, err = run(capsys, "report", tmp_path / "pages")
     assert code == 1
     assert "holds no run" in err
