@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.xtoken_off_policy_distillation import run
-from tests.integration import material
+from limbeck.config import merge
+from tests.helpers import runs
 
 # One plain gradient step: the change of the weights is the gradient.
 GRADIENT = {
@@ -44,22 +45,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stuff")
-    material.write_tokenizers(folder)
-    material.write_data(folder, train=16, val=7)
+    runs.write_tokenizers(folder)
+    runs.write_data(folder, train=16, val=7)
     return folder
 
 
 def outcome(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Metrics and weights after a run."""
-    run_dir = run(material.resolved(values))
-    last = material.rows(run_dir)[-1]
-    weights = load_file(material.checkpoint(run_dir, last["step"]) / "policy" / "weights" / "model.safetensors")
+    run_dir = run(runs.resolved(values))
+    last = runs.rows(run_dir)[-1]
+    weights = load_file(runs.checkpoint(run_dir, last["step"]) / "policy" / "weights" / "model.safetensors")
     return last, weights
 
 
 def step(stuff: Path, run_dir: Path, **more: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The outcome of one gradient step with some settings changed."""
-    values = material.merge(material.settings(stuff, run_dir, **GRADIENT), more)
+    values = merge(runs.settings(stuff, run_dir, **GRADIENT), more)
     if "teachers" in more:
         values.pop("teacher")
     return outcome(values)
@@ -74,7 +75,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 def two_teachers(stuff: Path) -> list[dict[str, Any]]:
     """One with a tokenizer of its own, one with the student's."""
-    return [material.model(stuff, "teacher"), material.model(stuff, "student")]
+    return [runs.model(stuff, "teacher"), runs.model(stuff, "student")]
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +137,8 @@ def test_joined_documents_are_one_update(stuff, tmp_path):
 @pytest.mark.parametrize(("kind", "tolerance"), [("topk", 5e-4), ("hidden", 1e-3)])
 def test_a_cached_teacher_is_the_live_one(stuff, tmp_path, plain, kind, tolerance):
     teacher = {"cache": str(tmp_path / "cache"), "cache_kind": kind, "cache_k": 340}
-    values = material.merge(material.settings(stuff, tmp_path / "unused", **GRADIENT), {"teacher": teacher})
-    (summary,) = cache_teachers(material.resolved(values), say=lambda line: None)
+    values = merge(runs.settings(stuff, tmp_path / "unused", **GRADIENT), {"teacher": teacher})
+    (summary,) = cache_teachers(runs.resolved(values), say=lambda line: None)
     assert summary["documents"] == 16 + 7
     assert_close(step(stuff, tmp_path / "run", teacher=teacher), plain["one"], tolerance)
 
@@ -150,11 +151,11 @@ def test_loader_workers_change_nothing(stuff, tmp_path, plain):
 @pytest.mark.parametrize("layout", ["one", "packed"])
 def test_a_model_taught_by_itself_stays_as_it_is(stuff, tmp_path, layout):
     folder = tmp_path / "model"
-    values = material.settings(stuff, tmp_path / "first", **GRADIENT)
-    run(material.resolved(values))
-    (material.checkpoint(tmp_path / "first", 1) / "policy" / "weights").rename(folder)
+    values = runs.settings(stuff, tmp_path / "first", **GRADIENT)
+    run(runs.resolved(values))
+    (runs.checkpoint(tmp_path / "first", 1) / "policy" / "weights").rename(folder)
     again = {"model_name": str(folder), "logprob_batch_size": 3}
-    values = material.settings(stuff, tmp_path / "run", **GRADIENT)
+    values = runs.settings(stuff, tmp_path / "run", **GRADIENT)
     values["policy"] = {k: v for k, v in values["policy"].items() if k not in ("init", "model_overrides", "tokenizer")}
     values["policy"] |= {**again, **LAYOUTS[layout]}
     # another folder with the same tokens: what counts is the tokenizer's fingerprint, not its name

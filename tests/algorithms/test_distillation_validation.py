@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
-from tests.integration import material
+from limbeck.config import merge
+from tests.helpers import runs
 
 REQUIRED = {
     "step",
@@ -33,17 +34,17 @@ REQUIRED = {
 @pytest.fixture(scope="module")
 def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stuff")
-    material.write_tokenizers(folder)
-    material.write_data(folder)
+    runs.write_tokenizers(folder)
+    runs.write_data(folder)
     return folder
 
 
 def finished(stuff: Path, run_dir: Path, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
-    values = material.settings(stuff, run_dir, data={"max_input_seq_length": 256, "max_teacher_seq_length": 256})
+    values = runs.settings(stuff, run_dir, data={"max_input_seq_length": 256, "max_teacher_seq_length": 256})
     values["distillation"] |= {"max_num_steps": 2, "val_period": 1}
-    config = material.resolved(material.merge(values, more))
+    config = runs.resolved(merge(values, more))
     run(config)
-    return config, material.rows(run_dir, clocks=True)
+    return config, runs.rows(run_dir, clocks=True)
 
 
 def val_part(row: dict[str, Any]) -> dict[str, float]:
@@ -69,7 +70,7 @@ def held_out(stuff: Path) -> list[str]:
 
 def test_bits_per_byte_by_hand(stuff, tmp_path):
     config, rows = finished(stuff, tmp_path / "run")
-    folder = material.checkpoint(tmp_path / "run", 2) / "policy" / "weights"
+    folder = runs.checkpoint(tmp_path / "run", 2) / "policy" / "weights"
     student = AutoModelForCausalLM.from_pretrained(folder).eval()
     texts = held_out(stuff)
     assert rows[2]["val/bpb"] == pytest.approx(bits_per_byte(student, AutoTokenizer.from_pretrained(folder), texts))
@@ -85,7 +86,7 @@ def test_bits_per_byte_by_hand(stuff, tmp_path):
 def test_any_batch_size_is_one_big_batch(stuff, tmp_path, teachers):
     more: dict[str, Any] = {}
     if teachers != "one":
-        more = {"teacher": None, "teachers": [material.model(stuff, "teacher"), material.model(stuff, "student")]}
+        more = {"teacher": None, "teachers": [runs.model(stuff, "teacher"), runs.model(stuff, "student")]}
         more["loss_fn"] = {"teacher_weights": [0.3, 0.9]}
     if teachers == "scored":
         more["loss_fn"] = {"teacher_scoring": "ce"}

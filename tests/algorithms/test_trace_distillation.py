@@ -17,7 +17,7 @@ from limbeck.algorithms.trace_distillation import run, setup, train
 from limbeck.losses.policy_gradient import PolicyGradientSpec
 from limbeck.utils.errors import ConfigError, DataError, LossError, TraceError
 from limbeck.utils.logger import read_metrics
-from tests.algorithms.trace_tiny import config, settings, short_traces, tokenizer_folder
+from tests.helpers.trace_runs import config, settings, short_traces, tokenizer_folder
 
 SAVING = {"enabled": True, "save_period": 2, "keep_top_k": None}
 VALIDATED = {"val_at_start": True, "val_at_end": True}

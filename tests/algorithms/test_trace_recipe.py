@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from limbeck.utils.logger import read_metrics
-from tests.integration.material import limbeck
+from tests.helpers.runs import limbeck
 
 # They change only where the arithmetic, the traces or the recipe does.
 LOSSES = [0.74855, 0.69212, 0.05759, 0.10781, 0.49597, 0.60795, 0.51947, 0.33919, 0.17224]

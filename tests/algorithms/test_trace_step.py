@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from limbeck.algorithms.trace_distillation import TraceRun, setup, with_whole_pairs
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.utils.errors import LossError
-from tests.algorithms.trace_tiny import config
+from tests.helpers.trace_runs import config
 
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
 ALL = {"policy": 0.7, "hint": 1.3, "preference": 0.4}

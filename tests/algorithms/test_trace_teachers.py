@@ -11,9 +11,10 @@ from limbeck.algorithms.trace_distillation import run
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError, ServerError
 from limbeck.utils.logger import read_metrics
-from tests.algorithms.trace_tiny import config, settings, tokenizer, tokenizer_folder
 from tests.distributed.cases import together
-from tests.models.scoring_server import ScoringServer, serving
+from tests.helpers.servers import ScoringServer, serving
+from tests.helpers.tokenizers import workshop
+from tests.helpers.trace_runs import config, settings, tokenizer_folder
 
 TENSOR = {"dtensor_cfg": {"tensor_parallel_size": 2}}
 
@@ -58,7 +59,7 @@ def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
     near = made(tmp_path, "near")
     policy = Policy(
         near.teacher.policy_settings(),
-        tokenizer(330),
+        workshop(330),
         device="cpu",
         init_optimizer=False,
         seed=near.distillation.seed + 1,

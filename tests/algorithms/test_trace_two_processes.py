@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from limbeck.algorithms.trace_distillation import setup, train
 from limbeck.utils.logger import read_metrics
-from tests.algorithms.trace_tiny import config, short_traces
+from tests.helpers.trace_runs import config, short_traces
 
 # store-count-3 has neither site nor pair, so one process waits through fillers of both channels
 NAMES = ("store-count-1", "store-count-2", "store-count-3", "files-todo-2")

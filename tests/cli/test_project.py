@@ -13,7 +13,7 @@ from limbeck.cli.project import peak_rss_mb, project_command
 from limbeck.projection import Projection
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ConfigError, DataError, LimbeckError, ProjectionError, TokenizerError
-from tests.projection.tiny import byte_level
+from tests.helpers.tokenizers import byte_level
 
 STUDENT = byte_level(["201", "the"])
 TEACHER = byte_level(["the"], specials=["<|im_end|>"])

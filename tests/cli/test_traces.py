@@ -17,8 +17,8 @@ from limbeck.traces.hints import HintRequest
 from limbeck.traces.schema import PreferencePair
 from limbeck.traces.sites import read_sites
 from tests.cli.command import run
+from tests.helpers.servers import completion, endpoint
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
-from tests.traces.server import completion, endpoint
 
 WORKSHOP = str(EXAMPLES / "workshop.jsonl")
 TALK = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}

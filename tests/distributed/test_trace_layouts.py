@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from limbeck.algorithms.trace_distillation import TraceRun, setup
-from tests.algorithms.trace_tiny import MODEL, config, short_traces, tokenizer_folder
 from tests.distributed.cases import close, together, whole
+from tests.helpers.trace_runs import MODEL, config, short_traces, tokenizer_folder
 
 pytestmark = pytest.mark.slow
 

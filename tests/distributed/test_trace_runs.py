@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from limbeck.algorithms.trace_distillation import run
-from tests.algorithms.trace_tiny import config, short_traces, tokenizer_folder
 from tests.distributed.cases import together
 from tests.distributed.launch_cases import figures
+from tests.helpers.trace_runs import config, short_traces, tokenizer_folder
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,8 @@ from limbeck.algorithms.trace_distillation import run
 from limbeck.evaluation.bits import EvalOptions
 from limbeck.evaluation.traces import evaluate_traces, with_better
 from limbeck.utils.errors import TraceError
-from tests.algorithms.trace_tiny import WORKSHOP, config
+from tests.helpers.tokenizers import WORKSHOP
+from tests.helpers.trace_runs import config
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
-from limbeck.config import dump_yaml, load_config
+from limbeck.config import dump_yaml, load_config, merge
 from limbeck.losses.kernels import triton_available
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
@@ -29,13 +29,13 @@ from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
-from tests.algorithms import trace_tiny
 from tests.distributed.cases import Case as BatchOf
 from tests.distributed.cases import batch as batch_of
 from tests.distributed.cases import loss_of
 from tests.golden.digest import Record, Watch, record_of, watching
-from tests.integration import material
-from tests.models.scoring_server import ScoringServer, serving
+from tests.helpers import runs, trace_runs
+from tests.helpers.servers import ScoringServer, serving
+from tests.helpers.tokenizers import workshop
 from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
 
 STEPS = 3
@@ -301,9 +301,9 @@ def named(*modules: nn.Module) -> dict[int, str]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    material.write_tokenizers(folder)
-    material.write_data(folder)
-    return material.settings(
+    runs.write_tokenizers(folder)
+    runs.write_data(folder)
+    return runs.settings(
         folder,
         folder / "run",
         policy={"optimizer": ADAMW},
@@ -313,20 +313,20 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def _lora_run(folder: Path) -> dict[str, Any]:
-    values = material.merge(_run(folder), {"policy": {"lora": {"r": 4}}})
-    return {**values, "teacher": None, "teachers": [material.model(folder, name) for name in ("teacher", "student")]}
+    values = merge(_run(folder), {"policy": {"lora": {"r": 4}}})
+    return {**values, "teacher": None, "teachers": [runs.model(folder, name) for name in ("teacher", "student")]}
 
 
 def _play_run(case: RunCase, dtype: str, folder: Path) -> Played:
     config, run = resolve_run(case.settings(folder))
     with watching() as watch:
         run(config)
-    return material.rows(folder / "run"), watch
+    return runs.rows(folder / "run"), watch
 
 
 def _play_traces(case: TraceCase, dtype: str, folder: Path) -> Played:
     switches = {name: name in case.channels for name in ("policy", "hint", "preference")}
-    values = trace_tiny.settings(
+    values = trace_runs.settings(
         folder,
         algorithm="trace_distillation",
         policy={"init": "pretrained", "model_name": _stored_model(folder / "model", dtype), **case.policy},
@@ -343,13 +343,13 @@ def _play_traces(case: TraceCase, dtype: str, folder: Path) -> Played:
     fill(made.student.model, 1, dtype)
     with watching(named(made.student.model)) as watch:
         trace_distillation.train(made)
-    return material.rows(folder / "run"), watch
+    return runs.rows(folder / "run"), watch
 
 
 def _stored_model(folder: Path, dtype: str) -> str:
     """A model folder with :func:`fill`'s weights for the tokenizer of the traces."""
     arch = {**ARCHITECTURES[dtype]["student"], "max_position_embeddings": 2048}
-    made = Policy(config(arch), trace_tiny.tokenizer(), name="stored", device="cpu", seed=0, init_optimizer=False)
+    made = Policy(config(arch), workshop(), name="stored", device="cpu", seed=0, init_optimizer=False)
     fill(made.model, 0, "float32")
     made.save_checkpoint(folder)
     return str(folder)

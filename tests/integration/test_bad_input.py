@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from limbeck.config import merge
 from limbeck.projection import load_or_build
-from tests.integration.material import (
+from tests.helpers.runs import (
     leftovers,
     limbeck,
-    merge,
     refused,
     rows,
     settings,

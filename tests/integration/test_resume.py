@@ -11,7 +11,7 @@ import pytest
 
 from limbeck.errors import ExitCode
 from tests.gates import Gate, Place
-from tests.integration.material import (
+from tests.helpers.runs import (
     checkpoint,
     leftovers,
     limbeck,

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from limbeck.config import merge
 from limbeck.tokens import load_tokenizer
 from tests import zoo
 from tests.algorithms.test_distillation_validation import bits_per_byte, held_out
-from tests.integration import material
-from tests.integration.material import checkpoint, limbeck, merge, model, rows, settings, write_run_file
-from tests.models.tiny import TEXTS
+from tests.helpers import runs
+from tests.helpers.runs import checkpoint, limbeck, model, rows, settings, write_run_file
+from tests.helpers.tokenizers import TEXTS, trained_bpe
 from tests.patience import TEST_SECONDS
 
 # Losses of recipes/cpu_smoke.yaml; they change only where the arithmetic, the data or the recipe does.
@@ -79,10 +77,10 @@ def test_adapters_are_merged_on_export(stuff, tmp_path):
     assert found[-1]["val/bpb"] == pytest.approx(expected, rel=1e-5)
     assert found[-1]["val/bpb"] < found[0]["val/bpb"]
     # resume from the middle: adapters, their optimizer and dropout's generator
-    uninterrupted = material.weight_bytes(tmp_path / "run", 8)
+    uninterrupted = runs.weight_bytes(tmp_path / "run", 8)
     shutil.rmtree(checkpoint(tmp_path / "run", 8))
     assert limbeck("train", tmp_path / "run.yaml", "-q")[0] == 0
-    assert material.weight_bytes(tmp_path / "run", 8) == uninterrupted
+    assert runs.weight_bytes(tmp_path / "run", 8) == uninterrupted
     assert rows(tmp_path / "run") == found
 
 
@@ -134,16 +132,17 @@ ROLES = {
 
 def chat_tokenizer(name: str, size: int, folder: Path) -> None:
     """A small vocabulary with the special tokens and the chat template of a real model."""
-    tok = Tokenizer(BPE())
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(TEXTS, BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
-    tok.add_special_tokens([AddedToken(t, special=True) for t in ROLES[name]])
-    eos = ROLES[name][-1]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token=eos, bos_token=ROLES[name][0], pad_token=eos)
-    fast.chat_template = zoo.tokenizer(name).chat_template
-    fast.save_pretrained(folder)
+    roles = ROLES[name]
+    made = trained_bpe(
+        TEXTS,
+        size + len(roles),
+        specials=roles,
+        template=zoo.tokenizer(name).chat_template,
+        bos_token=roles[0],
+        eos_token=roles[-1],
+        pad_token=roles[-1],
+    )
+    made.save_pretrained(folder)
 
 
 def test_chat_with_two_templates(tmp_path):
@@ -183,7 +182,7 @@ def test_chat_with_two_templates(tmp_path):
 def _rank(rank: int, port: int, arguments: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    material._serve(arguments)
+    runs.serve(arguments)
 
 
 def test_two_processes_train_like_one(stuff, tmp_path):

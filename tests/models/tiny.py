@@ -1,4 +1,4 @@
-"""Two tiny tokenizers, tiny models and real batches for the tests of models."""
+"""Tiny models on the two tiny tokenizers, and real batches for them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ import functools
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.projection import build_rules
-
-TEXTS = [
-    "The quick brown fox jumps over the lazy dog; the dog does not mind at all.",
-    "In 2024 there were 365 days, or 366 where one counts the leap day: 2024 / 4 = 506.",
-    "def distil(teacher, student):\n    return student - teacher  # a spirit in a vessel\n",
-    "Nächster Halt: Übersee. Ein Zug fährt, drei Züge stehen, keiner weiß warum.",
-    "a b c d e f g",
-    "Water boils at 100 degrees; alcohol at 78, which is the whole secret of the alembic.",
-]
+from tests.helpers.tokenizers import TEXTS as TEXTS
+from tests.helpers.tokenizers import tiny as tokenizer
 
 LLAMA = {
     "model_type": "llama",
@@ -37,22 +26,6 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
-
-
-@functools.cache
-def tokenizer(size: int) -> Any:
-    """A byte-level BPE of ``size`` ids; eos is its last. The larger one knows other words and splits digits."""
-    other = size > 300
-    tok = Tokenizer(BPE())
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if other else []
-    tok.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tok.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
-    )
-    tok.train_from_iterator(TEXTS[other::2], trainer)
-    tok.add_special_tokens([AddedToken("<eos>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<eos>")
 
 
 def config(arch: dict[str, Any] = LLAMA, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from limbeck.projection import ClassCoverage, audit_projection, build_rules, cou
 from limbeck.projection.audit import CLASSES, recommend, show, token_class
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ProjectionError
-from tests.projection.tiny import byte_level
+from tests.helpers.tokenizers import byte_level
 
 FULL = ClassCoverage(10, 10)
 

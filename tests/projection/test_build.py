@@ -12,8 +12,8 @@ import pytest
 import limbeck.projection.build as build_module
 from limbeck.projection import load_or_build
 from limbeck.utils.errors import ProjectionError
+from tests.helpers.tokenizers import byte_level
 from tests.patience import TEST_SECONDS
-from tests.projection.tiny import byte_level
 
 STUDENT = byte_level(["201", "the"])
 TEACHER = byte_level(["the"])

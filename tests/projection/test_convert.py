@@ -13,7 +13,8 @@ import torch
 from limbeck.projection import Projection, build_rules, convert_published
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ProjectionError
-from tests.projection.tiny import byte_level, dense
+from tests.helpers.tokenizers import byte_level
+from tests.projection.tiny import dense
 
 STUDENT = byte_level(["201", "the"])
 TEACHER = byte_level(["the"], order_from=50)

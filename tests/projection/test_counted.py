@@ -11,7 +11,8 @@ from limbeck.projection import Projection, build_counted, build_rules, count_pai
 from limbeck.projection.corpus import iter_texts
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import DataError, ProjectionError
-from tests.projection.tiny import byte_level, dense, row
+from tests.helpers.tokenizers import byte_level
+from tests.projection.tiny import dense, row
 
 STUDENT = byte_level(["ab", "cd", "zz"])
 TEACHER = byte_level(["abc", "b"], order_from=9)

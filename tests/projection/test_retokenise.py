@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from limbeck.projection.retokenise import Retokeniser, _utf8_runs
 from tests import zoo
-from tests.projection.tiny import byte_level, sentencepiece
+from tests.helpers.tokenizers import byte_level, sentencepiece
 
 SPELLERS = {
     "byte_level": Retokeniser(

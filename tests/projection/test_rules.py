@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from limbeck.projection import Projection, build_rules
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ProjectionError
-from tests.projection.tiny import byte_level, decomposed, dense, row, sentencepiece
+from tests.helpers.tokenizers import byte_level, sentencepiece
+from tests.projection.tiny import decomposed, dense, row
 
 
 def by_bytes(tokenizer: object, data: bytes) -> int:

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from limbeck.losses import DivergenceSpec
 from limbeck.losses.compose import ChannelWeights, compose
@@ -20,6 +17,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
 from limbeck.traces.schema import PreferencePair, Trace
+from tests.helpers.tokenizers import byte_level
 from tests.models import tiny
 from tests.traces.collator_cases import asked, call, long_trace, result, said
 
@@ -33,14 +31,13 @@ TEMPLATE = (
 @functools.cache
 def tokenizer() -> Any:
     """Bytes and three special tokens, with a chat template that knows tools."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tok = Tokenizer(BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens([AddedToken(c, special=True) for c in ("<start>", "<end>", "<call>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<end>", bos_token="<start>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return byte_level(
+        specials=["<start>", "<end>", "<call>"],
+        split_words=False,
+        template=TEMPLATE,
+        eos_token="<end>",
+        bos_token="<start>",
+    )
 
 
 def policy(seed: int = 0, **more: Any) -> Policy:

@@ -10,7 +10,7 @@ import pytest
 
 from limbeck.errors import ServerError
 from limbeck.utils.http import Client, HttpFailure, TokenBucket
-from tests.traces.server import endpoint
+from tests.helpers.servers import endpoint
 
 KEY = "sk-very-secret"
 

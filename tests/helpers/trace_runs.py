@@ -1,54 +1,23 @@
-"""A tiny tokenizer with a chat template that writes tool calls, a tiny model, and run files on the shipped traces."""
+"""Run files for training on the shipped traces."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
-
 from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.config import merge, resolve
+from tests.helpers.tokenizers import WORKSHOP, workshop
+from tests.models.tiny import LLAMA
 
-ROOT = Path(__file__).parents[2]
-WORKSHOP = ROOT / "limbeck" / "traces" / "examples" / "workshop.jsonl"
-TEMPLATE = ROOT / "recipes" / "data" / "chatml_tools.jinja"
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
-
-
-@functools.cache
-def tokenizer(size: int = 400) -> Any:
-    """A byte-level BPE that was trained on the shipped traces; larger sizes know other words."""
-    tok = Tokenizer(BPE())
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    tok.train_from_iterator(WORKSHOP.read_text(encoding="utf-8").splitlines(), trainer)
-    tok.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-    made = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>")
-    made.chat_template = TEMPLATE.read_text(encoding="utf-8")
-    return made
+MODEL = {**LLAMA, "max_position_embeddings": 2048}
 
 
 def tokenizer_folder(where: Path, size: int = 400) -> str:
     folder = where / f"tokenizer{size}"
     if not folder.exists():
-        tokenizer(size).save_pretrained(folder)
+        workshop(size).save_pretrained(folder)
     return str(folder)
 
 

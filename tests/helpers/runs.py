@@ -14,22 +14,14 @@ from typing import Any
 import yaml
 
 from limbeck.cli import main
-from limbeck.config import load_config, resolve
+from limbeck.config import load_config, merge, resolve
 from limbeck.utils.logger import read_metrics
 from tests.gates import Gate, Place, hold_run, wait_until
-from tests.models.tiny import LLAMA, QWEN3, TEXTS, tokenizer
+from tests.helpers.tokenizers import TEXTS, tiny
+from tests.models.tiny import LLAMA, QWEN3
 
 # What may differ between two runs of the same run file: clocks, and what is derived from them.
 CLOCKS = ("train/tokens_per_s", "train/seconds", "train/time/")
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings key by key; anything else is replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        old = out.get(key)
-        out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return out
 
 
 def documents(count: int, seed: int) -> list[str]:
@@ -49,7 +41,8 @@ def write_data(folder: Path, train: int = 20, val: int = 7) -> None:
 def write_tokenizers(folder: Path) -> None:
     """``student`` (300 ids) and ``teacher`` (340 ids) as tokenizer folders."""
     for name, size in (("student", 300), ("teacher", 340)):
-        tokenizer(size).save_pretrained(folder / name)
+        if not (folder / name).exists():
+            tiny(size).save_pretrained(folder / name)
 
 
 def model(folder: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -107,6 +100,27 @@ def write_run_file(path: Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
+def write_run(folder: Path, **more: Any) -> Path:
+    """``run.yaml`` with tokenizers and data beside it, for any way to launch it; ``more`` changes keys of sections."""
+    write_tokenizers(folder)
+    # the number comes first: texts that are cut to the context must still differ
+    texts = [f"({i}) {text}" for i in range(4) for text in TEXTS]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    base = {
+        "policy": model(
+            folder, "student", logprob_batch_size=1, max_total_sequence_length=64, train_micro_batch_size=2
+        ),
+        "teacher": model(folder, "teacher", logprob_batch_size=4),
+        "loss_fn": {"mode": "boundary_kl", "kl_loss_weight": 1.0, "ce_loss_scale": 1.0},
+        "data": {"train": str(folder / "train.jsonl"), "max_input_seq_length": 64},
+        "distillation": {"num_prompts_per_step": 4, "max_num_steps": 6, "val_at_start": False, "seed": 3},
+        "checkpointing": {"save_period": 1, "keep_top_k": 2},
+        "logger": {"log_dir": str(folder / "run"), "tensorboard_enabled": False, "progress": False},
+        "cluster": {"backend": "gloo"},
+    }
+    return write_run_file(folder / "run.yaml", {**base, **{name: {**base[name], **more[name]} for name in more}})
+
+
 def limbeck(*arguments: str | Path) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of ``limbeck ...`` in this process."""
     out, err = io.StringIO(), io.StringIO()
@@ -154,7 +168,8 @@ def leftovers(run_dir: Path) -> list[str]:
     return [str(p) for p in run_dir.rglob("*") if p.name.startswith(marks) or p.name.endswith(".tmp")]
 
 
-def _serve(arguments: list[str], hold: tuple[Gate, Place, int] | None = None) -> None:
+def serve(arguments: list[str], hold: tuple[Gate, Place, int] | None = None) -> None:
+    """What a process of its own does: ``limbeck ...`` without a word, held at a gate where asked."""
     if hold is not None:
         hold_run(*hold)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -179,7 +194,7 @@ def start(*arguments: str | Path, hold: tuple[Gate, Place, int]) -> Any:
 
     ``hold``: gate, place and step, as ``hold_run`` takes them.
     """
-    process = _context.Process(target=_serve, args=([str(a) for a in arguments], hold), daemon=True)
+    process = _context.Process(target=serve, args=([str(a) for a in arguments], hold), daemon=True)
     process.start()
     wait_until(lambda: hold[0].arrived() == [process.pid] or not process.is_alive())
     assert process.is_alive(), "the run ended before it came to the gate"
