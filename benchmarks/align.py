@@ -2,17 +2,14 @@
 
 Ratios within one run: absolute times depend on the machine.
 
-    python benchmarks/align.py --student FOLDER --teacher FOLDER --text FILE [FILE ...]   [--trl]
+    python -m benchmarks.align --student FOLDER --teacher FOLDER --text FILE [FILE ...]   [--trl]
 
 Writes ``benchmarks/align.json``. ``--trl`` also times the aligner of the installed ``trl`` on the same tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import parser, record
 from limbeck.align import AlignmentBatch, TokenAligner
 from limbeck.align.boundaries import chunk_stretch
 from limbeck.tokens import TextEncoder, load_tokenizer
@@ -94,21 +92,17 @@ def trl_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], texts: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--student", required=True)
-    parser.add_argument("--teacher", required=True)
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--trl", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    args = parser.parse_args()
+    arguments = parser(__file__, __doc__)
+    arguments.add_argument("--student", required=True)
+    arguments.add_argument("--teacher", required=True)
+    arguments.add_argument("--text", nargs="+", type=Path, required=True)
+    arguments.add_argument("--trl", action="store_true")
+    args = arguments.parse_args()
     tokenizers = load_tokenizer(args.student), load_tokenizer(args.teacher)
     pair = TokenAligner(*tokenizers)
     sides = TextEncoder.for_tokenizer(tokenizers[0]), TextEncoder.for_tokenizer(tokenizers[1])
-    result: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-    }
-    result["batches"], joined = {}, ""
+    result: dict[str, Any] = {"batches": {}}
+    joined = ""
     for path in args.text:
         text = path.read_text(encoding="utf-8")
         joined += text
@@ -123,7 +117,7 @@ def main() -> None:
         print(
             f"{row['student_tokens']:8d} tokens  {row['seconds'] * 1e3:8.3f} ms  {row['ns_per_token']:.1f} ns per token"
         )
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Bytes per token of a teacher cache, measured on files: k = 64, 128, 512 and hidden states of size 2,560.
 
-    python benchmarks/cache_size.py            # writes benchmarks/cache_size.json
+    python -m benchmarks.cache_size            # writes benchmarks/cache_size.json
 
 The values stored are random: the format does not compress, so its size depends on the number of tokens alone.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import parser, record
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, estimate_bytes
 
 DOCUMENTS, LENGTH = 24, 1024
@@ -75,15 +74,13 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    args = parser(__file__, __doc__).parse_args()
     result: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {platform.system()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
         "documents": DOCUMENTS,
         "tokens_per_document": LENGTH,
         "rows": [measure(case) for case in CASES],
     }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, result)
     for row in result["rows"]:
         what = f"k={row['k']}" if row["kind"] == "topk" else f"hidden {row['hidden_size']}"
         print(f"{row['teacher']:>9} {what:>12}  {row['bytes_per_token']:8.1f} bytes/token")

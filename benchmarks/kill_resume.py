@@ -1,6 +1,6 @@
 """Kill a training run again and again, let it resume, and compare it bit by bit with one that was left alone.
 
-    python benchmarks/kill_resume.py --kills 48
+    python -m benchmarks.kill_resume --kills 48
 
 Every attempt is a ``limbeck train`` in a process of its own that ends by SIGKILL: at a random moment of its steps,
 while a checkpoint is being written, or while it starts. Most processes are forks of one that has done nothing but the
@@ -11,7 +11,6 @@ checkpoints are kept. Writes ``kill_resume.json`` beside this file.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import json
@@ -33,6 +32,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from benchmarks.common import parser, record
 from limbeck.cli import main as main_command
 from limbeck.demo import train_tokenizer, write_texts
 from limbeck.utils.logger import read_metrics
@@ -237,12 +237,11 @@ def compare(steps: int, whole: Path, broken: Path) -> dict[str, bool]:
 
 def main() -> None:
     """Run, kill, compare, write the result; exit code 1 if anything differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    args = parser.parse_args()
+    arguments = parser(__file__, __doc__)
+    arguments.add_argument("--kills", type=int, default=48)
+    arguments.add_argument("--steps", type=int, default=150)
+    arguments.add_argument("--seed", type=int, default=0)
+    args = arguments.parse_args()
     rng = random.Random(args.seed)
     for name in PRELOAD:
         importlib.import_module(name)
@@ -268,7 +267,7 @@ def main() -> None:
             "uninterrupted_seconds": round(seconds, 1),
             "attempts": kills,
         }
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    record(args.out, result)
     print(json.dumps({k: v for k, v in result.items() if k != "attempts"}))
     if not all(v for v in result.values() if isinstance(v, bool)):
         raise SystemExit(1)

@@ -1,6 +1,6 @@
 """Peak memory and speed of the training loop beside a plain transformers loop with full logits.
 
-    python benchmarks/loop.py
+    python -m benchmarks.loop
 
 Same models, batches, loss and optimizer. ``limbeck`` is the product's loop: hidden states and heads go into the block
 loss. ``plain`` calls both models for their full logits and hands them to the same loss function in its published form,
@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import parser, record
 
 VARIANTS = ("limbeck", "plain")
 SKIPPED = 2  # first steps, which also allocate
@@ -129,14 +131,13 @@ def plain_loop(parts: tuple[Any, ...], steps: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     """Measure both variants and write the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    arguments = parser(__file__, __doc__)
+    arguments.add_argument("--rows", type=int, default=8)
+    arguments.add_argument("--length", type=int, default=256)
+    arguments.add_argument("--steps", type=int, default=8)
+    arguments.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    arguments.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = arguments.parse_args()
     if args.variant:
         print(json.dumps(measure(args.variant, settings(args.folder, args.rows, args.length, args.steps))))
         return
@@ -146,14 +147,14 @@ def main() -> None:
         prepare(Path(scratch), args.length)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         for variant in VARIANTS:
-            command = [sys.executable, __file__, f"--variant={variant}", f"--folder={scratch}", *sizes]
+            command = [sys.executable, "-m", "benchmarks.loop", f"--variant={variant}", f"--folder={scratch}", *sizes]
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
             result[variant] = json.loads(done.stdout.splitlines()[-1])
     ours, plain = result["limbeck"], result["plain"]
     result["peak_memory_ratio"] = round(plain["peak_mib"] / ours["peak_mib"], 2)
     result["speed_ratio"] = round(ours["tokens_per_s"] / plain["tokens_per_s"], 2)
     result["largest_loss_difference"] = max(abs(a - b) for a, b in zip(ours["losses"], plain["losses"], strict=True))
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    record(args.out, result)
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
 """Peak memory of the distillation loss as rows grow: heads and losses in row blocks against all logits at once.
 
-    python benchmarks/loss_memory.py            # writes loss_memory.csv and loss_memory.png beside this file
-    python benchmarks/loss_memory.py --quick    # two sizes, prints only
+    python -m benchmarks.loss_memory            # writes loss_memory.csv and loss_memory.png beside this file
+    python -m benchmarks.loss_memory --quick    # two sizes, prints only
 
 Each point runs in a process of its own, forward and backward from hidden states, heads included, on the CPU in
 float32; memory is the growth of the process's peak resident set over what it held before the loss. "full" is the same
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common import device, versions
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +99,7 @@ def measure(mode: str, way: str, rows: int) -> dict[str, Any]:
 
 
 def point(mode: str, way: str, rows: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--point", mode, way, str(rows)]
+    command = [sys.executable, "-m", "benchmarks.loss_memory", "--point", mode, way, str(rows)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     row: dict[str, Any] = json.loads(done.stdout)
     print(row, flush=True)
@@ -141,12 +141,10 @@ def main() -> None:
     table = [point(mode, way, rows) for mode in modes for way in ("full", "blocks") for rows in sizes]
     if args.quick:
         return
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    about = f"{platform.machine()} {torch.get_num_threads()} threads, {versions}"
+    installed = versions()
+    about = f"{device()}, {torch.get_num_threads()} threads, Python {installed['python']}, torch {installed['torch']}"
     with (HERE / "loss_memory.csv").open("w", newline="") as out:
-        out.write(
-            f"# CPU {about}; V {V_STUDENT}/{V_TEACHER}, h {H_STUDENT}/{H_TEACHER}, float32, blocks of {BLOCK_ROWS}\n"
-        )
+        out.write(f"# {about}; V {V_STUDENT}/{V_TEACHER}, h {H_STUDENT}/{H_TEACHER}, float32, blocks of {BLOCK_ROWS}\n")
         writer = csv.DictWriter(out, fieldnames=list(table[0]))
         writer.writeheader()
         writer.writerows(table)

@@ -1,6 +1,6 @@
 """A simulation of more devices from what one device measured: Llama-3.2-1B from Qwen3-4B, 16,384 tokens per device.
 
-    PYTHONPATH=. python benchmarks/scaling.py          # reads gpu/results.json, writes scaling.json beside it
+    python -m benchmarks.scaling          # reads gpu/results.json, writes scaling.json beside it
 
 Arithmetic is what one H200 measured (rows `step_live` and `step_cached` where they are there; otherwise the planner's
 figure for the bodies plus the measured head and loss). Transfers are the planner's formulas. A step waits for its
@@ -15,10 +15,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import parser, record
 from limbeck.distributed.mesh import MeshShape
 from limbeck.distributed.planner import Layout, Machine, ModelShape, TeacherPlan, Workload, seconds_of
 
-HERE = Path(__file__).parent
 STUDENT = ModelShape(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128_256, tied=True)
 TEACHER = ModelShape(4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
 TOKENS = 16_384
@@ -50,12 +50,14 @@ def simulate(devices: int, seconds: float, spread: float, sharded: bool, machine
 
 
 def main() -> None:
-    results = json.loads((HERE / "gpu" / "results.json").read_text())
+    args = parser(__file__, __doc__).parse_args()
+    results = json.loads((Path(__file__).parent / "gpu" / "results.json").read_text())
     machine = Machine()
     # the range of the repeated head-and-loss measurement as four standard deviations
     row = results["boundary_kl"]
     spread = (row["high_ms"] - row["low_ms"]) / 1e3 / 4
-    out: dict[str, Any] = {"device": results["device"], "tokens_per_device": TOKENS, "rows": []}
+    measured = {key: results[key] for key in ("device", "versions", "date")}
+    out: dict[str, Any] = {**measured, "tokens_per_device": TOKENS, "rows": []}
     for kind in ("live", "cached"):
         seconds, origin = arithmetic(results, kind)
         for sharded in (False, True):
@@ -74,7 +76,7 @@ def main() -> None:
                         "origin": origin,
                     }
                 )
-    (HERE / "scaling.json").write_text(json.dumps(out, indent=1) + "\n")
+    record(args.out, out)
     for row in out["rows"]:
         print(
             "{teacher:7s} {layout:5s} {devices:5d} {step_s:8.4f} s {tokens_per_s:12,d} tok/s {efficiency:.3f}".format(

@@ -1,6 +1,6 @@
 """Cost of collating agent traces of 8 to 512 turns: tokens tokenized, and time.
 
-    python benchmarks/traces.py            # writes benchmarks/traces.json; fetches the Qwen3 tokenizer on first use
+    python -m benchmarks.traces --tokenizer FOLDER         # of Qwen3, for the stored figures; writes traces.json
 
 Every eighth call fails, so the number of error sites grows with the trace, and each of them has a teacher sequence of
 its own. `tokenized_per_token` is what went through the tokenizer, hints included, divided by the tokens of the trace;
@@ -9,24 +9,17 @@ tokenizing every sequence would cost `sequences_per_token`. Times are CPU second
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.common import parser, record
+from limbeck.tokens import load_tokenizer
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.schema import Message, ToolCall, Trace
-from tests import zoo
 
 TURNS = (8, 16, 32, 64, 128, 256, 512)
 REPEATS = 5
@@ -51,12 +44,12 @@ def trace(turns: int) -> Trace:
     return Trace(id=f"turns-{turns}", messages=messages, final_reward=1.0)
 
 
-def measure(turns: int) -> dict[str, Any]:
+def measure(tokenizer: Any, turns: int) -> dict[str, Any]:
     example = trace(turns)
     # Long enough for the whole trace, so that its tokens are the policy row's; hint windows are cut as in training.
-    whole = ComposerDataCollator(zoo.tokenizer("qwen3"), CollatorConfig(max_seq_len=1 << 20, enable_sdpo=False))
+    whole = ComposerDataCollator(tokenizer, CollatorConfig(max_seq_len=1 << 20, enable_sdpo=False))
     length = int(whole([example])["input_lengths"][0])
-    collator = ComposerDataCollator(zoo.tokenizer("qwen3"), CollatorConfig(max_seq_len=4096))
+    collator = ComposerDataCollator(tokenizer, CollatorConfig(max_seq_len=4096))
     collator([example])
     seconds, tokens = [], 0
     for _ in range(REPEATS):
@@ -84,18 +77,13 @@ def measure(turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rows = [measure(turns) for turns in TURNS]
-    result = {
-        "machine": f"{platform.machine()}, {platform.system()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizer": "qwen3",
-        "max_seq_len": 4096,
-        "repeats": REPEATS,
-        "rows": rows,
-    }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    arguments = parser(__file__, __doc__)
+    arguments.add_argument("--tokenizer", required=True, help="folder, file or hub id; its template must know tools")
+    args = arguments.parse_args()
+    tokenizer = load_tokenizer(args.tokenizer)
+    rows = [measure(tokenizer, turns) for turns in TURNS]
+    result = {"tokenizer": args.tokenizer, "max_seq_len": 4096, "repeats": REPEATS, "rows": rows}
+    record(args.out, result)
     print(f"{'turns':>6} {'tokens':>8} {'sites':>6} {'tokenized/token':>16} {'ms':>8} {'us/token':>9}")
     for row in rows:
         print(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from benchmarks.common import origin
 
 V_S, H_S = 128_256, 2048  # Llama-3.2-1B
 V_T, H_T = 151_936, 2560  # Qwen3-4B
@@ -149,18 +149,6 @@ def measure(run: Callable[[], Any], *, repeat: int = 10, warmup: int = 3) -> Mea
 def save_row(name: str, row: dict[str, Any], path: Path = RESULTS) -> None:
     """Put one row into the results file at once, with the machine and versions it came from."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    found["versions"] = {"python": platform.python_version(), "torch": torch.__version__, **_optional_versions()}
-    found["date"] = datetime.date.today().isoformat()
+    found |= origin()
     found[name] = row
     path.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-
-
-def _optional_versions() -> dict[str, str]:
-    out = {}
-    for name in ("triton", "transformers"):
-        try:
-            out[name] = __import__(name).__version__
-        except ImportError:
-            continue
-    return out

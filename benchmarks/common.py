@@ -1,0 +1,55 @@
+"""What all benchmarks share: where a figure comes from, and its file.
+
+A result is a JSON object whose first keys say on what it was measured:
+``{"device": ..., "versions": {...}, "date": ..., ...}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def device() -> str:
+    """The GPU where one is used, else the processor with the number of its cores that this process may use."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.processor() or platform.machine()}, {platform.system()}, {cores} cores"
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Of Python, limbeck and what it computes with, as far as it is installed; ``more`` names further packages."""
+    found = {"python": platform.python_version()}
+    for name in ("limbeck", "numpy", "tokenizers", "torch", "triton", "transformers", *more):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def origin(*more: str) -> dict[str, Any]:
+    """Device, versions and date, as they stand in front of every result."""
+    return {"device": device(), "versions": versions(*more), "date": datetime.date.today().isoformat()}
+
+
+def parser(script: str, doc: str | None) -> argparse.ArgumentParser:
+    """Arguments of a script: ``--out``, by default the JSON file beside it."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path(script).with_suffix(".json"), help="where the result goes")
+    return made
+
+
+def record(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result: where the figures come from, then the figures."""
+    path.write_text(json.dumps({**origin(), **result}, indent=1) + "\n", encoding="utf-8")
