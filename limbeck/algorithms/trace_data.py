@@ -19,7 +19,7 @@ from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
 from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
 from limbeck.traces import CollatorConfig, ComposerBatch, ComposerDataCollator
-from limbeck.traces.collator_examples import to_example
+from limbeck.traces.collate.examples import to_example
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
 from limbeck.traces.readers.base import ReadReport, iter_records

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from limbeck.traces.collator import ComposerDataCollator
-    from limbeck.traces.collator_batch import ComposerBatch
-    from limbeck.traces.collator_config import CollatorConfig, TokenizerLike, TraceExample, TraceTurn
-    from limbeck.traces.collator_examples import HintTarget
+    from limbeck.traces.collate import ComposerDataCollator
+    from limbeck.traces.collate.batch import ComposerBatch
+    from limbeck.traces.collate.config import CollatorConfig, TokenizerLike, TraceExample, TraceTurn
+    from limbeck.traces.collate.examples import HintTarget
 
 _HOMES = {
-    "CollatorConfig": "collator_config",
-    "ComposerBatch": "collator_batch",
-    "ComposerDataCollator": "collator",
-    "HintTarget": "collator_examples",
-    "TokenizerLike": "collator_config",
-    "TraceExample": "collator_config",
-    "TraceTurn": "collator_config",
+    "CollatorConfig": "collate.config",
+    "ComposerBatch": "collate.batch",
+    "ComposerDataCollator": "collate",
+    "HintTarget": "collate.examples",
+    "TokenizerLike": "collate.config",
+    "TraceExample": "collate.config",
+    "TraceTurn": "collate.config",
 }
 
 __all__ = [

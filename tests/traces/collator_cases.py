@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from limbeck.tokens import ByteVocab
-from limbeck.traces.collator_batch import ComposerBatch
+from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.schema import Message, ToolCall, Trace
 
 TOOL_TEMPLATES = ("llama3_2", "qwen3", "qwen2_5", "mistral_nemo", "gptoss", "deepseek_v3")

@@ -22,19 +22,10 @@ import numpy as np
 from limbeck.errors import LimbeckError, TemplateError, TraceError
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.chat import ChatRenderer, Conversation
-from limbeck.traces.collator_batch import (
-    ComposerBatch,
-    Padder,
-    PolicyRow,
-    hint_tensors,
-    policy_tensors,
-    preference_tensors,
-)
-from limbeck.traces.collator_config import CollatorConfig, TokenizerLike
-from limbeck.traces.collator_examples import Example, HintTarget, to_example
-from limbeck.traces.collator_hints import HintSide, SiteRow, site_row
-from limbeck.traces.collator_pairs import PairRow, pair_row
-from limbeck.traces.collator_windows import View
+from limbeck.traces.collate.batch import ComposerBatch, Padder, hint_tensors, policy_tensors, preference_tensors
+from limbeck.traces.collate.config import CollatorConfig, TokenizerLike
+from limbeck.traces.collate.examples import Example, HintTarget, to_example
+from limbeck.traces.collate.rows import HintSide, PairRow, PolicyRow, SiteRow, TargetInContext, pair_row, site_row
 from limbeck.traces.schema import Message, Trace
 from limbeck.traces.sites import Site, SiteFinder
 
@@ -202,12 +193,14 @@ class ComposerDataCollator:
                 rows.append(found)
         return rows
 
-    def _site(self, target: HintTarget, plain: Conversation, hinted: View) -> SiteRow | str:
+    def _site(self, target: HintTarget, plain: Conversation, hinted: TargetInContext) -> SiteRow | str:
         own = self.student.target(plain, target.message)
         if own is None:
             return "no_target_tokens"
         limit = self.config.max_seq_len
-        return site_row(target, View(self.student, plain, plain.piece_of[target.message], own, limit), hinted)
+        return site_row(
+            target, TargetInContext(self.student, plain, plain.piece_of[target.message], own, limit), hinted
+        )
 
     def _side(self) -> HintSide:
         """The hinted teacher; its template is probed when the first hint is due."""

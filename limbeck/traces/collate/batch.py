@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -14,33 +13,9 @@ from torch import Tensor
 from limbeck.align import AlignmentBatch
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import TraceError
-from limbeck.traces.collator_hints import SiteRow
-from limbeck.traces.collator_pairs import PairRow
+from limbeck.traces.collate.rows import IntArray, PairRow, PolicyRow, SiteRow
 
 Channel = Literal["policy", "hint", "preference"]
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
-
-
-@dataclass
-class PolicyRow:
-    """One trace in the policy channel.
-
-    Attributes:
-        ids: ``[n]`` its rendering, or the whole messages of it that fit.
-        from_start: nothing is left out in front of what is there.
-        places: supervised tokens; ``weights``, ``logprobs`` (NaN where unknown) belong to them.
-    """
-
-    trace_id: str
-    group_id: str | None
-    reward: float | None
-    ids: IntArray
-    from_start: bool = True
-    places: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    weights: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
 
 class ComposerBatch(dict[str, Any]):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from limbeck.errors import TraceError
-from limbeck.traces.collator_config import TraceTurn
+from limbeck.traces.collate.config import TraceTurn
 from limbeck.traces.readers.base import as_number, openai_tool_calls
 from limbeck.traces.readers.errors import classify_error
 from limbeck.traces.replay import TeacherFailure, parse_answer
