@@ -94,7 +94,9 @@ def test_every_package_has_its_place() -> None:
     assert packages <= set(RANK)
 
 
-@pytest.mark.parametrize("module", ["limbeck.tokens", "limbeck.align", "limbeck.align.view", "limbeck.projection"])
+@pytest.mark.parametrize(
+    "module", ["limbeck.tokens", "limbeck.align", "limbeck.align.view", "limbeck.projection", "limbeck.traces"]
+)
 def test_the_core_does_without_torch(module: str) -> None:
     code = "import sys\nfor n in ('torch', 'transformers'): sys.modules[n] = None\n"
     result = subprocess.run([sys.executable, "-c", f"{code}import {module}"], capture_output=True, text=True)

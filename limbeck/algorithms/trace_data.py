@@ -18,7 +18,8 @@ from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
 from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
-from limbeck.traces import CollatorConfig, ComposerBatch, ComposerDataCollator
+from limbeck.traces import CollatorConfig, ComposerDataCollator
+from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.collate.examples import to_example
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.ingest import IngestOptions, IngestStats, ingest

@@ -53,7 +53,7 @@ from limbeck.models.scoring import response_sums
 from limbeck.models.trainer import Step, TeacherSource, announce
 from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab
-from limbeck.traces import ComposerBatch
+from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.logger import Logger

@@ -17,7 +17,7 @@ from limbeck.models.policy import Policy
 from limbeck.models.scoring import response_sums
 from limbeck.models.trainer import TeacherSource, attach
 from limbeck.teachers.live import key_prefix
-from limbeck.traces import ComposerBatch
+from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.logger import merge_sums
 from limbeck.utils.metrics import Metrics
 from limbeck.utils.timer import Timer

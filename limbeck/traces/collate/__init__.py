@@ -15,19 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from limbeck.errors import LimbeckError, TemplateError, TraceError
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.chat import ChatRenderer, Conversation
-from limbeck.traces.collate.batch import ComposerBatch, Padder, hint_tensors, policy_tensors, preference_tensors
 from limbeck.traces.collate.config import CollatorConfig, TokenizerLike
 from limbeck.traces.collate.examples import Example, HintTarget, to_example
 from limbeck.traces.collate.rows import HintSide, PairRow, PolicyRow, SiteRow, TargetInContext, pair_row, site_row
 from limbeck.traces.schema import Message, Trace
 from limbeck.traces.sites import Site, SiteFinder
+
+if TYPE_CHECKING:
+    from limbeck.traces.collate.batch import ComposerBatch
 
 
 class ComposerDataCollator:
@@ -63,9 +65,8 @@ class ComposerDataCollator:
             kwargs = config.teacher_template_kwargs
             self.teacher = ChatRenderer(teacher_tokenizer, template_kwargs=kwargs, name="teacher")
         self.finder = SiteFinder(hints=config.hints(), recovery_weight=config.recovery_weight)
-        self.pads = _padder(self.student, config, config.pad_token_id), _padder(self.teacher, config, None)
-        if self.teacher is self.student:
-            self.pads = self.pads[0], self.pads[0]
+        own = _pad_id(tokenizer, config.pad_token_id)
+        self.pad_ids = own, own if self.teacher is self.student else _pad_id(self.teacher.tokenizer)
         self.dropped: Counter[str] = Counter()
         self._hint_side: HintSide | None = None
 
@@ -86,12 +87,10 @@ class ComposerDataCollator:
             policy.append(found[0])
             sites += [(row, site) for site in found[1]]
             pairs += [(row, pair) for pair in found[2]]
-        batch = ComposerBatch(policy_tensors(policy, self.pads[0]))
-        rows = [row for row, _ in sites]
-        ignore = self.config.ignore_index
-        batch |= hint_tensors([site for _, site in sites], rows, policy, self.pads, ignore)
-        batch |= preference_tensors([pair for _, pair in pairs], [row for row, _ in pairs], self.pads[0])
-        batch["pad_token_id"] = self.pads[0].pad_id
+        # The one place where torch is imported: reading and listing traces must not wait for it.
+        from limbeck.traces.collate.batch import tensors
+
+        batch = tensors(policy, sites, pairs, self.pad_ids, self.config.pad_to_multiple_of, self.config.ignore_index)
         batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
         self.dropped.update(dropped)
         return batch
@@ -109,7 +108,7 @@ class ComposerDataCollator:
             if self.config.on_error == "raise":
                 raise TraceError(f"trace {name!r} cannot be collated: {error}") from error
             dropped["skipped_trace"] += 1
-            return PolicyRow(str(name), None, None, np.array([self.pads[0].pad_id], dtype=np.int64)), [], []
+            return PolicyRow(str(name), None, None, np.array([self.pad_ids[0]], dtype=np.int64)), [], []
         dropped.update(plain.dropped)
         sites = self._sites(example, plain, dropped) if self.config.enable_sdpo else []
         pairs = self._pairs(example.trace, dropped) if self.config.enable_replay_dpo else []
@@ -225,14 +224,13 @@ class ComposerDataCollator:
         return rows
 
 
-def _padder(renderer: ChatRenderer, config: CollatorConfig, given: int | None) -> Padder:
-    tokenizer = renderer.tokenizer
+def _pad_id(tokenizer: TokenizerLike, given: int | None = None) -> int:
     known = (i for i in (given, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
     pad_id = next(known, 0)
     size = ByteVocab.from_tokenizer(tokenizer).size
     if not 0 <= pad_id < size:
         raise TraceError(f"pad_token_id is {pad_id}, outside the tokenizer's {size} ids; give one of them")
-    return Padder(pad_id, config.pad_to_multiple_of)
+    return pad_id
 
 
 def _check_targets(targets: Sequence[HintTarget], trace: Trace) -> None:

@@ -90,6 +90,29 @@ class ComposerBatch(dict[str, Any]):
         }
 
 
+def tensors(
+    policy: Sequence[PolicyRow],
+    sites: Sequence[tuple[int, SiteRow]],
+    pairs: Sequence[tuple[int, PairRow]],
+    pad_ids: tuple[int, int],
+    multiple: int,
+    ignore: int,
+) -> ComposerBatch:
+    """The batch of all rows; sites and pairs come with the number of their trace's policy row.
+
+    Args:
+        pad_ids: of the student and the hinted teacher.
+        multiple: widths are rounded up to it.
+        ignore: fills target ids where there is no target.
+    """
+    student, teacher = (Padder(pad_id, multiple) for pad_id in pad_ids)
+    batch = ComposerBatch(policy_tensors(policy, student))
+    batch |= hint_tensors([site for _, site in sites], [row for row, _ in sites], policy, (student, teacher), ignore)
+    batch |= preference_tensors([pair for _, pair in pairs], [row for row, _ in pairs], student)
+    batch["pad_token_id"] = student.pad_id
+    return batch
+
+
 class Padder:
     """Right padding to a common width, rounded up to a multiple; an empty channel keeps one column."""
 
