@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
@@ -21,11 +19,18 @@ from limbeck.tokens import load_tokenizer
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.collate.examples import to_example
+from limbeck.traces.files import (
+    IngestOptions,
+    IngestStats,
+    find_files,
+    ingest,
+    read_pairs,
+    read_sites,
+    with_pairs,
+)
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
-from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
-from limbeck.traces.readers.base import ReadReport, iter_records
-from limbeck.traces.schema import PreferencePair, Trace, describe_validation
-from limbeck.traces.sites import Site, read_sites
+from limbeck.traces.schema import Trace
+from limbeck.traces.sites import Site
 from limbeck.utils.errors import ConfigError, LossError, TraceError
 
 Record = tuple[int, Trace]
@@ -54,18 +59,6 @@ class TraceDataset:
         return index, self.traces[index]
 
 
-def find_files(given: str | list[str], key: str) -> list[Path]:
-    """The files that paths and globs stand for, in order; one that stands for none is an error."""
-    found: list[Path] = []
-    for pattern in [given] if isinstance(given, str) else given:
-        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        files = [Path(name) for name in names if Path(name).is_file()]
-        if not files:
-            raise TraceError(f"{key}: there is no file {pattern!r}; give trace files or globs")
-        found += [file for file in files if file not in found]
-    return found
-
-
 def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
     """The traces of ``traces.train`` or ``traces.validation``, with the pairs of ``traces.pairs`` put in."""
     stats = IngestStats()
@@ -74,39 +67,12 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
     traces = list(ingest(files, options, stats))
     dropped = Counter(stats.report.skipped)
     if config.pairs:
-        traces = _with_pairs(traces, read_pairs(find_files(config.pairs, "traces.pairs"), stats.report), dropped)
+        traces = with_pairs(traces, read_pairs(find_files(config.pairs, "traces.pairs"), stats.report), dropped)
         dropped.update(stats.report.skipped - dropped)
     if not traces:
         places = "; ".join(stats.report.places[:3]) or "the files are empty"
         raise TraceError(f"traces.{which} holds no usable trace ({places})")
     return TraceDataset(traces, dropped)
-
-
-def read_pairs(files: Iterable[Path], report: ReadReport) -> list[PreferencePair]:
-    """Preference pairs of files written by ``limbeck traces pairs``; a line that is none is counted."""
-    pairs: list[PreferencePair] = []
-    for path in files:
-        for record in iter_records(path, report):
-            try:
-                pairs.append(PreferencePair.model_validate(record.data))
-            except ValidationError as error:
-                report.skip("no_pair", file=path.name, line=record.line, detail=describe_validation(error))
-    return pairs
-
-
-def _with_pairs(traces: list[Trace], pairs: Iterable[PreferencePair], dropped: Counter[str]) -> list[Trace]:
-    by_trace: dict[str, list[PreferencePair]] = defaultdict(list)
-    for pair in pairs:
-        by_trace[pair.trace_id or ""].append(pair)
-    known = {trace.id for trace in traces}
-    dropped["pair_without_trace"] += sum(len(found) for name, found in by_trace.items() if name not in known)
-    dropped += Counter()
-    return [
-        trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *by_trace[trace.id]]})
-        if by_trace.get(trace.id)
-        else trace
-        for trace in traces
-    ]
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from limbeck.errors import PartlyDone, TraceError
 
 if TYPE_CHECKING:
     from limbeck.traces.endpoint import Budget
+    from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
-    from limbeck.traces.ingest import IngestStats
     from limbeck.traces.readers import ReadReport
     from limbeck.traces.replay import Replayer, Teacher
     from limbeck.traces.schema import Trace
@@ -70,7 +70,7 @@ def ingest_command(
     Example: limbeck traces ingest session.jsonl airline.jsonl -o traces.jsonl
     """
     from limbeck.cli.progress import display
-    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, ingest
     from limbeck.utils.files import Output
 
     stats = IngestStats()
@@ -114,8 +114,8 @@ def sites_command(
     Example: limbeck traces sites traces.jsonl -o sites.jsonl
     """
     from limbeck.cli.progress import display
+    from limbeck.traces.files import IngestOptions, IngestStats, ingest
     from limbeck.traces.hints import LayeredHints
-    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
     from limbeck.traces.sites import SiteFinder
     from limbeck.utils.files import Output
 
@@ -180,7 +180,7 @@ def pairs_command(
 
     from limbeck.cli.progress import display
     from limbeck.traces.endpoint import Budget
-    from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, ingest
     from limbeck.traces.replay import Replayer, assistant_targets, error_targets
     from limbeck.utils.files import JsonCache, Output
 

@@ -284,15 +284,3 @@ class Replayer:
             "answers": dict(self.answers.most_common()),
             "failures": dict(self.failures.most_common()),
         }
-
-
-def attach_pairs(traces: Iterable[Trace], pairs: Iterable[PreferencePair]) -> Iterable[Trace]:
-    """The traces with their pairs added, by trace id; a pair whose trace is not there is an error."""
-    by_trace: dict[str, list[PreferencePair]] = {}
-    for pair in pairs:
-        by_trace.setdefault(as_text(pair.trace_id) or "", []).append(pair)
-    for trace in traces:
-        found = by_trace.pop(trace.id, [])
-        yield trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *found]}) if found else trace
-    if by_trace:
-        raise TraceError(f"preference pairs refer to traces that are not in the file, such as {next(iter(by_trace))!r}")

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from limbeck.errors import TraceError
-from limbeck.utils.files import Output
 
 SCHEMA_VERSION: Literal["limbeck.trace/1"] = "limbeck.trace/1"
 
@@ -68,7 +66,7 @@ class Message(_Model):
         tool_call_id: On a tool message, the call it answers; None where the environment reported a failure that belongs
             to no recorded call.
         is_error: The tool result is a failure, by an explicit signal named in ``detector``.
-        error_kind: One of ``limbeck.traces.readers.errors.ERROR_KINDS``.
+        error_kind: One of ``limbeck.traces.errors.ERROR_KINDS``.
         error_meta: Facts about the failure (exit code, missing argument, ...), handed to hint generators.
         is_ack: A fixed acknowledgement by the harness of a call that never reached the environment.
         weight: Supervision weight of an assistant message (0 leaves it out).
@@ -252,13 +250,3 @@ def describe_validation(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else str(first["msg"])
-
-
-def write_traces(traces: Iterable[Trace], path: Path) -> int:
-    """Write canonical traces, one per line; returns how many."""
-    count = 0
-    with Output(path) as out:
-        for trace in traces:
-            out.line(trace.to_json())
-            count += 1
-    return count

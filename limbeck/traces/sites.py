@@ -8,17 +8,13 @@ Whatever does not become a site is counted by reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from limbeck.errors import TraceError
 from limbeck.traces.hints import HintRequest, LayeredHints
-from limbeck.traces.schema import Message, Trace, describe_validation
-from limbeck.utils.jsonl import read_records
+from limbeck.traces.schema import Message, Trace
 
 _EXCERPT = 200
 
@@ -178,18 +174,3 @@ def _answers(trace: Trace, index: int) -> list[Message]:
 def _excerpt(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= _EXCERPT else flat[: _EXCERPT - 1] + "…"
-
-
-def read_sites(path: Path) -> Iterator[Site]:
-    """The sites of a file written by ``limbeck traces sites``; a line that is no site is an error with its place."""
-    if not path.is_file():
-        raise TraceError(f"there is no site file {str(path)!r}: write one with `limbeck traces sites`")
-
-    def refuse(line: int, why: str) -> None:
-        raise TraceError(f"{path.name}:{line}: not an error site ({why})")
-
-    for line, value in read_records(path, bad=refuse):
-        try:
-            yield Site.model_validate(value)
-        except ValidationError as error:
-            refuse(line, describe_validation(error))

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from limbeck.cli.traces import traces_app
 from limbeck.errors import ExitCode, LimbeckError
+from limbeck.traces.files import read_sites
 from limbeck.traces.hints import HintRequest
 from limbeck.traces.schema import PreferencePair
-from limbeck.traces.sites import read_sites
 from tests.cli.command import run
 from tests.helpers.servers import completion, endpoint
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines

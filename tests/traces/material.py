@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from limbeck.traces.errors import ErrorSignal, mark_error
 from limbeck.traces.readers import ReadReport, read_traces
-from limbeck.traces.readers.errors import ErrorSignal, mark_error
 from limbeck.traces.schema import Message, ToolCall, Trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "limbeck" / "traces" / "examples"

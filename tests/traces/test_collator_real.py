@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from limbeck.traces import CollatorConfig, ComposerDataCollator
-from limbeck.traces.ingest import IngestOptions, IngestStats, ingest
+from limbeck.traces.files import IngestOptions, IngestStats, ingest
 from tests import zoo
 from tests.traces.collator_cases import check_hint_rows
 from tests.traces.material import real_logs

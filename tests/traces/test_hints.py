@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from limbeck.tokens.chat import PLACEMENTS
+from limbeck.traces.errors import ERROR_KINDS
 from limbeck.traces.hints import (
     HintGenerator,
     HintRequest,
@@ -28,7 +29,6 @@ from limbeck.traces.hints import (
     probe_placement,
 )
 from limbeck.traces.readers import read_traces
-from limbeck.traces.readers.errors import ERROR_KINDS
 from limbeck.traces.schema import Trace
 from limbeck.utils.errors import TemplateError
 from tests import zoo

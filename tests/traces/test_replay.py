@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointTeacher
+from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
 from limbeck.traces.replay import (
     CallableTeacher,
@@ -22,7 +23,6 @@ from limbeck.traces.replay import (
     TeacherFailure,
     action_key,
     assistant_targets,
-    attach_pairs,
     error_targets,
     parse_answer,
     vote,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, messages_to_chat, write_traces
+from limbeck.traces.files import write_traces
+from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, messages_to_chat
 from limbeck.utils.errors import TraceError
 from tests.traces.material import EXAMPLES, answer, call, read, say
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from limbeck.traces.files import read_sites
 from limbeck.traces.hints import LayeredHints
 from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
-from limbeck.traces.sites import Site, SiteFinder, find_recovery, read_sites
+from limbeck.traces.sites import Site, SiteFinder, find_recovery
 from limbeck.utils.errors import TraceError
 from tests.traces.material import EXAMPLES, answer, call, real_logs, say, write_lines
 

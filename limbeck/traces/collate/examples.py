@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from limbeck.errors import TraceError
 from limbeck.traces.collate.config import TraceTurn
+from limbeck.traces.errors import classify_error
 from limbeck.traces.readers.base import as_number, openai_tool_calls
-from limbeck.traces.readers.errors import classify_error
 from limbeck.traces.replay import TeacherFailure, parse_answer
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
 from limbeck.traces.sites import Site, SiteFinder

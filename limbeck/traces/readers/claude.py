@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from limbeck.traces.errors import ErrorSignal, mark_error
 from limbeck.traces.readers.base import ReadContext, Reader, Record, as_dict, as_dicts, as_text, content_text
-from limbeck.traces.readers.errors import ErrorSignal, mark_error
 from limbeck.traces.schema import Message, ToolCall, Trace, describe_validation
 
 _BOOKKEEPING = {"file-history-snapshot", "summary"}

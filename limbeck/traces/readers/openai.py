@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from limbeck.traces.errors import ErrorSignal, detect_prefix, mark_error
 from limbeck.traces.readers.base import (
     ReadContext,
     Reader,
@@ -25,7 +26,6 @@ from limbeck.traces.readers.base import (
     openai_tools,
     parse_arguments,
 )
-from limbeck.traces.readers.errors import ErrorSignal, detect_prefix, mark_error
 from limbeck.traces.schema import Message, PreferencePair, Role, ToolCall, Trace
 
 _ROLES: dict[str, Role] = {

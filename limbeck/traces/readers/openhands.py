@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from limbeck.traces.errors import detect_openhands, detect_openhands_editor, mark_error
 from limbeck.traces.readers.base import (
     ReadContext,
     Reader,
@@ -25,7 +26,6 @@ from limbeck.traces.readers.base import (
     openai_tool_calls,
     openai_tools,
 )
-from limbeck.traces.readers.errors import detect_openhands, detect_openhands_editor, mark_error
 from limbeck.traces.schema import Message, ToolCall, Trace
 
 _IGNORED_ACTIONS = {"recall", "change_agent_state", "null", "condensation", "condensation_request"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from limbeck.traces.errors import detect_swe_agent, mark_error
 from limbeck.traces.readers.base import (
     ReadContext,
     Reader,
@@ -23,7 +24,6 @@ from limbeck.traces.readers.base import (
     openai_tool_calls,
     openai_tools,
 )
-from limbeck.traces.readers.errors import detect_swe_agent, mark_error
 from limbeck.traces.schema import Message, Role, ToolCall, Trace
 
 

@@ -8,7 +8,7 @@ The *kind* is then read off the text of a result that is already known to have f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,6 +237,3 @@ def mark_error(
     return message.model_copy(
         update={"is_error": True, "error_kind": kind, "error_meta": meta, "detector": signal.detector}
     )
-
-
-TextDetector = Callable[[str], ErrorSignal | None]
