@@ -22,11 +22,11 @@ from limbeck.traces.collate.examples import to_example
 from limbeck.traces.files import (
     IngestOptions,
     IngestStats,
+    attach_pairs,
     find_files,
     ingest,
     read_pairs,
     read_sites,
-    with_pairs,
 )
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.schema import Trace
@@ -67,7 +67,8 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
     traces = list(ingest(files, options, stats))
     dropped = Counter(stats.report.skipped)
     if config.pairs:
-        traces = with_pairs(traces, read_pairs(find_files(config.pairs, "traces.pairs"), stats.report), dropped)
+        pairs = read_pairs(find_files(config.pairs, "traces.pairs"), stats.report)
+        traces = list(attach_pairs(traces, pairs, dropped))
         dropped.update(stats.report.skipped - dropped)
     if not traces:
         places = "; ".join(stats.report.places[:3]) or "the files are empty"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from limbeck.errors import TraceError
 from limbeck.traces.readers import ReadReport, read_traces
-from limbeck.traces.readers.base import Detectors, as_text, iter_records
+from limbeck.traces.readers.base import Detectors, iter_records
 from limbeck.traces.redact import redact_trace
 from limbeck.traces.schema import PreferencePair, Trace, describe_validation
 from limbeck.traces.sites import Site
@@ -152,28 +152,21 @@ def read_pairs(files: Iterable[Path], report: ReadReport) -> list[PreferencePair
     return pairs
 
 
-def attach_pairs(traces: Iterable[Trace], pairs: Iterable[PreferencePair]) -> Iterable[Trace]:
-    """The traces with their pairs added, by trace id; a pair whose trace is not there is an error."""
-    by_trace: dict[str, list[PreferencePair]] = {}
-    for pair in pairs:
-        by_trace.setdefault(as_text(pair.trace_id) or "", []).append(pair)
-    for trace in traces:
-        found = by_trace.pop(trace.id, [])
-        yield trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *found]}) if found else trace
-    if by_trace:
-        raise TraceError(f"preference pairs refer to traces that are not in the file, such as {next(iter(by_trace))!r}")
+def attach_pairs(
+    traces: Iterable[Trace], pairs: Iterable[PreferencePair], dropped: Counter[str] | None = None
+) -> Iterator[Trace]:
+    """The traces with their pairs added, by trace id.
 
-
-def with_pairs(traces: list[Trace], pairs: Iterable[PreferencePair], dropped: Counter[str]) -> list[Trace]:
+    A pair whose trace is not there is counted in ``dropped`` as ``pair_without_trace``, and an error without it.
+    """
     by_trace: dict[str, list[PreferencePair]] = defaultdict(list)
     for pair in pairs:
         by_trace[pair.trace_id or ""].append(pair)
-    known = {trace.id for trace in traces}
-    dropped["pair_without_trace"] += sum(len(found) for name, found in by_trace.items() if name not in known)
-    dropped += Counter()
-    return [
-        trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *by_trace[trace.id]]})
-        if by_trace.get(trace.id)
-        else trace
-        for trace in traces
-    ]
+    for trace in traces:
+        found = by_trace.pop(trace.id, [])
+        yield trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *found]}) if found else trace
+    if not by_trace:
+        return
+    if dropped is None:
+        raise TraceError(f"preference pairs refer to traces that are not in the file, such as {next(iter(by_trace))!r}")
+    dropped["pair_without_trace"] += sum(map(len, by_trace.values()))
