@@ -65,13 +65,13 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
     files = find_files(getattr(config, which), f"traces.{which}")
     options = IngestOptions(config.format, config.redact, config.strip_reasoning, config.detectors)
     traces = list(ingest(files, options, stats))
-    dropped = Counter(stats.report.skipped)
+    dropped = Counter(stats.log.skipped)
     if config.pairs:
-        pairs = read_pairs(find_files(config.pairs, "traces.pairs"), stats.report)
+        pairs = read_pairs(find_files(config.pairs, "traces.pairs"), stats.log)
         traces = list(attach_pairs(traces, pairs, dropped))
-        dropped.update(stats.report.skipped - dropped)
+        dropped.update(stats.log.skipped - dropped)
     if not traces:
-        places = "; ".join(stats.report.places[:3]) or "the files are empty"
+        places = "; ".join(stats.log.places[:3]) or "the files are empty"
         raise TraceError(f"traces.{which} holds no usable trace ({places})")
     return TraceDataset(traces, dropped)
 

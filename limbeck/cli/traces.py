@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from limbeck.traces.endpoint import Budget
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
-    from limbeck.traces.readers import ReadReport
+    from limbeck.traces.readers import ReadLog
     from limbeck.traces.replay import Replayer, Teacher
     from limbeck.traces.schema import Trace
     from limbeck.utils.files import JsonCache
@@ -46,7 +46,9 @@ FilesArgument = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", "-f", help="Log format, such as claude or openai; detected from the content if absent."),
+    typer.Option(
+        "--format", "-f", help="Log format, such as claude_code or openai_chat; detected from the content if absent."
+    ),
 ]
 RedactOption = Annotated[bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and passwords out.")]
 ReasoningOption = Annotated[bool, typer.Option("--strip-reasoning", help="Take hidden reasoning out of all messages.")]
@@ -84,7 +86,7 @@ def ingest_command(
         print_json(stats.summary())
     else:
         _print_ingest(stats)
-    _warn(stats.report)
+    _warn(stats.log)
     _require_traces(stats, files)
 
 
@@ -137,7 +139,7 @@ def sites_command(
         _print_counts("dropped", "reason", summary["dropped"])
     for problem, count in finder.hints.problems.most_common():
         note(f"hint not usable, {count} times: {problem}")
-    _warn(stats.report)
+    _warn(stats.log)
     _require_traces(stats, files)
 
 
@@ -209,7 +211,7 @@ def pairs_command(
         print_json(summary)
     else:
         _print_pairs(summary)
-    _warn(stats.report)
+    _warn(stats.log)
     _require_traces(stats, files)
     if silent:
         raise PartlyDone(f"{len(silent)} of {len(teachers)} teachers never answered: {', '.join(silent)}")
@@ -295,12 +297,12 @@ def _endpoint_figures(teachers: Iterable[Teacher]) -> dict[str, int]:
 
 def _require_traces(stats: IngestStats, files: list[Path]) -> None:
     if stats.traces == 0:
-        reasons = ", ".join(f"{name} {count}" for name, count in stats.report.skipped.most_common(3))
+        reasons = ", ".join(f"{name} {count}" for name, count in stats.log.skipped.most_common(3))
         names = ", ".join(path.name for path in files[:3])
         raise TraceError(
             f"no trace was found in {names} ({reasons or 'the files are empty'}): check files and --format"
         )
-    if unknown := stats.report.skipped["unknown_format"]:
+    if unknown := stats.log.skipped["unknown_format"]:
         raise PartlyDone(f"{unknown} of {len(files)} files are of no known format and were left out: see above")
 
 
@@ -320,16 +322,16 @@ def _silent_teachers(replayer: Replayer) -> list[str]:
 _SHOWN_PLACES = 10
 
 
-def _warn(report: ReadReport) -> None:
+def _warn(log: ReadLog) -> None:
     """Places of what was skipped, and what a user may want to know besides."""
-    noteworthy = [place for place in report.places if ": event_" not in place]
+    noteworthy = [place for place in log.places if ": event_" not in place]
     for place in noteworthy[:_SHOWN_PLACES]:
         note(f"skipped {place}")
     if len(noteworthy) > _SHOWN_PLACES:
         note("further places are not shown; the counts are complete")
-    for version, count in report.versions.most_common():
+    for version, count in log.versions.most_common():
         note(f"{count} events by {version}, a version that this reader was not checked with")
-    for detector, count in report.suspected.most_common():
+    for detector, count in log.suspected.most_common():
         note(f"{count} more results look failed by {detector}; --detectors extended counts them")
 
 

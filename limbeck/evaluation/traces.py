@@ -16,7 +16,7 @@ from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
 from limbeck.models.loading import read_template
 from limbeck.models.scoring import response_sums
-from limbeck.traces.readers import ReadReport, read_traces
+from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
 from limbeck.traces.sites import find_recovery
 from limbeck.utils.errors import TemplateError, TraceError
@@ -45,8 +45,8 @@ def evaluate_traces(
         row is one place: ``trace``, ``message``, ``kind``, and ``failed``, ``hinted``, ``better`` where known.
     """
     options = options or EvalOptions()
-    report = ReadReport()
-    traces = list(read_traces([Path(f) for f in files], report=report))[: options.max_documents]
+    log = ReadLog()
+    traces = list(read_traces([Path(f) for f in files], log=log))[: options.max_documents]
     if not traces:
         raise TraceError(f"no trace was found in {', '.join(map(str, files))}; check the files")
     results: dict[str, Any] = {}

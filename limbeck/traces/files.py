@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from limbeck.errors import TraceError
-from limbeck.traces.readers import ReadReport, read_traces
+from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.readers.base import Detectors, iter_records
 from limbeck.traces.redact import redact_trace
 from limbeck.traces.schema import PreferencePair, Trace, describe_validation
@@ -70,7 +70,7 @@ class IngestStats:
     tool_results: int = 0
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
     redacted: Counter[str] = field(default_factory=Counter)
-    report: ReadReport = field(default_factory=ReadReport)
+    log: ReadLog = field(default_factory=ReadLog)
 
     def add(self, trace: Trace) -> None:
         """Count one trace."""
@@ -95,13 +95,13 @@ class IngestStats:
             "errors": self.errors.total(),
             "errors_by_kind": dict(by_kind.most_common()),
             "redacted": self.redacted.total(),
-            "skipped": dict(self.report.skipped.most_common()),
+            "skipped": dict(self.log.skipped.most_common()),
         }
 
 
 def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) -> Iterator[Trace]:
     """Stream the traces of log files, clean and counted in ``stats``."""
-    traces = read_traces(paths, format=options.format, detectors=options.detectors, report=stats.report)
+    traces = read_traces(paths, format=options.format, detectors=options.detectors, log=stats.log)
     for trace in traces:
         if options.strip_reasoning:
             trace = trace.without_reasoning()
@@ -140,15 +140,15 @@ def read_sites(path: Path) -> Iterator[Site]:
             refuse(line, describe_validation(error))
 
 
-def read_pairs(files: Iterable[Path], report: ReadReport) -> list[PreferencePair]:
+def read_pairs(files: Iterable[Path], log: ReadLog) -> list[PreferencePair]:
     """Preference pairs of files written by ``limbeck traces pairs``; a line that is none is counted."""
     pairs: list[PreferencePair] = []
     for path in files:
-        for record in iter_records(path, report):
+        for record in iter_records(path, log):
             try:
                 pairs.append(PreferencePair.model_validate(record.data))
             except ValidationError as error:
-                report.skip("no_pair", file=path.name, line=record.line, detail=describe_validation(error))
+                log.of_file(path).skip("no_pair", record.line, describe_validation(error))
     return pairs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from limbeck.traces.errors import ErrorSignal, mark_error
-from limbeck.traces.readers import ReadReport, read_traces
+from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import Message, ToolCall, Trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "limbeck" / "traces" / "examples"
@@ -31,10 +31,10 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
-def read(path: Path, **options: Any) -> tuple[list[Trace], ReadReport]:
-    """All traces of a file and the report."""
-    report = ReadReport()
-    return list(read_traces([path], report=report, **options)), report
+def read(path: Path, **options: Any) -> tuple[list[Trace], ReadLog]:
+    """All traces of a file and the log of reading."""
+    log = ReadLog()
+    return list(read_traces([path], log=log, **options)), log
 
 
 def say(role: str, content: str = "", *calls: ToolCall, **fields: Any) -> Message:

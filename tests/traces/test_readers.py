@@ -580,7 +580,7 @@ def test_error_counts_of_real_logs(pattern: str, errors: int, results: int, dete
     for (_, detector), count in stats.errors.items():
         by_detector[detector] += count
     assert by_detector == detectors
-    assert set(stats.report.skipped) <= {"event_recall", "no_steps"}
+    assert set(stats.log.skipped) <= {"event_recall", "no_steps"}
 
 
 def test_real_claude_sessions_lose_no_call_and_no_text() -> None:

@@ -1,6 +1,80 @@
 """Readers of agent logs: one module per format, all producing ``limbeck.traces.schema.Trace``."""
 
-from limbeck.traces.readers.base import ReadReport
-from limbeck.traces.readers.detect import READERS, read_traces
+from __future__ import annotations
 
-__all__ = ["READERS", "ReadReport", "read_traces"]
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from limbeck.errors import TraceError
+from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, iter_records
+from limbeck.traces.readers.claude_code import ClaudeCodeReader
+from limbeck.traces.readers.limbeck import LimbeckReader
+from limbeck.traces.readers.openai_chat import OpenAIChatReader
+from limbeck.traces.readers.openhands import OpenHandsReader
+from limbeck.traces.readers.swe_agent import SWEAgentReader
+from limbeck.traces.schema import Trace
+
+__all__ = ["READERS", "ReadLog", "Reader", "detect_reader", "read_traces"]
+
+READERS: dict[str, Reader] = {
+    reader.name: reader
+    for reader in (LimbeckReader(), ClaudeCodeReader(), OpenHandsReader(), SWEAgentReader(), OpenAIChatReader())
+}
+"""Format name -> reader, in the order in which detection asks them."""
+
+OLD_NAMES = {"claude": "claude_code", "openai": "openai_chat", "swe-agent": "swe_agent"}
+"""Names that formats had before; they are understood as well."""
+
+_PEEK = 64
+
+
+def detect_reader(records: Iterable[Record]) -> Reader | None:
+    """The first reader that recognises one of the records."""
+    for record in records:
+        for reader in READERS.values():
+            if reader.detect(record.data):
+                return reader
+    return None
+
+
+def read_traces(
+    paths: Iterable[Path],
+    *,
+    format: str | None = None,
+    detectors: Detectors = "standard",
+    log: ReadLog | None = None,
+) -> Iterator[Trace]:
+    """Stream canonical traces from log files.
+
+    Args:
+        paths: Files; each may have its own format.
+        format: A key of ``READERS``; detected from each file's content where it is None.
+        detectors: ``extended`` also marks failures that the environment states without any flag.
+        log: Collects what was left out, by reason.
+
+    Ids are made unique over all files, so that sites and pairs can refer to them.
+    """
+    if format is not None:
+        format = OLD_NAMES.get(format, format)
+        if format not in READERS:
+            raise TraceError(f"unknown trace format {format!r}: expected one of {', '.join(READERS)}")
+    log = log if log is not None else ReadLog()
+    used: dict[str, int] = {}
+    for path in paths:
+        for trace in _read_file(path, format, detectors, log):
+            used[trace.id] = used.get(trace.id, 0) + 1
+            if used[trace.id] > 1:
+                trace = trace.model_copy(update={"id": f"{trace.id}~{used[trace.id]}"})
+            yield trace
+
+
+def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLog) -> Iterator[Trace]:
+    records = iter_records(path, log)
+    head = list(itertools.islice(records, _PEEK))
+    reader = READERS[format] if format is not None else detect_reader(head)
+    if reader is None:
+        if head:
+            log.of_file(path).skip("unknown_format", head[0].line, f"keys {sorted(head[0].data)[:6]}")
+        return
+    yield from reader.read(itertools.chain(head, records), log.of_file(path, reader.name, detectors))

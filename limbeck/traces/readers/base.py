@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
@@ -42,7 +43,7 @@ class SkipRecord(TraceError):
 
 
 @dataclass
-class ReadReport:
+class ReadLog:
     """What reading left out, by reason, with the first places; shared by all files of one run.
 
     Attributes:
@@ -50,6 +51,8 @@ class ReadReport:
         places: ``file:line: reason (detail)`` of the first ``max_places`` of them.
         suspected: Extended detector -> results it would mark as failed while only the standard detectors are on.
         versions: Versions of the writing program that no reader has been checked against.
+        path, format: The file being read and its format.
+        detectors: Which signs of failure count in it.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -57,77 +60,87 @@ class ReadReport:
     suspected: Counter[str] = field(default_factory=Counter)
     versions: Counter[str] = field(default_factory=Counter)
     max_places: int = 50
-
-    def skip(self, reason: str, *, file: str, line: int | None = None, detail: str = "", count: int = 1) -> None:
-        """Count ``count`` things left out for ``reason``."""
-        self.skipped[reason] += count
-        if len(self.places) < self.max_places:
-            place = f"{file}:{line}" if line is not None else file
-            self.places.append(f"{place}: {reason}" + (f" ({detail})" if detail else ""))
-            logger.debug("skipped %s", self.places[-1])
-
-
-@dataclass
-class ReadContext:
-    """One file being read."""
-
-    path: Path
-    format: str
-    report: ReadReport
+    path: Path = Path("-")
+    format: str = ""
     detectors: Detectors = "standard"
+
+    def of_file(self, path: Path, format: str = "", detectors: Detectors = "standard") -> ReadLog:
+        """This log while one file is read; all counts are shared."""
+        return replace(self, path=path, format=format, detectors=detectors)
 
     @property
     def stem(self) -> str:
+        """The file's name without its ending."""
         return self.path.stem
 
     def skip(self, reason: str, line: int | None = None, detail: str = "", count: int = 1) -> None:
-        self.report.skip(reason, file=self.path.name, line=line, detail=detail, count=count)
+        """Count ``count`` things left out for ``reason``."""
+        self.skipped[reason] += count
+        if len(self.places) < self.max_places:
+            place = f"{self.path.name}:{line}" if line is not None else self.path.name
+            self.places.append(f"{place}: {reason}" + (f" ({detail})" if detail else ""))
+            logger.debug("skipped %s", self.places[-1])
 
     def origin(self, line: int | None) -> Origin:
+        """Where a trace that starts at ``line`` was read."""
         return Origin(format=self.format, file=self.path.name, line=line)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A log format: how one of its records looks, and how a file's records become traces."""
+class Reader(ABC):
+    """A log format. To add one: a file in ``readers/`` with a fixture, and a line in ``READERS``."""
 
-    name: str
-    matches: Callable[[Mapping[str, Any]], bool]
-    read: Callable[[Iterator[Record], ReadContext], Iterator[Trace]]
+    name: ClassVar[str]
+    """What ``--format`` takes."""
+    about: ClassVar[str]
+    """The format in one line."""
+
+    @abstractmethod
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """Whether an object looks like a record of this format, by its structure alone."""
+
+    @abstractmethod
+    def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
+        """Stream the traces of one file; what is left out is counted in ``log``."""
 
 
-def iter_records(path: Path, report: ReadReport) -> Iterator[Record]:
+class RecordReader(Reader):
+    """A format in which every record is a whole trace."""
+
+    @abstractmethod
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """The trace; ``SkipRecord`` or pydantic's ``ValidationError`` where the record holds none."""
+
+    def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
+        """One trace per record; records that cannot be used are counted."""
+        for record in records:
+            try:
+                trace = self.convert(record, log)
+            except SkipRecord as skip:
+                log.skip(skip.reason, record.line, str(skip))
+            except ValidationError as error:
+                log.skip("invalid_trace", record.line, describe_validation(error))
+            else:
+                if any(message.role == "assistant" for message in trace.messages):
+                    yield trace
+                else:
+                    log.skip("no_assistant_message", record.line)
+
+
+def iter_records(path: Path, log: ReadLog) -> Iterator[Record]:
     """Stream the JSON objects of a file: one per line, or the elements of a file that is a single JSON document."""
+    log = log.of_file(path)
     if str(path) != STDIN and not path.is_file():
         raise TraceError(f"there is no trace file {str(path)!r}: give an existing .jsonl, .json or .traj file")
 
     def malformed(line: int, why: str) -> None:
-        report.skip("malformed_line", file=path.name, line=line, detail=why)
+        log.skip("malformed_line", line, why)
 
     for line, value in read_records(path, bad=malformed, document=True):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 yield Record(line, item)
             else:
-                report.skip("not_an_object", file=path.name, line=line, detail=type(item).__name__)
-
-
-def convert_records(
-    records: Iterable[Record], context: ReadContext, convert: Callable[[Record, ReadContext], Trace]
-) -> Iterator[Trace]:
-    """Apply a one-record-one-trace conversion; records that cannot be used are counted."""
-    for record in records:
-        try:
-            trace = convert(record, context)
-        except SkipRecord as skip:
-            context.skip(skip.reason, record.line, str(skip))
-        except ValidationError as error:
-            context.skip("invalid_trace", record.line, describe_validation(error))
-        else:
-            if any(message.role == "assistant" for message in trace.messages):
-                yield trace
-            else:
-                context.skip("no_assistant_message", record.line)
+                log.skip("not_an_object", line, type(item).__name__)
 
 
 # -- lenient access ----------------------------------------------------------------------------------------------------
@@ -155,7 +168,7 @@ def as_number(value: Any) -> float | None:
     return None
 
 
-def content_text(content: Any, context: ReadContext, line: int | None) -> str:
+def content_text(content: Any, log: ReadLog, line: int | None) -> str:
     """The text of a content field: a string, or the text parts of a list of parts; other parts are counted."""
     if content is None:
         return ""
@@ -169,7 +182,7 @@ def content_text(content: Any, context: ReadContext, line: int | None) -> str:
         if text is not None:
             texts.append(text)
         else:
-            context.skip("non_text_part", line, str(as_dict(part).get("type", type(part).__name__)))
+            log.skip("non_text_part", line, str(as_dict(part).get("type", type(part).__name__)))
     return "\n".join(texts)
 
 

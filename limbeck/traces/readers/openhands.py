@@ -12,16 +12,15 @@ from typing import Any
 
 from limbeck.traces.errors import detect_openhands, detect_openhands_editor, mark_error
 from limbeck.traces.readers.base import (
-    ReadContext,
-    Reader,
+    ReadLog,
     Record,
+    RecordReader,
     SkipRecord,
     as_dict,
     as_dicts,
     as_number,
     as_text,
     content_text,
-    convert_records,
     find_call,
     openai_tool_calls,
     openai_tools,
@@ -33,12 +32,42 @@ _IGNORED_OBSERVATIONS = {"recall", "agent_state_changed", "null", "condense"}
 _BOOKKEEPING = {"thought", "blocking", "is_static", "hidden", "confirmation_state", "is_input", "cwd", "impl_source"}
 
 
-def matches(data: Mapping[str, Any]) -> bool:
-    """An event, or an object with a history of events (older files hold pairs of events)."""
-    if _is_event(data):
-        return True
-    events = _events(data)
-    return bool(events) and _is_event(events[0])
+class OpenHandsReader(RecordReader):
+    """Histories of actions and observations."""
+
+    name = "openhands"
+    about = "OpenHands runs: evaluation outputs, trajectories and event streams"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """An event, or an object with a history of events (older files hold pairs of events)."""
+        if _is_event(data):
+            return True
+        events = _events(data)
+        return bool(events) and _is_event(events[0])
+
+    def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
+        """One trace per run; bare events of a file form one run together."""
+        yield from super().read(_runs(records), log)
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """All events of a run."""
+        data = record.data
+        events = _events(data)
+        if not events or not any(_is_event(event) for event in events):
+            raise SkipRecord("no_events", f"keys {sorted(data)[:6]}")
+        run = _Run(log, record.line)
+        for event in events:
+            run.add(event)
+        name = as_text(data.get("instance_id"))
+        report = as_dict(as_dict(data.get("test_result")).get("report")) or as_dict(data.get("report"))
+        return Trace(
+            id=name or f"{log.stem}:{record.line}",
+            group_id=name,
+            origin=log.origin(record.line),
+            tools=run.tools,
+            messages=run.messages,
+            final_reward=as_number(report.get("resolved")),
+        )
 
 
 def _is_event(data: Mapping[str, Any]) -> bool:
@@ -55,11 +84,6 @@ def _events(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return as_dicts(flat)
 
 
-def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
-    """One trace per run; bare events of a file form one run together."""
-    yield from convert_records(_runs(records), context, _convert)
-
-
 def _runs(records: Iterator[Record]) -> Iterator[Record]:
     loose: list[dict[str, Any]] = []
     first_line = 1
@@ -73,33 +97,13 @@ def _runs(records: Iterator[Record]) -> Iterator[Record]:
         yield Record(first_line, {"history": loose})
 
 
-def _convert(record: Record, context: ReadContext) -> Trace:
-    data = record.data
-    events = _events(data)
-    if not events or not any(_is_event(event) for event in events):
-        raise SkipRecord("no_events", f"keys {sorted(data)[:6]}")
-    run = _Run(context, record.line)
-    for event in events:
-        run.add(event)
-    name = as_text(data.get("instance_id"))
-    report = as_dict(as_dict(data.get("test_result")).get("report")) or as_dict(data.get("report"))
-    return Trace(
-        id=name or f"{context.stem}:{record.line}",
-        group_id=name,
-        origin=context.origin(record.line),
-        tools=run.tools,
-        messages=run.messages,
-        final_reward=as_number(report.get("resolved")),
-    )
-
-
 class _Run:
     """Messages of one run, built event by event."""
 
-    def __init__(self, context: ReadContext, line: int) -> None:
+    def __init__(self, log: ReadLog, line: int) -> None:
         self.messages: list[Message] = []
         self.tools: list[dict[str, Any]] = []
-        self._context = context
+        self._log = log
         self._line = line
         self._responses: set[str] = set()
 
@@ -109,22 +113,22 @@ class _Run:
         elif "action" in event:
             self._act(event)
         else:
-            self._context.skip("unknown_event", self._line, f"keys {sorted(event)[:6]}")
+            self._log.skip("unknown_event", self._line, f"keys {sorted(event)[:6]}")
 
     def _act(self, event: dict[str, Any]) -> None:
         action, args = str(event.get("action")), as_dict(event.get("args"))
-        text = content_text(args.get("content"), self._context, self._line)
+        text = content_text(args.get("content"), self._log, self._line)
         if action == "system":
             self.tools = openai_tools(args.get("tools"))
             self.messages.append(Message(role="system", content=text))
         elif action in _IGNORED_ACTIONS:
-            self._context.skip(f"event_{action}", self._line)
+            self._log.skip(f"event_{action}", self._line)
         elif event.get("source") == "user":
             self.messages.append(Message(role="user", content=text))
         elif event.get("source") == "agent":
             self._assistant(event, action, args, text)
         else:
-            self._context.skip("unknown_event", self._line, f"action {action!r} by {event.get('source')!r}")
+            self._log.skip("unknown_event", self._line, f"action {action!r} by {event.get('source')!r}")
 
     def _assistant(self, event: dict[str, Any], action: str, args: dict[str, Any], text: str) -> None:
         response = as_dict(as_dict(event.get("tool_call_metadata")).get("model_response"))
@@ -136,7 +140,7 @@ class _Run:
             if response_id is not None and response_id in self._responses:
                 return
             self._responses.add(response_id or "")
-            content = content_text(message.get("content"), self._context, self._line)
+            content = content_text(message.get("content"), self._log, self._line)
             calls = openai_tool_calls(message.get("tool_calls"))
             reasoning = as_text(message.get("reasoning_content"))
             self.messages.append(Message(role="assistant", content=content, tool_calls=calls, reasoning=reasoning))
@@ -151,7 +155,7 @@ class _Run:
     def _observe(self, event: dict[str, Any]) -> None:
         observation = str(event.get("observation"))
         if observation in _IGNORED_OBSERVATIONS:
-            self._context.skip(f"event_{observation}", self._line)
+            self._log.skip(f"event_{observation}", self._line)
             return
         metadata = as_dict(event.get("tool_call_metadata"))
         call_id = as_text(metadata.get("tool_call_id"))
@@ -159,9 +163,9 @@ class _Run:
             call_id = f"event_{event['cause']}"
         found = find_call(self.messages, call_id)
         if found is None and observation != "error":
-            self._context.skip("result_without_call", self._line, f"observation {observation!r}, call {call_id!r}")
+            self._log.skip("result_without_call", self._line, f"observation {observation!r}, call {call_id!r}")
             return
-        content = content_text(event.get("content"), self._context, self._line)
+        content = content_text(event.get("content"), self._log, self._line)
         call = found[1] if found else None
         message = Message(
             role="tool",
@@ -172,11 +176,8 @@ class _Run:
         )
         signal = detect_openhands(event)
         if signal is None and (editor := detect_openhands_editor(content)) is not None:
-            if self._context.detectors == "extended":
+            if self._log.detectors == "extended":
                 signal = editor
             else:
-                self._context.report.suspected[editor.detector] += 1
+                self._log.suspected[editor.detector] += 1
         self.messages.append(message if signal is None else mark_error(message, signal, call=call, tools=self.tools))
-
-
-READER = Reader("openhands", matches, read)

@@ -7,70 +7,70 @@ history has the real calls, and those are taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from limbeck.traces.errors import detect_swe_agent, mark_error
 from limbeck.traces.readers.base import (
-    ReadContext,
-    Reader,
+    ReadLog,
     Record,
+    RecordReader,
     SkipRecord,
     as_dict,
     as_dicts,
     as_text,
     content_text,
-    convert_records,
     openai_tool_calls,
     openai_tools,
 )
 from limbeck.traces.schema import Message, Role, ToolCall, Trace
 
 
-def matches(data: Mapping[str, Any]) -> bool:
-    """Steps with an action and an observation, or a history whose messages name their agent."""
-    steps = _steps(data)
-    if steps:
-        return "action" in steps[0] and "observation" in steps[0]
-    history = as_dicts(data.get("history"))
-    return bool(history) and "role" in history[0] and "agent" in history[0]
+class SWEAgentReader(RecordReader):
+    """Trajectories of steps."""
+
+    name = "swe_agent"
+    about = "SWE-agent trajectories of thought, action and observation"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """Steps with an action and an observation, or a history whose messages name their agent."""
+        steps = _steps(data)
+        if steps:
+            return "action" in steps[0] and "observation" in steps[0]
+        history = as_dicts(data.get("history"))
+        return bool(history) and "role" in history[0] and "agent" in history[0]
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per trajectory."""
+        data = record.data
+        steps = _steps(data)
+        if not steps:
+            raise SkipRecord("no_steps", "a history without steps is a demonstration, not a run")
+        history = [item for item in as_dicts(data.get("history")) if "role" in item]
+        first_action = next((i for i, item in enumerate(history) if item["role"] == "assistant"), len(history))
+        messages = [_prompt(item, log, record.line) for item in history[:first_action]]
+        turns = history[first_action:]
+        for number, step in enumerate(steps):
+            turns = _append_step(messages, step, number, turns, log, record.line)
+        source = as_text(data.get("source")) or as_text(data.get("instance_id"))
+        name = source or as_text(as_dict(data.get("info")).get("instance_id")) or log.stem
+        return Trace(
+            id=name if source else f"{name}:{record.line}",
+            group_id=as_text(data.get("instance_id")),
+            origin=log.origin(record.line),
+            tools=openai_tools(data.get("tools")),
+            messages=messages,
+            meta={"exit_status": status} if (status := as_text(as_dict(data.get("info")).get("exit_status"))) else {},
+        )
 
 
 def _steps(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return as_dicts(data.get("trajectory")) or as_dicts(data.get("steps"))
 
 
-def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
-    """One trace per trajectory."""
-    yield from convert_records(records, context, _convert)
-
-
-def _convert(record: Record, context: ReadContext) -> Trace:
-    data = record.data
-    steps = _steps(data)
-    if not steps:
-        raise SkipRecord("no_steps", "a history without steps is a demonstration, not a run")
-    history = [item for item in as_dicts(data.get("history")) if "role" in item]
-    first_action = next((i for i, item in enumerate(history) if item["role"] == "assistant"), len(history))
-    messages = [_prompt(item, context, record.line) for item in history[:first_action]]
-    turns = history[first_action:]
-    for number, step in enumerate(steps):
-        turns = _append_step(messages, step, number, turns, context, record.line)
-    source = as_text(data.get("source")) or as_text(data.get("instance_id"))
-    name = source or as_text(as_dict(data.get("info")).get("instance_id")) or context.stem
-    return Trace(
-        id=name if source else f"{name}:{record.line}",
-        group_id=as_text(data.get("instance_id")),
-        origin=context.origin(record.line),
-        tools=openai_tools(data.get("tools")),
-        messages=messages,
-        meta={"exit_status": status} if (status := as_text(as_dict(data.get("info")).get("exit_status"))) else {},
-    )
-
-
-def _prompt(item: dict[str, Any], context: ReadContext, line: int) -> Message:
+def _prompt(item: dict[str, Any], log: ReadLog, line: int) -> Message:
     role: Role = "system" if item["role"] == "system" else "user"
-    return Message(role=role, content=content_text(item.get("content"), context, line))
+    return Message(role=role, content=content_text(item.get("content"), log, line))
 
 
 def _append_step(
@@ -78,7 +78,7 @@ def _append_step(
     step: dict[str, Any],
     number: int,
     turns: list[dict[str, Any]],
-    context: ReadContext,
+    log: ReadLog,
     line: int,
 ) -> list[dict[str, Any]]:
     """Add a step's assistant and tool messages; returns the history that is left after it.
@@ -87,7 +87,7 @@ def _append_step(
     lack steps, so it is used only where its action is this step's.
     """
     action = step.get("action") if isinstance(step.get("action"), str) else ""
-    observation = content_text(step.get("observation"), context, line)
+    observation = content_text(step.get("observation"), log, line)
     seen = turns[0] if turns and turns[0].get("action") == step.get("action") else {}
     calls = openai_tool_calls(seen.get("tool_calls"))
     response = as_text(step.get("response")) or as_text(step.get("thought")) or ""
@@ -101,7 +101,7 @@ def _append_step(
     if seen:
         turns = turns[1:]
         if turns and turns[0].get("role") != "assistant":
-            text = content_text(turns[0].get("content"), context, line)
+            text = content_text(turns[0].get("content"), log, line)
             shown = text if observation in text else observation
             turns = turns[1:]
     if calls:
@@ -111,6 +111,3 @@ def _append_step(
     elif shown:
         messages.append(Message(role="user", content=shown))
     return turns
-
-
-READER = Reader("swe-agent", matches, read)

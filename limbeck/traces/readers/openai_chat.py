@@ -6,21 +6,20 @@ and ``{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from limbeck.traces.errors import ErrorSignal, detect_prefix, mark_error
 from limbeck.traces.readers.base import (
-    ReadContext,
-    Reader,
+    ReadLog,
     Record,
+    RecordReader,
     SkipRecord,
     as_dict,
     as_dicts,
     as_number,
     as_text,
     content_text,
-    convert_records,
     find_call,
     openai_tool_calls,
     openai_tools,
@@ -38,9 +37,46 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def matches(data: Mapping[str, Any]) -> bool:
-    """A list of messages with roles, directly or under ``input``."""
-    return bool(_raw_messages(data)) and "steps" not in data and "history" not in data
+class OpenAIChatReader(RecordReader):
+    """Message lists; one object is one trace."""
+
+    name = "openai_chat"
+    about = "message lists with tool_calls: tau-bench results, fine-tuning and preference files"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """A list of messages with roles, directly or under ``input``."""
+        return bool(_raw_messages(data)) and "steps" not in data and "history" not in data
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per object."""
+        data = record.data
+        raw = _raw_messages(data)
+        if not raw:
+            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        tools = openai_tools(data.get("tools") or as_dict(data.get("input")).get("tools") or data.get("functions"))
+        messages: list[Message] = []
+        for item in raw:
+            _append(messages, item, tools, log, record.line)
+        if (pairs := _preference_pairs(data, messages, tools, log, record.line)) and not any(
+            message.role == "assistant" for message in messages
+        ):
+            # A preference record holds its answers beside the messages; the preferred one completes the conversation.
+            messages = [*messages, pairs[0].chosen]
+        task, trial = data.get("task_id"), data.get("trial")
+        group = as_text(data.get("group_id")) or (f"{log.stem}/task-{task}" if task is not None else None)
+        trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
+        if trace_id is None:
+            trace_id = f"{log.stem}:{record.line}" if group is None else f"{group}/{trial if trial is not None else 0}"
+        reward = as_number(data.get("reward"))
+        return Trace(
+            id=trace_id,
+            group_id=group,
+            origin=log.origin(record.line),
+            tools=tools,
+            messages=messages,
+            final_reward=reward if reward is not None else as_number(as_dict(data.get("info")).get("reward")),
+            preference_pairs=pairs,
+        )
 
 
 def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -52,51 +88,15 @@ def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
-    """One trace per object."""
-    yield from convert_records(records, context, _convert)
-
-
-def _convert(record: Record, context: ReadContext) -> Trace:
-    data = record.data
-    raw = _raw_messages(data)
-    if not raw:
-        raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-    tools = openai_tools(data.get("tools") or as_dict(data.get("input")).get("tools") or data.get("functions"))
-    messages: list[Message] = []
-    for item in raw:
-        _append(messages, item, tools, context, record.line)
-    if (pairs := _preference_pairs(data, messages, tools, context, record.line)) and not any(
-        message.role == "assistant" for message in messages
-    ):
-        # A preference record holds its answers beside the messages; the preferred one completes the conversation.
-        messages = [*messages, pairs[0].chosen]
-    task, trial = data.get("task_id"), data.get("trial")
-    group = as_text(data.get("group_id")) or (f"{context.stem}/task-{task}" if task is not None else None)
-    trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
-    if trace_id is None:
-        trace_id = f"{context.stem}:{record.line}" if group is None else f"{group}/{trial if trial is not None else 0}"
-    reward = as_number(data.get("reward"))
-    return Trace(
-        id=trace_id,
-        group_id=group,
-        origin=context.origin(record.line),
-        tools=tools,
-        messages=messages,
-        final_reward=reward if reward is not None else as_number(as_dict(data.get("info")).get("reward")),
-        preference_pairs=pairs,
-    )
-
-
 def _append(
-    messages: list[Message], item: dict[str, Any], tools: list[dict[str, Any]], context: ReadContext, line: int
+    messages: list[Message], item: dict[str, Any], tools: list[dict[str, Any]], log: ReadLog, line: int
 ) -> None:
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise SkipRecord("unknown_role", f"role {item.get('role')!r}")
-    content = content_text(item.get("content"), context, line)
+    content = content_text(item.get("content"), log, line)
     if role == "tool":
-        _append_result(messages, item, content, tools, context, line)
+        _append_result(messages, item, content, tools, log, line)
     elif role == "assistant":
         messages.append(_assistant(item, content, len(messages)))
     else:
@@ -138,13 +138,13 @@ def _append_result(
     item: dict[str, Any],
     content: str,
     tools: list[dict[str, Any]],
-    context: ReadContext,
+    log: ReadLog,
     line: int,
 ) -> None:
     call_id = as_text(item.get("tool_call_id")) or _open_call(messages, as_text(item.get("name")))
     found = find_call(messages, call_id)
     if found is None:
-        context.skip("result_without_call", line, f"tool_call_id {call_id!r}")
+        log.skip("result_without_call", line, f"tool_call_id {call_id!r}")
         return
     message = Message(role="tool", content=content, tool_call_id=call_id, name=as_text(item.get("name")))
     flagged = item.get("is_error") is True or item.get("status") == "error"
@@ -167,17 +167,14 @@ def _open_call(messages: list[Message], name: str | None) -> str | None:
 
 
 def _preference_pairs(
-    data: Mapping[str, Any], prompt: list[Message], tools: list[dict[str, Any]], context: ReadContext, line: int
+    data: Mapping[str, Any], prompt: list[Message], tools: list[dict[str, Any]], log: ReadLog, line: int
 ) -> list[PreferencePair]:
     sides: list[Message] = []
     for key in ("preferred_output", "non_preferred_output"):
         answer: list[Message] = []
         for item in as_dicts(data.get(key)):
-            _append(answer, item, tools, context, line)
+            _append(answer, item, tools, log, line)
         if len(answer) != 1 or answer[0].role != "assistant":
             return []
         sides.append(answer[0])
     return [PreferencePair(chosen=sides[0], rejected=sides[1], prompt=prompt, provenance={"source": "log"})]
-
-
-READER = Reader("openai", matches, read)

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from limbeck.traces.errors import ErrorSignal, mark_error
-from limbeck.traces.readers.base import ReadContext, Reader, Record, as_dict, as_dicts, as_text, content_text
+from limbeck.traces.readers.base import Reader, ReadLog, Record, as_dict, as_dicts, as_text, content_text
 from limbeck.traces.schema import Message, ToolCall, Trace, describe_validation
 
 _BOOKKEEPING = {"file-history-snapshot", "summary"}
@@ -29,11 +29,25 @@ _COMPACTED = "This session is being continued from a previous conversation"
 _KNOWN_MAJOR = {"0", "1", "2"}
 
 
-def matches(data: Mapping[str, Any]) -> bool:
-    """An event with its place in a session's tree, or one of the log's own bookkeeping rows."""
-    if "parentUuid" in data and "uuid" in data:
-        return True
-    return str(data.get("type")) in _BOOKKEEPING and ("leafUuid" in data or "messageId" in data)
+class ClaudeCodeReader(Reader):
+    """Events of a session, folded into branches."""
+
+    name = "claude_code"
+    about = "session logs of Claude Code: one event per line"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """An event with its place in a session's tree, or one of the log's own bookkeeping rows."""
+        if "parentUuid" in data and "uuid" in data:
+            return True
+        return str(data.get("type")) in _BOOKKEEPING and ("leafUuid" in data or "messageId" in data)
+
+    def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
+        """One trace per branch, side chain and compacted part of each session in the file."""
+        events = _events(records, log)
+        forest = _Forest(log)
+        for event in _in_tree_order(events, log):
+            forest.add(event)
+        yield from _traces(forest, log)
 
 
 @dataclass
@@ -77,29 +91,20 @@ class _Event:
         return as_dict(self.record.data.get("message"))
 
 
-def read(records: Iterator[Record], context: ReadContext) -> Iterator[Trace]:
-    """One trace per branch, side chain and compacted part of each session in the file."""
-    events = _events(records, context)
-    forest = _Forest(context)
-    for event in _in_tree_order(events, context):
-        forest.add(event)
-    yield from _traces(forest, context)
-
-
-def _events(records: Iterator[Record], context: ReadContext) -> dict[str, _Event]:
+def _events(records: Iterator[Record], log: ReadLog) -> dict[str, _Event]:
     """The rows with a uuid, in file order, each with the parent that it really continues."""
     events: dict[str, _Event] = {}
     for record in records:
         data = record.data
         uuid = as_text(data.get("uuid"))
-        _check_version(data, context)
+        _check_version(data, log)
         if uuid is None:
             kind = str(data.get("type"))
-            context.skip("event_without_message" if kind in _EVENT_TYPES else "unknown_event", record.line, kind)
+            log.skip("event_without_message" if kind in _EVENT_TYPES else "unknown_event", record.line, kind)
         elif uuid in events:
-            context.skip("duplicate_event", record.line, uuid)
+            log.skip("duplicate_event", record.line, uuid)
         else:
-            session = as_text(data.get("sessionId")) or context.stem
+            session = as_text(data.get("sessionId")) or log.stem
             chain = (session, data.get("isSidechain") is True, str(data.get("agentId")))
             events[uuid] = _Event(record, uuid, chain)
     last: dict[tuple[str, bool, str], str] = {}
@@ -109,10 +114,10 @@ def _events(records: Iterator[Record], context: ReadContext) -> dict[str, _Event
     return events
 
 
-def _check_version(data: Mapping[str, Any], context: ReadContext) -> None:
+def _check_version(data: Mapping[str, Any], log: ReadLog) -> None:
     version = as_text(data.get("version"))
     if version is not None and version.split(".")[0] not in _KNOWN_MAJOR:
-        context.report.versions[f"claude {version}"] += 1
+        log.versions[f"claude {version}"] += 1
 
 
 def _link(event: _Event, events: Mapping[str, _Event], last: Mapping[tuple[str, bool, str], str]) -> None:
@@ -132,7 +137,7 @@ def _starts_context(event: _Event) -> bool:
     return event.role == "user" and (event.record.data.get("isCompactSummary") is True or compacted)
 
 
-def _in_tree_order(events: dict[str, _Event], context: ReadContext) -> Iterator[_Event]:
+def _in_tree_order(events: dict[str, _Event], log: ReadLog) -> Iterator[_Event]:
     """Parents before children, otherwise in file order; events on a cycle of parents are counted and left out."""
     position = {uuid: index for index, uuid in enumerate(events)}
     children: dict[str, list[str]] = {}
@@ -152,15 +157,15 @@ def _in_tree_order(events: dict[str, _Event], context: ReadContext) -> Iterator[
             heapq.heappush(ready, position[child])
     for event in order:
         if event.uuid not in reached:
-            context.skip("cyclic_parent", event.record.line, event.uuid)
+            log.skip("cyclic_parent", event.record.line, event.uuid)
 
 
 class _Forest:
     """Folds events into units."""
 
-    def __init__(self, context: ReadContext) -> None:
+    def __init__(self, log: ReadLog) -> None:
         self.roots: list[_Unit] = []
-        self._context = context
+        self._log = log
         self._unit_of: dict[str, _Unit | None] = {}
         self._after_assistant: dict[str, bool] = {}
         self._owner: dict[str, _Unit] = {}
@@ -175,14 +180,14 @@ class _Forest:
             elif event.role == "user":
                 unit, speaks = self._add_user(event, parent), False
         except ValidationError as error:
-            self._context.skip("invalid_event", event.record.line, describe_validation(error))
+            self._log.skip("invalid_event", event.record.line, describe_validation(error))
         self._unit_of[event.uuid] = unit
         self._after_assistant[event.uuid] = speaks
 
     def _is_synthetic(self, event: _Event) -> bool:
         synthetic = event.message.get("model") == "<synthetic>" or event.record.data.get("isApiErrorMessage") is True
         if synthetic:
-            self._context.skip("synthetic_message", event.record.line)
+            self._log.skip("synthetic_message", event.record.line)
         return synthetic
 
     def _new_unit(self, event: _Event, parent: _Unit | None) -> _Unit:
@@ -224,7 +229,7 @@ class _Forest:
                     unit.calls.append(call)
                 self._owner[call.id] = unit
             else:
-                self._context.skip("non_text_part", event.record.line, str(kind))
+                self._log.skip("non_text_part", event.record.line, str(kind))
 
     def _add_user(self, event: _Event, parent: _Unit | None) -> _Unit | None:
         content = event.message.get("content")
@@ -234,7 +239,7 @@ class _Forest:
             if block.get("type") == "tool_result":
                 unit = self._add_result(event, block) or unit
         texts = content if isinstance(content, str) else [b for b in blocks if b.get("type") != "tool_result"]
-        text = content_text(texts, self._context, event.record.line)
+        text = content_text(texts, self._log, event.record.line)
         if text.strip():
             unit = self._new_unit(event, unit)
             unit.texts.append(text)
@@ -244,13 +249,13 @@ class _Forest:
         call_id, line = as_text(block.get("tool_use_id")), event.record.line
         unit = self._owner.get(call_id or "")
         if unit is None or call_id is None:
-            self._context.skip("result_without_call", line, f"tool_use_id {call_id!r}")
+            self._log.skip("result_without_call", line, f"tool_use_id {call_id!r}")
             return None
         if call_id in unit.results:
-            self._context.skip("duplicate_result", line, call_id)
+            self._log.skip("duplicate_result", line, call_id)
             return unit
         call = next(call for call in unit.calls if call.id == call_id)
-        text = content_text(block.get("content"), self._context, line)
+        text = content_text(block.get("content"), self._log, line)
         message = Message(role="tool", content=text, tool_call_id=call_id, name=call.name)
         if block.get("is_error") is True:
             message = mark_error(message, ErrorSignal("flag"), call=call)
@@ -267,14 +272,14 @@ def _messages(unit: _Unit) -> list[Message]:
     return [said, *(unit.results[call.id] for call in unit.calls if call.id in unit.results)]
 
 
-def _traces(forest: _Forest, context: ReadContext) -> Iterator[Trace]:
+def _traces(forest: _Forest, log: ReadLog) -> Iterator[Trace]:
     counts: dict[str, int] = {}
     emitted: set[int] = set()
     for leaf in _leaves(forest.roots):
         path = _path(leaf)
         shared = sum(id(unit) in emitted for unit in path)
         if not any(unit.role == "assistant" for unit in path[shared:]):
-            context.skip("branch_without_assistant", leaf.line)
+            log.skip("branch_without_assistant", leaf.line)
             continue
         emitted.update(id(unit) for unit in path)
         parts = [_messages(unit) for unit in path]
@@ -282,10 +287,10 @@ def _traces(forest: _Forest, context: ReadContext) -> Iterator[Trace]:
         number = counts[session] = counts.get(session, 0) + 1
         unanswered = sum(len(unit.calls) - len(unit.results) for unit in path[shared:])
         if unanswered:
-            context.skip("call_without_result", leaf.line, count=unanswered)
+            log.skip("call_without_result", leaf.line, count=unanswered)
         yield Trace(
             id=session if number == 1 else f"{session}#{number}",
-            origin=context.origin(path[0].line),
+            origin=log.origin(path[0].line),
             messages=[message for part in parts for message in part],
             context_until=sum(len(part) for part in parts[:shared]),
             meta={"session": session, **({"sidechain": True} if path[0].sidechain else {})},
@@ -310,6 +315,3 @@ def _path(leaf: _Unit) -> list[_Unit]:
         path.append(unit)
         unit = unit.parent
     return path[::-1]
-
-
-READER = Reader("claude", matches, read)
