@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
     from limbeck.traces.readers import ReadLog
-    from limbeck.traces.replay import Replayer, Teacher
+    from limbeck.traces.replay import Replayer, Proposer
     from limbeck.traces.schema import Trace
     from limbeck.utils.files import JsonCache
 
@@ -224,7 +224,7 @@ async def _replay(
     write: Callable[[str], None],
     advance: Callable[[], None],
 ) -> None:
-    from limbeck.traces.endpoint import EndpointTeacher
+    from limbeck.traces.endpoint import EndpointProposer
 
     try:
         async for pair in replayer.pairs(traces, targets):
@@ -232,7 +232,7 @@ async def _replay(
             advance()
     finally:
         for teacher in replayer.teachers:
-            if isinstance(teacher, EndpointTeacher):
+            if isinstance(teacher, EndpointProposer):
                 await teacher.close()
 
 
@@ -271,26 +271,26 @@ def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | N
     return generators
 
 
-def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, budget: Budget) -> Teacher:
-    from limbeck.traces.endpoint import EndpointConfig, EndpointTeacher
-    from limbeck.traces.replay import CallableTeacher
+def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, budget: Budget) -> Proposer:
+    from limbeck.traces.endpoint import EndpointConfig, EndpointProposer
+    from limbeck.traces.replay import CallableProposer
 
     if spec.startswith("py:"):
-        return CallableTeacher(_load_function(spec[3:], "--teacher"), spec[3:])
+        return CallableProposer(_load_function(spec[3:], "--teacher"), spec[3:])
     match = re.fullmatch(r"(?P<model>.+?)@(?P<url>https?://.+)", spec)
     if match is None:
         raise TraceError(
             f"--teacher {spec!r} is not understood: expected MODEL@http://host:port/v1 or py:module:function"
         )
-    return EndpointTeacher(EndpointConfig(url=match["url"], model=match["model"], **settings), answers, budget)
+    return EndpointProposer(EndpointConfig(url=match["url"], model=match["model"], **settings), answers, budget)
 
 
-def _endpoint_figures(teachers: Iterable[Teacher]) -> dict[str, int]:
-    from limbeck.traces.endpoint import EndpointTeacher
+def _endpoint_figures(teachers: Iterable[Proposer]) -> dict[str, int]:
+    from limbeck.traces.endpoint import EndpointProposer
 
     counts: Counter[str] = Counter()
     for teacher in teachers:
-        if isinstance(teacher, EndpointTeacher):
+        if isinstance(teacher, EndpointProposer):
             counts += teacher.counts
     return {name: counts[name] for name in ("requests", "retries", "cached")}
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from limbeck.errors import TraceError
 from limbeck.traces.readers.base import as_dict, as_dicts, as_number
-from limbeck.traces.replay import TeacherFailure, parse_answer
+from limbeck.traces.replay import NoAnswer, parse_answer
 from limbeck.traces.schema import Message
 from limbeck.utils.files import JsonCache, content_hash
 from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket, public_url
@@ -89,8 +89,8 @@ class EndpointConfig:
 
 
 @dataclass
-class EndpointTeacher:
-    """A ``Teacher`` that asks an endpoint; use it inside one event loop and ``close`` it.
+class EndpointProposer:
+    """A ``Proposer`` that asks an endpoint; use it inside one event loop and ``close`` it.
 
     Attributes:
         counts: requests, retries and cached answers.
@@ -128,7 +128,7 @@ class EndpointTeacher:
         await self._client.aclose()
 
     async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
-        """The endpoint's answer from this state; ``TeacherFailure`` where there is none to be had."""
+        """The endpoint's answer from this state; ``NoAnswer`` where there is none to be had."""
         body = self._body(messages, tools)
         key = content_hash([self.config.public_url, body])
         stored = self.cache.get(key) if self.cache is not None else None
@@ -160,13 +160,13 @@ class EndpointTeacher:
         try:
             return await self._client.retrying(lambda: self._attempt(body))
         except HttpFailure as failure:
-            raise TeacherFailure(failure.reason, failure.detail) from failure
+            raise NoAnswer(failure.reason, failure.detail) from failure
 
     async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
         """One request, paid for whether its answer is usable or not."""
         worst = self._price(len(json.dumps(body)) / 2.0, self.config.max_tokens)
         if not self.budget.reserve(worst):
-            raise TeacherFailure("cost_cap", f"{self.budget.spent:.4f} of {self.budget.limit} spent")
+            raise NoAnswer("cost_cap", f"{self.budget.spent:.4f} of {self.budget.limit} spent")
         cost = 0.0
         try:
             answer = self._read(*await self._post(body))
@@ -178,7 +178,7 @@ class EndpointTeacher:
             self.budget.settle(worst, cost)
         try:
             return answer, parse_answer(as_dicts(answer.get("choices"))[0].get("message"))
-        except TeacherFailure as failure:
+        except NoAnswer as failure:
             raise HttpFailure(failure.reason, str(failure), passing=True) from failure
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -194,7 +194,7 @@ class EndpointTeacher:
                 f"{self.config.model!r}: check the address, the model and the variable {self.config.api_key_env}"
             )
         if status != 200:
-            raise TeacherFailure(f"http_{status}", self._client.error_text(body))
+            raise NoAnswer(f"http_{status}", self._client.error_text(body))
         if not as_dicts(as_dict(body).get("choices")):
             raise HttpFailure("bad_answer", "the body is no chat completion", passing=True)
         return as_dict(body)

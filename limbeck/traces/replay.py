@@ -28,7 +28,7 @@ ActionKey = tuple[Any, ...]
 _FENCE = re.compile(r"```[\w-]*\n(.*?)```|<command>\n?(.*?)</command>", re.DOTALL)
 
 
-class TeacherFailure(TraceError):
+class NoAnswer(TraceError):
     """A teacher gave no usable answer for one state; ``reason`` is a short countable name."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -36,15 +36,15 @@ class TeacherFailure(TraceError):
         self.reason = reason
 
 
-class Teacher(Protocol):
-    """Answers from a state with one assistant message, or raises ``TeacherFailure``."""
+class Proposer(Protocol):
+    """Answers from a state with one assistant message, or raises ``NoAnswer``."""
 
     name: str
 
     async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message: ...
 
 
-class CallableTeacher:
+class CallableProposer:
     """A function ``(messages, tools) -> answer`` as a teacher; it may be async.
 
     The answer is text, an OpenAI-style assistant message, or a ``Message``. An exception counts as a failure.
@@ -61,15 +61,15 @@ class CallableTeacher:
             answer = self.function(messages, tools)
             if inspect.isawaitable(answer):
                 answer = await answer
-        except TeacherFailure:
+        except NoAnswer:
             raise
         except Exception as error:  # a user's function may raise anything; one state must not end the run
-            raise TeacherFailure(f"raised {type(error).__name__}", str(error)) from error
+            raise NoAnswer(f"raised {type(error).__name__}", str(error)) from error
         return parse_answer(answer)
 
 
 def parse_answer(answer: Any) -> Message:
-    """A teacher's answer as a canonical assistant message; ``TeacherFailure`` where it is none."""
+    """A teacher's answer as a canonical assistant message; ``NoAnswer`` where it is none."""
     if isinstance(answer, str):
         answer = {"content": answer}
     try:
@@ -82,11 +82,11 @@ def parse_answer(answer: Any) -> Message:
                 tool_calls=openai_tool_calls(answer.get("tool_calls")),
             )
     except ValidationError as error:
-        raise TeacherFailure("bad_answer", describe_validation(error)) from error
+        raise NoAnswer("bad_answer", describe_validation(error)) from error
     if not isinstance(answer, Message) or answer.role != "assistant":
-        raise TeacherFailure("bad_answer", f"an answer of type {type(answer).__name__}")
+        raise NoAnswer("bad_answer", f"an answer of type {type(answer).__name__}")
     if not answer.content.strip() and not answer.tool_calls:
-        raise TeacherFailure("empty_answer")
+        raise NoAnswer("empty_answer")
     return answer
 
 
@@ -200,10 +200,10 @@ class Replayer:
     Attributes:
         outcomes: Verdict -> states.
         failures: ``teacher: reason`` -> count.
-        answers: Teacher -> usable answers.
+        answers: Proposer -> usable answers.
     """
 
-    teachers: Sequence[Teacher]
+    teachers: Sequence[Proposer]
     quorum: int | None = None
     strip_reasoning: bool = True
     batch: int = 32
@@ -251,11 +251,11 @@ class Replayer:
         assert self.quorum is not None
         return vote(trace.messages[index], proposals, self.quorum)
 
-    async def _propose(self, teacher: Teacher, state: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Proposal:
+    async def _propose(self, teacher: Proposer, state: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Proposal:
         try:
             # Each teacher gets its own copy: a function that edits its input must not change what the others see.
             message = await teacher.propose([dict(m) for m in state], list(tools))
-        except TeacherFailure as failure:
+        except NoAnswer as failure:
             self.failures[f"{teacher.name}: {failure.reason}"] += 1
             return Proposal(teacher.name, failure=failure.reason)
         self.answers[teacher.name] += 1

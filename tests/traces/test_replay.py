@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointTeacher
+from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointProposer
 from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
 from limbeck.traces.replay import (
-    CallableTeacher,
+    CallableProposer,
     Proposal,
     Replayer,
-    TeacherFailure,
+    NoAnswer,
     action_key,
     assistant_targets,
     error_targets,
@@ -120,7 +120,7 @@ def test_agents_that_act_through_text_are_compared_by_their_command() -> None:
     "nonsense", [None, 7, [], {}, {"content": 5}, {"content": ""}, "  ", {"tool_calls": [{}]}, say("user", "x")]
 )
 def test_nonsense_is_no_answer(nonsense: Any) -> None:
-    with pytest.raises(TeacherFailure):
+    with pytest.raises(NoAnswer):
         parse_answer(nonsense)
 
 
@@ -149,7 +149,7 @@ def test_pairs_of_the_shipped_traces() -> None:
     def broken(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         raise ValueError("out of order")
 
-    teachers = [CallableTeacher(search, "a"), CallableTeacher(slow, "b"), CallableTeacher(broken, "c")]
+    teachers = [CallableProposer(search, "a"), CallableProposer(slow, "b"), CallableProposer(broken, "c")]
     replayer = Replayer(teachers, batch=1)
     pairs = collect(replayer, traces)
     assert [(p.trace_id, p.message_index, p.weight) for p in pairs] == [
@@ -178,7 +178,7 @@ def test_reasoning_is_left_out_of_both_sides_unless_kept() -> None:
         id="t",
         messages=[say("user", "?"), say("assistant", "", made, reasoning="old"), answer(made, "No such file", True)],
     )
-    teacher = CallableTeacher(lambda messages, tools: {"content": "new", "reasoning_content": "why"}, "t")
+    teacher = CallableProposer(lambda messages, tools: {"content": "new", "reasoning_content": "why"}, "t")
     (bare,) = collect(Replayer([teacher]), [trace])
     assert (bare.chosen.reasoning, bare.rejected.reasoning) == (None, None)
     (full,) = collect(Replayer([teacher], strip_reasoning=False), [trace])
@@ -203,7 +203,7 @@ def test_states_are_errors_or_all_and_never_shared_context() -> None:
 
 
 def test_impossible_quorums_and_names_are_refused() -> None:
-    teacher = CallableTeacher(search, "a")
+    teacher = CallableProposer(search, "a")
     with pytest.raises(TraceError, match="quorum of 2 is impossible with 1"):
         Replayer([teacher], quorum=2)
     with pytest.raises(TraceError, match="distinct names"):
@@ -226,7 +226,7 @@ class Clock:
 
 
 def ask(
-    teacher: EndpointTeacher, messages: list[dict[str, Any]] = STATE, times: int = 1, tools: Any = ()
+    teacher: EndpointProposer, messages: list[dict[str, Any]] = STATE, times: int = 1, tools: Any = ()
 ) -> list[Message]:
     async def run() -> list[Message]:
         try:
@@ -239,10 +239,10 @@ def ask(
 
 def teacher_at(
     url: str, cache: JsonCache | None = None, budget: Budget | None = None, **config: Any
-) -> EndpointTeacher:
+) -> EndpointProposer:
     clock = Clock()
     settings = {"max_retries": 3, "timeout": TEST_SECONDS, **config}
-    teacher = EndpointTeacher(EndpointConfig(url=url, model="m", **settings), cache, budget or Budget(), clock.sleep)
+    teacher = EndpointProposer(EndpointConfig(url=url, model="m", **settings), cache, budget or Budget(), clock.sleep)
     teacher.clock = clock  # type: ignore[attr-defined]
     return teacher
 
@@ -314,7 +314,7 @@ def test_a_server_cannot_ask_for_an_endless_pause() -> None:
 )
 def test_hopeless_answers_fail_with_their_reason(reply: Any, reason: str, requests: int) -> None:
     with endpoint(lambda n, body: reply) as server:
-        with pytest.raises(TeacherFailure) as failure:
+        with pytest.raises(NoAnswer) as failure:
             ask(teacher_at(server.url, max_retries=2))
         assert failure.value.reason == reason
         assert len(server.requests) == requests
@@ -323,12 +323,12 @@ def test_hopeless_answers_fail_with_their_reason(reply: Any, reason: str, reques
 def test_time_outs_and_refused_connections() -> None:
     with endpoint(lambda n, body: HOLD) as server:
         teacher = teacher_at(server.url, timeout=0.1, max_retries=1)
-        with pytest.raises(TeacherFailure) as failure:
+        with pytest.raises(NoAnswer) as failure:
             ask(teacher)
         # counted where they are made: one that is given up soon enough never reaches the server
         assert (failure.value.reason, teacher.counts) == ("timeout", Counter(requests=2, retries=1))
         gone = server.url
-    with pytest.raises(TeacherFailure) as failure:
+    with pytest.raises(NoAnswer) as failure:
         ask(teacher_at(gone, max_retries=1))
     assert failure.value.reason == "connection"
 
@@ -340,7 +340,7 @@ def test_a_wrong_key_or_model_stops_the_run_with_one_sentence(status: int, monke
         teacher = teacher_at(server.url.replace("http://", "http://user:pw-55@"), api_key_env="TEST_KEY")
         with pytest.raises(TraceError, match=f"HTTP {status}.*TEST_KEY") as error:
             ask(teacher)
-    assert not isinstance(error.value, TeacherFailure)
+    assert not isinstance(error.value, NoAnswer)
     assert "secret-key-123" not in str(error.value)
     assert "pw-55" not in str(error.value)
 
@@ -366,7 +366,7 @@ def test_answers_come_from_disk_the_second_time_and_hold_no_key(
 def test_failures_are_not_kept(tmp_path: Path) -> None:
     replies = [(400, {}), (200, completion("ok"))]
     with endpoint(lambda n, body: replies[n]) as server:
-        with pytest.raises(TeacherFailure):
+        with pytest.raises(NoAnswer):
             ask(teacher_at(server.url, JsonCache(tmp_path)))
         assert ask(teacher_at(server.url, JsonCache(tmp_path)))[0].content == "ok"
 
@@ -384,7 +384,7 @@ def test_the_cost_cap_is_never_passed() -> None:
                 await teacher.close()
 
         results = asyncio.run(run())
-    failed = [r for r in results if isinstance(r, TeacherFailure)]
+    failed = [r for r in results if isinstance(r, NoAnswer)]
     assert failed
     assert {f.reason for f in failed} == {"cost_cap"}
     assert 0 < budget.spent <= 0.02
@@ -416,13 +416,13 @@ def test_several_endpoints_decide_together(tmp_path: Path) -> None:
     with endpoint(lambda n, body: (200, right)) as good, endpoint(lambda n, body: (500, {})) as bad:
         clock = Clock()
         teachers = [
-            EndpointTeacher(
+            EndpointProposer(
                 EndpointConfig(good.url, "x", "one", max_retries=0), JsonCache(tmp_path), sleep=clock.sleep
             ),
-            EndpointTeacher(
+            EndpointProposer(
                 EndpointConfig(good.url, "y", "two", max_retries=0), JsonCache(tmp_path), sleep=clock.sleep
             ),
-            EndpointTeacher(EndpointConfig(bad.url, "z", "three", max_retries=0), sleep=clock.sleep),
+            EndpointProposer(EndpointConfig(bad.url, "z", "three", max_retries=0), sleep=clock.sleep),
         ]
         replayer = Replayer(teachers)
         pairs = collect(replayer, traces)

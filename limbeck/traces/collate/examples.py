@@ -12,7 +12,7 @@ from limbeck.errors import TraceError
 from limbeck.traces.collate.config import TraceTurn
 from limbeck.traces.errors import classify_error
 from limbeck.traces.readers.base import as_number, openai_tool_calls
-from limbeck.traces.replay import TeacherFailure, parse_answer
+from limbeck.traces.replay import NoAnswer, parse_answer
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
 from limbeck.traces.sites import Site, SiteFinder
 
@@ -217,7 +217,7 @@ def _pair(pair: Mapping[str, Any], index: int, name: str) -> PreferencePair:
             f"trace {name!r}, preference pair {index} has no {error.args[0]!r}; it needs state_messages, chosen and "
             "rejected"
         ) from error
-    except TeacherFailure as error:
+    except NoAnswer as error:
         raise TraceError(
             f"trace {name!r}, preference pair {index}: a side is no assistant message ({error})"
         ) from error
