@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
     from limbeck.traces.readers import ReadLog
-    from limbeck.traces.replay import Replayer, Proposer
+    from limbeck.traces.replay import Proposer, Replayer
     from limbeck.traces.schema import Trace
     from limbeck.utils.files import JsonCache
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from limbeck.errors import ConfigError
 from limbeck.tokens.chat import Placement, insert_hint, probe_placement
 from limbeck.traces.schema import Message, ToolCall, Trace
 from limbeck.utils.files import JsonCache, content_hash
@@ -32,6 +34,7 @@ __all__ = [
     "Placement",
     "RawErrorHints",
     "TemplateHints",
+    "as_generators",
     "insert_hint",
     "leaks",
     "probe_placement",
@@ -76,12 +79,12 @@ class HintRequest:
         return content_hash([seen, failed])
 
 
-@runtime_checkable
-class HintGenerator(Protocol):
-    """Maps a site to a hint, or to None where it has nothing to say."""
+class HintGenerator(ABC):
+    """Maps a site to a hint, or to None where it has nothing to say; asked at most once per site."""
 
     name: str
 
+    @abstractmethod
     def __call__(self, request: HintRequest) -> str | None: ...
 
 
@@ -169,7 +172,7 @@ _TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
 }
 
 
-class TemplateHints:
+class TemplateHints(HintGenerator):
     """A sentence by error kind, with the facts of the failure; None for kinds that need the error's own words."""
 
     name = "template"
@@ -183,7 +186,7 @@ class TemplateHints:
         return template.replace("{tool}", request.call.name)
 
 
-class RawErrorHints:
+class RawErrorHints(HintGenerator):
     """The environment's own error text, shortened in the middle to ``max_chars``."""
 
     name = "raw_error"
@@ -201,7 +204,7 @@ class RawErrorHints:
         return f"The action that comes to mind here, a call of `{request.call.name}`, is answered with:\n{text}"
 
 
-class HookHints:
+class HookHints(HintGenerator):
     """Adapter for the published hook ``(error_kind, error_meta) -> str | None``."""
 
     def __init__(self, hook: Callable[[str, dict[str, Any]], str | None], name: str = "hook") -> None:
@@ -212,7 +215,7 @@ class HookHints:
         return self.hook(request.error_kind, dict(request.error_meta))
 
 
-class JudgeHints:
+class JudgeHints(HintGenerator):
     """A judge, usually a model, asked once per distinct failure; its answers are kept on disk.
 
     Args:
@@ -239,6 +242,17 @@ class JudgeHints:
         return hint
 
 
+def as_generators(given: Any) -> tuple[HintGenerator, ...]:
+    """What a user may give for hints: nothing (the two cheap generators), a generator, or the published hook."""
+    if given is None:
+        return TemplateHints(), RawErrorHints()
+    if isinstance(given, HintGenerator):
+        return (given,)
+    if not callable(given):
+        raise ConfigError(f"hint_generator is {given!r:.60}; expected a callable (error_kind, error_meta) -> str")
+    return (HookHints(given),)
+
+
 @dataclass
 class LayeredHints:
     """The first usable hint of several generators.
@@ -247,7 +261,7 @@ class LayeredHints:
         problems: ``generator: what`` -> count, for answers that were not usable.
     """
 
-    generators: Sequence[HintGenerator] = field(default_factory=lambda: (TemplateHints(), RawErrorHints()))
+    generators: Sequence[HintGenerator] = field(default_factory=lambda: as_generators(None))
     max_chars: int = MAX_HINT_CHARS
     problems: Counter[str] = field(default_factory=Counter)
 

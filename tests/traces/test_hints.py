@@ -97,7 +97,7 @@ def test_the_published_hook_is_called_with_kind_and_facts() -> None:
     assert seen == [("nonzero_exit", {"exit_code": 3})]
 
 
-class Misbehaving:
+class Misbehaving(HintGenerator):
     def __init__(self, name: str, result: Any) -> None:
         self.name = name
         self.result = result

@@ -18,9 +18,9 @@ from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
 from limbeck.traces.replay import (
     CallableProposer,
+    NoAnswer,
     Proposal,
     Replayer,
-    NoAnswer,
     action_key,
     assistant_targets,
     error_targets,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from limbeck.errors import ConfigError
 from limbeck.tokens.chat import PLACEMENTS, Placement
-from limbeck.traces.hints import HintGenerator, HookHints, LayeredHints
+from limbeck.traces.hints import HintGenerator, LayeredHints, as_generators
 
 
 class TokenizerLike(Protocol):
@@ -131,12 +131,4 @@ class CollatorConfig:
     def hints(self) -> LayeredHints:
         """The hint generators that ``hint_generator`` stands for."""
         given = self.hint_generator
-        if given is None:
-            return LayeredHints()
-        if isinstance(given, LayeredHints):
-            return given
-        if isinstance(given, HintGenerator):
-            return LayeredHints((given,))
-        if not callable(given):
-            raise ConfigError(f"hint_generator is {given!r:.60}; expected a callable (error_kind, error_meta) -> str")
-        return LayeredHints((HookHints(given),))
+        return given if isinstance(given, LayeredHints) else LayeredHints(as_generators(given))
