@@ -358,6 +358,23 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     assert len(batch["site_target"]) == 0
 
 
+def test_an_empty_message_that_is_marked_is_dropped_and_counted() -> None:
+    turns = [
+        {"role": "user", "content": "Count to three."},
+        {"role": "assistant", "content": "", "tool_error": True, "error_meta": {"message": "nothing came"}},
+        {"role": "user", "content": "Please."},
+        {
+            "role": "assistant",
+            "content": "One, two.",
+            "tool_error": True,
+            "error_meta": {"message": "three is missing"},
+        },
+    ]
+    batch = collate({"trace_id": "t", "turns": turns, "final_reward": 0.0})
+    assert batch["site_target"].tolist() == [3]
+    assert batch["dropped"] == {"empty_message": 1}
+
+
 def test_a_site_without_a_hint_is_dropped_and_counted() -> None:
     trace = long_trace(2, failed=(0, 1))
     assert collate(trace, hint_generator=lambda kind, meta: None)["dropped"] == {"no_hint": 2}

@@ -196,6 +196,8 @@ class ComposerDataCollator:
         own = self.student.target(plain, target.message)
         if own is None:
             return "no_target_tokens"
+        if bool(own.rendering.special[own.places].all()):
+            return "empty_message"
         limit = self.config.max_seq_len
         return site_row(
             target, TargetInContext(self.student, plain, plain.piece_of[target.message], own, limit), hinted
