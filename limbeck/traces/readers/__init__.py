@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from limbeck.errors import TraceError
-from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, iter_records
+from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, Totals, iter_records
 from limbeck.traces.readers.claude_code import ClaudeCodeReader
 from limbeck.traces.readers.limbeck import LimbeckReader
 from limbeck.traces.readers.openai_chat import OpenAIChatReader
@@ -53,7 +53,8 @@ def read_traces(
         detectors: ``extended`` also marks failures that the environment states without any flag.
         log: Collects what was left out, by reason.
 
-    Ids are made unique over all files, so that sites and pairs can refer to them.
+    Ids are made unique over all files, so that sites and pairs can refer to them. At the end of a file, what its
+    records hold must be in its traces or counted as left out; otherwise ``TraceError`` shows both.
     """
     if format is not None:
         format = OLD_NAMES.get(format, format)
@@ -77,4 +78,20 @@ def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLo
         if head:
             log.of_file(path).skip("unknown_format", head[0].line, f"keys {sorted(head[0].data)[:6]}")
         return
-    yield from reader.read(itertools.chain(head, records), log.of_file(path, reader.name, detectors))
+    log = log.of_file(path, reader.name, detectors)
+    found = made = Totals()
+
+    def counted() -> Iterator[Record]:
+        nonlocal found
+        for record in itertools.chain(head, records):
+            found += reader.totals(record)
+            yield record
+
+    for trace in reader.read(counted(), log):
+        made += Totals.of_messages(message for _, message in trace.new_messages())
+        yield trace
+    if found != made + log.left_out:
+        raise TraceError(
+            f"{path.name} holds {found}; read as {reader.name}, its traces hold {made}, and {log.left_out} were left "
+            "out for a known reason. The rest would be lost: give the right --format"
+        )

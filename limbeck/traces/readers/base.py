@@ -10,7 +10,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -39,7 +39,40 @@ class SkipRecord(TraceError):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class Totals:
+    """How much there is of what a log must not lose: calls, their results, and characters that are not white space."""
+
+    calls: int = 0
+    results: int = 0
+    characters: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.calls + other.calls, self.results + other.results, self.characters + other.characters)
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals(self.calls - other.calls, self.results - other.results, self.characters - other.characters)
+
+    def __str__(self) -> str:
+        return f"{self.calls} calls, {self.results} results and {self.characters} characters"
+
+    @classmethod
+    def of_messages(cls, messages: Iterable[Message]) -> Totals:
+        """Of messages as a reader made them."""
+        found = list(messages)
+        return cls(
+            calls=sum(len(message.tool_calls) for message in found),
+            results=sum(message.role == "tool" for message in found),
+            characters=sum(characters(message.content, message.reasoning) for message in found),
+        )
+
+
+def characters(*texts: str | None) -> int:
+    """Characters other than white space, which readers may add or take away where they join texts."""
+    return sum(len(part) for text in texts if text for part in text.split())
 
 
 @dataclass
@@ -53,6 +86,7 @@ class ReadLog:
         versions: Versions of the writing program that no reader has been checked against.
         path, format: The file being read and its format.
         detectors: Which signs of failure count in it.
+        left_out: What was left out of that file on purpose.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -63,19 +97,23 @@ class ReadLog:
     path: Path = Path("-")
     format: str = ""
     detectors: Detectors = "standard"
+    left_out: Totals = Totals()
 
     def of_file(self, path: Path, format: str = "", detectors: Detectors = "standard") -> ReadLog:
         """This log while one file is read; all counts are shared."""
-        return replace(self, path=path, format=format, detectors=detectors)
+        return replace(self, path=path, format=format, detectors=detectors, left_out=Totals())
 
     @property
     def stem(self) -> str:
         """The file's name without its ending."""
         return self.path.stem
 
-    def skip(self, reason: str, line: int | None = None, detail: str = "", count: int = 1) -> None:
-        """Count ``count`` things left out for ``reason``."""
+    def skip(
+        self, reason: str, line: int | None = None, detail: str = "", count: int = 1, totals: Totals | None = None
+    ) -> None:
+        """Count ``count`` things left out for ``reason``; ``totals``: what they held."""
         self.skipped[reason] += count
+        self.left_out += totals or Totals()
         if len(self.places) < self.max_places:
             place = f"{self.path.name}:{line}" if line is not None else self.path.name
             self.places.append(f"{place}: {reason}" + (f" ({detail})" if detail else ""))
@@ -100,7 +138,12 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
-        """Stream the traces of one file; what is left out is counted in ``log``."""
+        """Stream the traces of one file; what is left out is counted in ``log``, with its totals."""
+
+    @abstractmethod
+    def totals(self, record: Record) -> Totals:
+        """What a record holds, counted without ``read``. Of every file, this is what its traces hold and what ``read``
+        left out, or ``read_traces`` refuses it: a log of another format must not be read with half of it lost."""
 
 
 class RecordReader(Reader):
@@ -113,17 +156,20 @@ class RecordReader(Reader):
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
         """One trace per record; records that cannot be used are counted."""
         for record in records:
+            before = log.left_out
             try:
                 trace = self.convert(record, log)
-            except SkipRecord as skip:
-                log.skip(skip.reason, record.line, str(skip))
-            except ValidationError as error:
-                log.skip("invalid_trace", record.line, describe_validation(error))
-            else:
-                if any(message.role == "assistant" for message in trace.messages):
-                    yield trace
+                if not any(message.role == "assistant" for message in trace.messages):
+                    raise SkipRecord("no_assistant_message")
+            except (SkipRecord, ValidationError) as error:
+                log.left_out = before  # parts of a record that is left out whole are not counted twice
+                if isinstance(error, SkipRecord):
+                    log.skip(error.reason, record.line, error.detail, totals=self.totals(record))
                 else:
-                    log.skip("no_assistant_message", record.line)
+                    detail = describe_validation(error)
+                    log.skip("invalid_trace", record.line, detail, totals=self.totals(record))
+            else:
+                yield trace
 
 
 def iter_records(path: Path, log: ReadLog) -> Iterator[Record]:
@@ -170,20 +216,40 @@ def as_number(value: Any) -> float | None:
 
 def content_text(content: Any, log: ReadLog, line: int | None) -> str:
     """The text of a content field: a string, or the text parts of a list of parts; other parts are counted."""
+    for part in content if isinstance(content, list) else []:
+        if _part_text(part) is None:
+            log.skip("non_text_part", line, str(as_dict(part).get("type", type(part).__name__)))
+    return plain_text(content)
+
+
+def plain_text(content: Any) -> str:
+    """``content_text`` without counting."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return json.dumps(content, ensure_ascii=False)
-    texts: list[str] = []
-    for part in content:
-        text = part if isinstance(part, str) else as_text(as_dict(part).get("text"))
-        if text is not None:
-            texts.append(text)
-        else:
-            log.skip("non_text_part", line, str(as_dict(part).get("type", type(part).__name__)))
-    return "\n".join(texts)
+    return "\n".join(text for part in content if (text := _part_text(part)) is not None)
+
+
+def _part_text(part: Any) -> str | None:
+    return part if isinstance(part, str) else as_text(as_dict(part).get("text"))
+
+
+_CALL_PARTS = ("tool_use", "tool_call", "function_call")
+_RESULT_PARTS = ("tool_result", "function_call_output")
+
+
+def content_totals(content: Any) -> Totals:
+    """Text of a content field, and the calls and results among its parts in whatever format has them there."""
+    found = Totals(characters=characters(plain_text(content)))
+    for part in as_dicts(content):
+        if part.get("type") in _CALL_PARTS:
+            found += Totals(calls=1)
+        elif part.get("type") in _RESULT_PARTS:
+            found += Totals(results=1) + content_totals(part.get("content"))
+    return found
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | str:
@@ -214,6 +280,11 @@ def openai_tool_calls(value: Any) -> list[ToolCall]:
         call_id = as_text(item.get("id")) or f"call_{position}"
         calls.append(ToolCall(id=call_id, name=name, arguments=parse_arguments(function.get("arguments"))))
     return calls
+
+
+def openai_call_count(value: Any) -> int:
+    """How many calls ``openai_tool_calls`` has to find."""
+    return sum(as_text((as_dict(item.get("function")) or item).get("name")) is not None for item in as_dicts(value))
 
 
 def openai_tools(value: Any) -> list[dict[str, Any]]:

@@ -20,7 +20,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from limbeck.traces.errors import ErrorSignal, mark_error
-from limbeck.traces.readers.base import Reader, ReadLog, Record, as_dict, as_dicts, as_text, content_text
+from limbeck.traces.readers.base import (
+    Reader,
+    ReadLog,
+    Record,
+    Totals,
+    as_dict,
+    as_dicts,
+    as_text,
+    characters,
+    content_text,
+    plain_text,
+)
 from limbeck.traces.schema import Message, ToolCall, Trace, describe_validation
 
 _BOOKKEEPING = {"file-history-snapshot", "summary"}
@@ -48,6 +59,33 @@ class ClaudeCodeReader(Reader):
         for event in _in_tree_order(events, log):
             forest.add(event)
         yield from _traces(forest, log)
+
+    def totals(self, record: Record) -> Totals:
+        """Of the blocks of an event."""
+        return _totals(record.data)
+
+
+def _totals(data: Mapping[str, Any]) -> Totals:
+    content = as_dict(data.get("message")).get("content")
+    if data.get("type") not in ("user", "assistant"):
+        return Totals()
+    if isinstance(content, str):
+        return Totals(characters=characters(content))
+    found = Totals()
+    for block in as_dicts(content):
+        if block.get("type") == "tool_result" and data["type"] == "user":
+            found += _result_totals(block)
+        elif data["type"] == "user":
+            found += Totals(characters=characters(as_text(block.get("text"))))
+        elif block.get("type") == "tool_use":
+            found += Totals(calls=int(bool(as_text(block.get("id")) and as_text(block.get("name")))))
+        elif block.get("type") in ("text", "thinking"):
+            found += Totals(characters=characters(as_text(block.get(block["type"]))))
+    return found
+
+
+def _result_totals(block: Mapping[str, Any]) -> Totals:
+    return Totals(results=1, characters=characters(plain_text(block.get("content"))))
 
 
 @dataclass
@@ -100,9 +138,10 @@ def _events(records: Iterator[Record], log: ReadLog) -> dict[str, _Event]:
         _check_version(data, log)
         if uuid is None:
             kind = str(data.get("type"))
-            log.skip("event_without_message" if kind in _EVENT_TYPES else "unknown_event", record.line, kind)
+            reason = "event_without_message" if kind in _EVENT_TYPES else "unknown_event"
+            log.skip(reason, record.line, kind, totals=_totals(data))
         elif uuid in events:
-            log.skip("duplicate_event", record.line, uuid)
+            log.skip("duplicate_event", record.line, uuid, totals=_totals(data))
         else:
             session = as_text(data.get("sessionId")) or log.stem
             chain = (session, data.get("isSidechain") is True, str(data.get("agentId")))
@@ -157,7 +196,7 @@ def _in_tree_order(events: dict[str, _Event], log: ReadLog) -> Iterator[_Event]:
             heapq.heappush(ready, position[child])
     for event in order:
         if event.uuid not in reached:
-            log.skip("cyclic_parent", event.record.line, event.uuid)
+            log.skip("cyclic_parent", event.record.line, event.uuid, totals=_totals(event.record.data))
 
 
 class _Forest:
@@ -180,14 +219,15 @@ class _Forest:
             elif event.role == "user":
                 unit, speaks = self._add_user(event, parent), False
         except ValidationError as error:
-            self._log.skip("invalid_event", event.record.line, describe_validation(error))
+            totals = _totals(event.record.data)
+            self._log.skip("invalid_event", event.record.line, describe_validation(error), totals=totals)
         self._unit_of[event.uuid] = unit
         self._after_assistant[event.uuid] = speaks
 
     def _is_synthetic(self, event: _Event) -> bool:
         synthetic = event.message.get("model") == "<synthetic>" or event.record.data.get("isApiErrorMessage") is True
         if synthetic:
-            self._log.skip("synthetic_message", event.record.line)
+            self._log.skip("synthetic_message", event.record.line, totals=_totals(event.record.data))
         return synthetic
 
     def _new_unit(self, event: _Event, parent: _Unit | None) -> _Unit:
@@ -225,7 +265,9 @@ class _Forest:
                 unit.reasoning.append(as_text(block.get("thinking")) or "")
             elif kind == "tool_use" and as_text(block.get("id")) and as_text(block.get("name")):
                 call = ToolCall(id=block["id"], name=block["name"], arguments=as_dict(block.get("input")))
-                if call.id not in {known.id for known in unit.calls}:
+                if call.id in {known.id for known in unit.calls}:
+                    self._log.skip("duplicate_call", event.record.line, call.id, totals=Totals(calls=1))
+                else:
                     unit.calls.append(call)
                 self._owner[call.id] = unit
             else:
@@ -249,10 +291,10 @@ class _Forest:
         call_id, line = as_text(block.get("tool_use_id")), event.record.line
         unit = self._owner.get(call_id or "")
         if unit is None or call_id is None:
-            self._log.skip("result_without_call", line, f"tool_use_id {call_id!r}")
+            self._log.skip("result_without_call", line, f"tool_use_id {call_id!r}", totals=_result_totals(block))
             return None
         if call_id in unit.results:
-            self._log.skip("duplicate_result", line, call_id)
+            self._log.skip("duplicate_result", line, call_id, totals=_result_totals(block))
             return unit
         call = next(call for call in unit.calls if call.id == call_id)
         text = content_text(block.get("content"), self._log, line)
@@ -295,17 +337,21 @@ def _traces(forest: _Forest, log: ReadLog) -> Iterator[Trace]:
             context_until=sum(len(part) for part in parts[:shared]),
             meta={"session": session, **({"sidechain": True} if path[0].sidechain else {})},
         )
+    for unit in _units(forest.roots):
+        if id(unit) not in emitted:
+            log.left_out += Totals.of_messages(_messages(unit))
 
 
-def _leaves(roots: list[_Unit]) -> list[_Unit]:
-    leaves: list[_Unit] = []
+def _units(roots: list[_Unit]) -> Iterator[_Unit]:
     stack = list(roots)
     while stack:
         unit = stack.pop()
         stack.extend(unit.children)
-        if not unit.children:
-            leaves.append(unit)
-    return sorted(leaves, key=lambda unit: unit.line)
+        yield unit
+
+
+def _leaves(roots: list[_Unit]) -> list[_Unit]:
+    return sorted((unit for unit in _units(roots) if not unit.children), key=lambda unit: unit.line)
 
 
 def _path(leaf: _Unit) -> list[_Unit]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from limbeck.traces.readers.base import ReadLog, Record, RecordReader, SkipRecord
+from limbeck.traces.readers.base import (
+    ReadLog,
+    Record,
+    RecordReader,
+    SkipRecord,
+    Totals,
+    as_dicts,
+    as_number,
+    as_text,
+    characters,
+)
 from limbeck.traces.schema import SCHEMA_VERSION, Trace
 
 
@@ -25,3 +35,15 @@ class LimbeckReader(RecordReader):
         if version != SCHEMA_VERSION:
             raise SkipRecord("unknown_version", f"{version!r}, this reader knows {SCHEMA_VERSION!r}")
         return Trace.model_validate(record.data)
+
+    def totals(self, record: Record) -> Totals:
+        """Of the messages that no other trace has."""
+        shared = as_number(record.data.get("context_until"))
+        messages = as_dicts(record.data.get("messages"))[max(0, int(shared or 0)) :]
+        return Totals(
+            calls=sum(len(as_dicts(message.get("tool_calls"))) for message in messages),
+            results=sum(message.get("role") == "tool" for message in messages),
+            characters=sum(
+                characters(as_text(message.get("content")), as_text(message.get("reasoning"))) for message in messages
+            ),
+        )

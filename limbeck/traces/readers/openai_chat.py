@@ -15,12 +15,16 @@ from limbeck.traces.readers.base import (
     Record,
     RecordReader,
     SkipRecord,
+    Totals,
     as_dict,
     as_dicts,
     as_number,
     as_text,
+    characters,
     content_text,
+    content_totals,
     find_call,
+    openai_call_count,
     openai_tool_calls,
     openai_tools,
     parse_arguments,
@@ -57,11 +61,13 @@ class OpenAIChatReader(RecordReader):
         messages: list[Message] = []
         for item in raw:
             _append(messages, item, tools, log, record.line)
-        if (pairs := _preference_pairs(data, messages, tools, log, record.line)) and not any(
-            message.role == "assistant" for message in messages
-        ):
+        before = log.left_out
+        pairs = _preference_pairs(data, messages, tools, log, record.line)
+        log.left_out = before + sum(map(_totals, _answers(data)), Totals())
+        if pairs and not any(message.role == "assistant" for message in messages):
             # A preference record holds its answers beside the messages; the preferred one completes the conversation.
             messages = [*messages, pairs[0].chosen]
+            log.left_out -= Totals.of_messages([pairs[0].chosen])
         task, trial = data.get("task_id"), data.get("trial")
         group = as_text(data.get("group_id")) or (f"{log.stem}/task-{task}" if task is not None else None)
         trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
@@ -77,6 +83,26 @@ class OpenAIChatReader(RecordReader):
             final_reward=reward if reward is not None else as_number(as_dict(data.get("info")).get("reward")),
             preference_pairs=pairs,
         )
+
+    def totals(self, record: Record) -> Totals:
+        """Of the messages, and of the answers beside them."""
+        return sum(map(_totals, [*_raw_messages(record.data), *_answers(record.data)]), Totals())
+
+
+def _answers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [item for key in ("preferred_output", "non_preferred_output") for item in as_dicts(data.get(key))]
+
+
+def _totals(item: Mapping[str, Any]) -> Totals:
+    found = content_totals(item.get("content"))
+    calls = openai_call_count(item.get("tool_calls")) or openai_call_count([as_dict(item.get("function_call"))])
+    role = _ROLES.get(str(item.get("role")))
+    reasoning = _reasoning(item) if role == "assistant" else None
+    return found + Totals(calls, int(role == "tool"), characters(reasoning))
+
+
+def _reasoning(item: Mapping[str, Any]) -> str | None:
+    return as_text(item.get("reasoning_content")) or as_text(item.get("reasoning"))
 
 
 def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -95,6 +121,8 @@ def _append(
     if role is None:
         raise SkipRecord("unknown_role", f"role {item.get('role')!r}")
     content = content_text(item.get("content"), log, line)
+    if role != "assistant" and (calls := _totals(item).calls - content_totals(item.get("content")).calls):
+        log.skip("call_by_another_role", line, f"role {role!r}", calls, Totals(calls=calls))
     if role == "tool":
         _append_result(messages, item, content, tools, log, line)
     elif role == "assistant":
@@ -113,7 +141,7 @@ def _assistant(item: dict[str, Any], content: str, index: int) -> Message:
     return Message(
         role="assistant",
         content=content,
-        reasoning=as_text(item.get("reasoning_content")) or as_text(item.get("reasoning")),
+        reasoning=_reasoning(item),
         tool_calls=calls,
         weight=1.0 if weight is None else weight,
         sampled_ids=sampled,
@@ -144,7 +172,8 @@ def _append_result(
     call_id = as_text(item.get("tool_call_id")) or _open_call(messages, as_text(item.get("name")))
     found = find_call(messages, call_id)
     if found is None:
-        log.skip("result_without_call", line, f"tool_call_id {call_id!r}")
+        lost = Totals(results=1, characters=characters(content))
+        log.skip("result_without_call", line, f"tool_call_id {call_id!r}", totals=lost)
         return
     message = Message(role="tool", content=content, tool_call_id=call_id, name=as_text(item.get("name")))
     flagged = item.get("is_error") is True or item.get("status") == "error"

@@ -16,12 +16,16 @@ from limbeck.traces.readers.base import (
     Record,
     RecordReader,
     SkipRecord,
+    Totals,
     as_dict,
     as_dicts,
     as_number,
     as_text,
+    characters,
     content_text,
+    content_totals,
     find_call,
+    openai_call_count,
     openai_tool_calls,
     openai_tools,
 )
@@ -68,6 +72,38 @@ class OpenHandsReader(RecordReader):
             messages=run.messages,
             final_reward=as_number(report.get("resolved")),
         )
+
+    def totals(self, record: Record) -> Totals:
+        """Of an event, or of all events of a run."""
+        events = [record.data] if _is_event(record.data) else _events(record.data)
+        return sum(map(_totals, events), Totals())
+
+
+def _totals(event: Mapping[str, Any]) -> Totals:
+    """Of one event, whatever comes of it."""
+    if "observation" in event:
+        ignored = str(event["observation"]) in _IGNORED_OBSERVATIONS
+        return Totals() if ignored else Totals(results=1) + content_totals(event.get("content"))
+    action, args = str(event.get("action")), as_dict(event.get("args"))
+    said = content_totals(args.get("content"))
+    if "action" not in event or (action != "system" and action in _IGNORED_ACTIONS):
+        return Totals()
+    if action == "system" or event.get("source") == "user":
+        return said
+    if event.get("source") != "agent":
+        return Totals()
+    if message := _response(event)[1]:
+        calls = openai_call_count(message.get("tool_calls"))
+        thought = as_text(message.get("reasoning_content"))
+        return content_totals(message.get("content")) + Totals(calls=calls, characters=characters(thought))
+    return said if action == "message" else Totals(calls=1, characters=characters(as_text(args.get("thought"))))
+
+
+def _response(event: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Id and message of the model's own response to which an event belongs."""
+    response = as_dict(as_dict(event.get("tool_call_metadata")).get("model_response"))
+    choice = next(iter(as_dicts(response.get("choices"))), {})
+    return as_text(response.get("id")), as_dict(choice.get("message"))
 
 
 def _is_event(data: Mapping[str, Any]) -> bool:
@@ -131,13 +167,11 @@ class _Run:
             self._log.skip("unknown_event", self._line, f"action {action!r} by {event.get('source')!r}")
 
     def _assistant(self, event: dict[str, Any], action: str, args: dict[str, Any], text: str) -> None:
-        response = as_dict(as_dict(event.get("tool_call_metadata")).get("model_response"))
-        choice = next(iter(as_dicts(response.get("choices"))), {})
-        message = as_dict(choice.get("message"))
+        response_id, message = _response(event)
         if message:
             # Parallel calls give one event each, all with the same response.
-            response_id = as_text(response.get("id"))
             if response_id is not None and response_id in self._responses:
+                self._log.left_out += _totals(event)
                 return
             self._responses.add(response_id or "")
             content = content_text(message.get("content"), self._log, self._line)
@@ -163,7 +197,8 @@ class _Run:
             call_id = f"event_{event['cause']}"
         found = find_call(self.messages, call_id)
         if found is None and observation != "error":
-            self._log.skip("result_without_call", self._line, f"observation {observation!r}, call {call_id!r}")
+            detail = f"observation {observation!r}, call {call_id!r}"
+            self._log.skip("result_without_call", self._line, detail, totals=_totals(event))
             return
         content = content_text(event.get("content"), self._log, self._line)
         call = found[1] if found else None

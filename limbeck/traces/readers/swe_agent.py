@@ -7,7 +7,7 @@ history has the real calls, and those are taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from limbeck.traces.errors import detect_swe_agent, mark_error
@@ -16,12 +16,16 @@ from limbeck.traces.readers.base import (
     Record,
     RecordReader,
     SkipRecord,
+    Totals,
     as_dict,
     as_dicts,
     as_text,
+    characters,
     content_text,
+    openai_call_count,
     openai_tool_calls,
     openai_tools,
+    plain_text,
 )
 from limbeck.traces.schema import Message, Role, ToolCall, Trace
 
@@ -46,12 +50,10 @@ class SWEAgentReader(RecordReader):
         steps = _steps(data)
         if not steps:
             raise SkipRecord("no_steps", "a history without steps is a demonstration, not a run")
-        history = [item for item in as_dicts(data.get("history")) if "role" in item]
-        first_action = next((i for i, item in enumerate(history) if item["role"] == "assistant"), len(history))
-        messages = [_prompt(item, log, record.line) for item in history[:first_action]]
-        turns = history[first_action:]
-        for number, step in enumerate(steps):
-            turns = _append_step(messages, step, number, turns, log, record.line)
+        prompts, turns = _history(data)
+        messages = [_prompt(item, log, record.line) for item in prompts]
+        for number, (step, seen, reply) in enumerate(_paired(steps, turns)):
+            _append_step(messages, step, number, seen, reply, log, record.line)
         source = as_text(data.get("source")) or as_text(data.get("instance_id"))
         name = source or as_text(as_dict(data.get("info")).get("instance_id")) or log.stem
         return Trace(
@@ -63,9 +65,26 @@ class SWEAgentReader(RecordReader):
             meta={"exit_status": status} if (status := as_text(as_dict(data.get("info")).get("exit_status"))) else {},
         )
 
+    def totals(self, record: Record) -> Totals:
+        """Of the prompts and all steps."""
+        prompts, turns = _history(record.data)
+        found = Totals(characters=sum(characters(plain_text(item.get("content"))) for item in prompts))
+        for step, seen, reply in _paired(_steps(record.data), turns):
+            calls = openai_call_count(seen.get("tool_calls")) or int(bool(_command(step)))
+            shown = _shown(plain_text(step.get("observation")), plain_text(reply.get("content")))
+            found += Totals(calls, int(calls > 0), characters(_said(step), shown))
+        return found
+
 
 def _steps(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return as_dicts(data.get("trajectory")) or as_dicts(data.get("steps"))
+
+
+def _history(data: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The prompts in front of the first action, and the turns from it on."""
+    history = [item for item in as_dicts(data.get("history")) if "role" in item]
+    first_action = next((i for i, item in enumerate(history) if item["role"] == "assistant"), len(history))
+    return history[:first_action], history[first_action:]
 
 
 def _prompt(item: dict[str, Any], log: ReadLog, line: int) -> Message:
@@ -73,41 +92,60 @@ def _prompt(item: dict[str, Any], log: ReadLog, line: int) -> Message:
     return Message(role=role, content=content_text(item.get("content"), log, line))
 
 
-def _append_step(
-    messages: list[Message],
-    step: dict[str, Any],
-    number: int,
-    turns: list[dict[str, Any]],
-    log: ReadLog,
-    line: int,
-) -> list[dict[str, Any]]:
-    """Add a step's assistant and tool messages; returns the history that is left after it.
+def _paired(
+    steps: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Every step with its turn of the history and the environment's reply there, empty where it has none.
 
     The history is the better evidence (real calls, the observation with the prompt line that the model saw), but it may
     lack steps, so it is used only where its action is this step's.
     """
-    action = step.get("action") if isinstance(step.get("action"), str) else ""
+    at = 0
+    for step in steps:
+        seen: dict[str, Any] = {}
+        reply: dict[str, Any] = {}
+        if at < len(turns) and turns[at].get("action") == step.get("action"):
+            seen, at = turns[at], at + 1
+            if at < len(turns) and turns[at].get("role") != "assistant":
+                reply, at = turns[at], at + 1
+        yield step, seen, reply
+
+
+def _said(step: dict[str, Any]) -> str:
+    return as_text(step.get("response")) or as_text(step.get("thought")) or ""
+
+
+def _command(step: dict[str, Any]) -> str:
+    action = step.get("action")
+    return action.strip() if isinstance(action, str) else ""
+
+
+def _shown(observation: str, reply: str) -> str:
+    return reply if observation in reply else observation
+
+
+def _append_step(
+    messages: list[Message],
+    step: dict[str, Any],
+    number: int,
+    seen: dict[str, Any],
+    reply: dict[str, Any],
+    log: ReadLog,
+    line: int,
+) -> None:
+    """Add a step's assistant and tool messages."""
     observation = content_text(step.get("observation"), log, line)
-    seen = turns[0] if turns and turns[0].get("action") == step.get("action") else {}
     calls = openai_tool_calls(seen.get("tool_calls"))
-    response = as_text(step.get("response")) or as_text(step.get("thought")) or ""
-    if not calls and action and action.strip():
-        in_content = action.strip() in response
+    response, command = _said(step), _command(step)
+    if not calls and command:
         calls = [
-            ToolCall(id=f"step_{number}", name="bash", arguments={"command": action.strip()}, in_content=in_content)
+            ToolCall(id=f"step_{number}", name="bash", arguments={"command": command}, in_content=command in response)
         ]
     messages.append(Message(role="assistant", content=response, tool_calls=calls))
-    shown = observation
-    if seen:
-        turns = turns[1:]
-        if turns and turns[0].get("role") != "assistant":
-            text = content_text(turns[0].get("content"), log, line)
-            shown = text if observation in text else observation
-            turns = turns[1:]
+    shown = _shown(observation, content_text(reply.get("content"), log, line)) if reply else observation
     if calls:
         result = Message(role="tool", content=shown, tool_call_id=calls[0].id, name=calls[0].name)
         signal = detect_swe_agent(observation)
         messages.append(result if signal is None else mark_error(result, signal, call=calls[0], text=observation))
     elif shown:
         messages.append(Message(role="user", content=shown))
-    return turns
