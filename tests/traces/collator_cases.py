@@ -56,33 +56,6 @@ def tool_traces(draw: st.DrawFn) -> Trace:
     return plain.model_copy(update={"messages": messages})
 
 
-def call(number: int, name: str = "read", **arguments: Any) -> ToolCall:
-    return ToolCall(id=f"call{number:05d}", name=name, arguments=arguments or {"path": f"{number}.txt"})
-
-
-def result(number: int, content: str = "done", *, failed: bool = False) -> Message:
-    error = {"is_error": True, "error_kind": "file_not_found"} if failed else {}
-    return Message(role="tool", content=content, tool_call_id=f"call{number:05d}", name="read", **error)
-
-
-def said(content: str = "", *calls: ToolCall, **fields: Any) -> Message:
-    return Message(role="assistant", content=content, tool_calls=list(calls), **fields)
-
-
-def asked(content: str) -> Message:
-    return Message(role="user", content=content)
-
-
-def long_trace(rounds: int, failed: tuple[int, ...] = (), words: int = 12) -> Trace:
-    """User question, then ``rounds`` calls with results; the calls numbered in ``failed`` fail."""
-    messages = [Message(role="system", content="Be careful."), asked("Read all the files.")]
-    for i in range(rounds):
-        messages.append(said(f"Now number {i}.", call(i)))
-        messages.append(result(i, f"text {i} " * words, failed=i in failed))
-    messages.append(said("All read."))
-    return Trace(id=f"long{rounds}", messages=messages, final_reward=1.0)
-
-
 def gather(ids: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Entries of ids ``[N, T]`` at index ``[N, K]``; -100 where not valid."""
     return ids.gather(1, index.clamp(min=0)).masked_fill(~valid, -100)

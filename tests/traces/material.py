@@ -1,4 +1,4 @@
-"""What the trace tests share: the folder of real logs, and small builders of logs and traces."""
+"""What the trace tests share: shipped and real logs, and reading and writing them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from limbeck.traces.errors import ErrorSignal, mark_error
 from limbeck.traces.readers import ReadLog, read_traces
-from limbeck.traces.schema import Message, ToolCall, Trace
+from limbeck.traces.schema import Trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "limbeck" / "traces" / "examples"
 
@@ -35,16 +34,3 @@ def read(path: Path, **options: Any) -> tuple[list[Trace], ReadLog]:
     """All traces of a file and the log of reading."""
     log = ReadLog()
     return list(read_traces([path], log=log, **options)), log
-
-
-def say(role: str, content: str = "", *calls: ToolCall, **fields: Any) -> Message:
-    return Message(role=role, content=content, tool_calls=list(calls), **fields)  # type: ignore[arg-type]
-
-
-def call(call_id: str = "c1", name: str = "look", **arguments: Any) -> ToolCall:
-    return ToolCall(id=call_id, name=name, arguments=arguments)
-
-
-def answer(made: ToolCall, content: str, failed: bool = False, tools: tuple[dict[str, Any], ...] = ()) -> Message:
-    message = Message(role="tool", content=content, tool_call_id=made.id, name=made.name)
-    return mark_error(message, ErrorSignal("flag"), call=made, tools=tools) if failed else message

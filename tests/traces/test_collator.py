@@ -13,17 +13,8 @@ from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
 from limbeck.traces.sites import SiteFinder
 from limbeck.utils.errors import ConfigError, TraceError
 from tests import zoo
-from tests.traces.collator_cases import (
-    asked,
-    call,
-    check_hint_rows,
-    long_trace,
-    result,
-    said,
-    student_text,
-    target_text,
-    teacher_text,
-)
+from tests.helpers.chats import asked, long_trace, numbered, result, said
+from tests.traces.collator_cases import check_hint_rows, student_text, target_text, teacher_text
 
 QWEN = zoo.tokenizer("qwen3")
 
@@ -42,7 +33,7 @@ def pair(chosen: Any, rejected: Any, state: list[Message]) -> PreferencePair:
 
 def paired_trace() -> Trace:
     trace = long_trace(3, failed=(1,))
-    chosen, rejected = said("", call(1, "list", path=".")), said("", call(1))
+    chosen, rejected = said("", numbered(1, "list", path=".")), said("", numbered(1))
     good = PreferencePair(chosen=chosen, rejected=rejected, message_index=4, weight=0.5)
     return trace.model_copy(update={"preference_pairs": [good]})
 
@@ -254,7 +245,7 @@ def test_the_target_is_the_message_whose_call_failed() -> None:
 
 
 def test_parallel_calls_of_which_one_fails() -> None:
-    messages = [asked("Read both."), said("", call(0), call(1)), result(0), result(1, failed=True), said("Hm.")]
+    messages = [asked("Read both."), said("", numbered(0), numbered(1)), result(0), result(1, failed=True), said("Hm.")]
     batch = collate(Trace(id="t", messages=messages))
     check_hint_rows(batch)
     assert batch["site_target"].tolist() == [1]
@@ -263,7 +254,7 @@ def test_parallel_calls_of_which_one_fails() -> None:
 
 
 def test_two_failures_of_one_message_share_its_weight_and_keep_their_hints_apart() -> None:
-    first, second = call(0, "aa"), call(1, "bb")
+    first, second = numbered(0, "aa"), numbered(1, "bb")
     messages = [asked("Read."), said("", first, second), result(0, failed=True), result(1, failed=True), said("Hm.")]
     trace = Trace(id="t", messages=messages)
     batch = collate(trace)
@@ -288,8 +279,8 @@ def test_hints_never_accumulate() -> None:
 
 
 def test_errors_in_the_first_and_in_the_last_message() -> None:
-    opening = Trace(id="first", messages=[said("Start.", call(0)), result(0, failed=True)])
-    closing = Trace(id="last", messages=[asked("Go."), said("", call(0)), result(0), said("End.", call(1))])
+    opening = Trace(id="first", messages=[said("Start.", numbered(0)), result(0, failed=True)])
+    closing = Trace(id="last", messages=[asked("Go."), said("", numbered(0)), result(0), said("End.", numbered(1))])
     sites = {"first": [HintTarget(0, "HINT ONE")], "last": [HintTarget(3, "HINT TWO")]}
     batch = ComposerDataCollator(QWEN, sites=sites)([opening, closing])
     check_hint_rows(batch)
@@ -301,9 +292,9 @@ def test_errors_in_the_first_and_in_the_last_message() -> None:
 def test_think_blocks_stay_as_the_trace_has_them() -> None:
     messages = [
         asked("Read."),
-        said("Reading.", call(0), reasoning="The first file."),
+        said("Reading.", numbered(0), reasoning="The first file."),
         result(0, failed=True),
-        said("Again.", call(1), reasoning="The other one."),
+        said("Again.", numbered(1), reasoning="The other one."),
         result(1),
         said("Done."),
     ]
@@ -349,10 +340,10 @@ def test_windows_are_cut_from_the_left_by_whole_messages() -> None:
 
 
 def test_what_does_not_fit_is_dropped_and_counted() -> None:
-    long_answer = Trace(id="t", messages=[asked("Go."), said("word " * 200, call(0)), result(0, failed=True)])
+    long_answer = Trace(id="t", messages=[asked("Go."), said("word " * 200, numbered(0)), result(0, failed=True)])
     assert collate(long_answer, max_seq_len=100)["dropped"]["target_too_long"] == 1
     sites = {"t": [HintTarget(1, "hint " * 200)]}
-    short = Trace(id="t", messages=[asked("Go."), said("Now.", call(0)), result(0, failed=True)])
+    short = Trace(id="t", messages=[asked("Go."), said("Now.", numbered(0)), result(0, failed=True)])
     batch = ComposerDataCollator(QWEN, CollatorConfig(max_seq_len=100), sites=sites)([short])
     assert batch["dropped"] == {"hint_does_not_fit": 1}
     assert len(batch["site_target"]) == 0

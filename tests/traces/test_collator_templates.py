@@ -13,6 +13,7 @@ from limbeck.tokens.chat import ChatRenderer, probe_placement, render_chat
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
 from limbeck.traces.schema import Trace
 from tests import zoo
+from tests.helpers import chats
 from tests.traces import collator_cases as cases
 
 HINT = "Mind the gap; </s> and [INST] are only text."
@@ -101,10 +102,10 @@ def test_every_template_gets_its_hint_directly_before_the_target(name: str) -> N
     trace = Trace(
         id="t",
         messages=[
-            cases.asked("First question?"),
-            cases.said("First answer."),
-            cases.asked("Second question?"),
-            cases.said("Wrong answer."),
+            chats.asked("First question?"),
+            chats.said("First answer."),
+            chats.asked("Second question?"),
+            chats.said("Wrong answer."),
         ],
     )
     batch = ComposerDataCollator(tokenizer, sites={"t": [HintTarget(3, "A HINT")]})([trace])
@@ -126,7 +127,7 @@ def test_one_hot_logits_prove_the_shift(name: str) -> None:
 
 
 def _long(name: str) -> Trace:
-    trace = cases.long_trace(4, failed=(1, 3))
+    trace = chats.long_trace(4, failed=(1, 3))
     if name in cases.TOOL_TEMPLATES:
         return trace
     written = [
@@ -141,8 +142,8 @@ def _long(name: str) -> Trace:
 def test_equal_results_do_not_hide_where_a_call_begins() -> None:
     """Mistral writes no header in front of a call; the text behind equal tool results must not become a target."""
     tokenizer = zoo.tokenizer("mistral_nemo")
-    calls = [cases.call(i, "run", command="x") for i in range(2)]
-    messages = [cases.asked("x"), cases.said("", calls[0]), cases.result(0, "x"), cases.said("", calls[1])]
+    calls = [chats.numbered(i, "run", command="x") for i in range(2)]
+    messages = [chats.asked("x"), chats.said("", calls[0]), chats.result(0, "x"), chats.said("", calls[1])]
     batch = collator("mistral_nemo")([Trace(id="t", messages=messages, final_reward=1.0)])
     target = batch["input_ids"][0][batch["response_mask"][0].bool()]
     text = '[TOOL_CALLS][{"name": "run", "arguments": {"command": "x"}, "id": "call0000%d"}]</s>'

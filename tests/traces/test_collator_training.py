@@ -17,9 +17,9 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
 from limbeck.traces.schema import PreferencePair, Trace
+from tests.helpers.chats import asked, long_trace, numbered, result, said
 from tests.helpers.tokenizers import byte_level
 from tests.models import tiny
-from tests.traces.collator_cases import asked, call, long_trace, result, said
 
 TEMPLATE = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -54,7 +54,7 @@ def traces() -> list[Trace]:
         update={"id": "b", "group_id": "x", "final_reward": 0.0, "preference_pairs": [pair]}
     )
     other = Trace(
-        id="o", group_id="x", messages=[asked("Hi"), said("", call(0)), result(0, failed=True)], final_reward=0.2
+        id="o", group_id="x", messages=[asked("Hi"), said("", numbered(0)), result(0, failed=True)], final_reward=0.2
     )
     return [good, bad, other]
 

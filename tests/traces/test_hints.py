@@ -32,7 +32,8 @@ from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
 from limbeck.utils.errors import TemplateError
 from tests import zoo
-from tests.traces.material import EXAMPLES, answer, call, say
+from tests.helpers.chats import answer, call, say
+from tests.traces.material import EXAMPLES
 
 
 def request(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from limbeck.traces.redact import redact_text, redact_trace, redact_value
 from limbeck.traces.schema import PreferencePair, ToolCall, Trace
-from tests.traces.material import answer, real_logs, say
+from tests.helpers.chats import answer, say
+from tests.traces.material import real_logs
 
 _random = random.Random(7)
 

@@ -31,9 +31,10 @@ from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
 from limbeck.utils.errors import TraceError
 from limbeck.utils.files import JsonCache
 from limbeck.utils.http import TokenBucket
+from tests.helpers.chats import answer, call, say
 from tests.helpers.servers import HOLD, completion, endpoint
 from tests.patience import TEST_SECONDS
-from tests.traces.material import EXAMPLES, answer, call, say
+from tests.traces.material import EXAMPLES
 
 STATE = [{"role": "user", "content": "How many?"}]
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from limbeck.traces.files import write_traces
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, messages_to_chat
 from limbeck.utils.errors import TraceError
-from tests.traces.material import EXAMPLES, answer, call, read, say
+from tests.helpers.chats import answer, call, say
+from tests.traces.material import EXAMPLES, read
 
 text = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 arguments = st.dictionaries(text, st.recursive(st.none() | st.integers() | text, st.lists, max_leaves=4), max_size=3)

@@ -15,7 +15,8 @@ from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import Site, SiteFinder, find_recovery
 from limbeck.utils.errors import TraceError
-from tests.traces.material import EXAMPLES, answer, call, real_logs, say, write_lines
+from tests.helpers.chats import answer, call, say
+from tests.traces.material import EXAMPLES, real_logs, write_lines
 
 
 def trace_of(*messages, **fields) -> Trace:
