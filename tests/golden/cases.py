@@ -101,8 +101,9 @@ Played = tuple[list[dict[str, Any]], Watch]
 MODES: dict[str, dict[str, Any]] = {
     "boundary_kl": {},
     "p_kl_norm": {"mode": "p_kl_norm", "vocab_topk": 16},
-    "alm": {"mode": "alm"},
-    "uld": {"mode": "uld"},
+    # weighted so that they are no mere trace beside cross-entropy
+    "alm": {"mode": "alm", "kl_loss_weight": 30.0},
+    "uld": {"mode": "uld", "kl_loss_weight": 5.0},
     "p_kl": {"mode": "p_kl", "vocab_topk": 64},
     "gold": {"mode": "gold", "uncommon_topk": 50},
     "h_kl": {"mode": "h_kl", "temperature": 2.0},
