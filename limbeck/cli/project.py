@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,11 @@ from limbeck.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from limbeck.projection.audit import Audit
+    from limbeck.projection.audit import Audit, PairAudit
     from limbeck.projection.convert import Conversion
     from limbeck.projection.counted import PairCounter
     from limbeck.projection.matrix import Projection
+    from limbeck.projection.trees import VocabTrees
     from limbeck.utils.progress import Progress
 
 
@@ -68,7 +70,8 @@ def project_command(
 ) -> None:
     """Build, audit and store the projection from the student's vocabulary to the teacher's.
 
-    Shows how many tokens are the same on both sides, by class of token, and which family of losses suits the pair.
+    Shows how many tokens are the same on both sides, by class of token, how much of the teacher the student reaches,
+    and which family of losses suits the pair.
 
     Example:
 
@@ -78,7 +81,8 @@ def project_command(
     _check_options(rule, corpus, convert, reverse, k)
 
     from limbeck.cli.progress import display
-    from limbeck.projection.audit import audit_projection
+    from limbeck.projection.audit import audit_pair, audit_projection
+    from limbeck.projection.build import build_trees
     from limbeck.projection.convert import convert_published
     from limbeck.tokens import ByteVocab, load_tokenizer
 
@@ -86,28 +90,31 @@ def project_command(
     conversion: Conversion | None = None
     counter: PairCounter | None = None
     with display(quiet=json_output) as shown:
+        bar = shown.begin("spelling tokens on both sides")
+        trees = build_trees(student_tokenizer, teacher_tokenizer, progress=lambda n, total: bar.update(n, total=total))
+        bar.close()
         if corpus:
-            counter = _count(student_tokenizer, teacher_tokenizer, corpus, shown)
+            counter = _count(student_tokenizer, teacher_tokenizer, corpus, trees, shown)
         if convert is not None:
             conversion = convert_published(convert, student_tokenizer, teacher_tokenizer)
             projection = conversion.projection
         else:
             projection = _build(student_tokenizer, teacher_tokenizer, rule, reverse, k, smoothing, counter, shown)
-    report = audit_projection(
-        projection,
-        ByteVocab.from_tokenizer(student_tokenizer),
-        ByteVocab.from_tokenizer(teacher_tokenizer),
-        corpus_tokens=None if counter is None else counter.student_tokens,
-    )
+    projection = replace(projection, trees=trees)
+    vocabularies = ByteVocab.from_tokenizer(student_tokenizer), ByteVocab.from_tokenizer(teacher_tokenizer)
+    tokens = None if counter is None else counter.student_tokens
+    report = audit_projection(projection, *vocabularies, corpus_tokens=tokens)
+    pair = audit_pair(projection, vocabularies[1], counter)
     if out is not None:
         _save(projection, out, [*(corpus or []), *([convert] if convert else [])])
     seconds, memory = time.perf_counter() - started, peak_rss_mb()
     if json_output:
-        facts = {**report.to_dict(), **_facts(projection, conversion, out)}
+        facts = {**report.to_dict(), **pair.to_dict(), **_facts(projection, conversion, out)}
         print_json({**facts, "seconds": round(seconds, 3), "peak_rss_mb": memory})
         return
     out_console = console()
     _print_report(out_console, report)
+    _print_pair(out_console, pair)
     _print_facts(out_console, projection, conversion, out)
     used = "" if memory is None else f", {memory:.0f} MB at peak"
     out_console.print(f"[dim]{seconds:.1f} s{used}[/dim]")
@@ -163,12 +170,14 @@ def _build(
     return counted.build_counted(counter, built, k=k or counted.DEFAULT_K, smoothing=weight)
 
 
-def _count(student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], shown: Progress) -> PairCounter:
+def _count(
+    student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], trees: VocabTrees, shown: Progress
+) -> PairCounter:
     from limbeck.projection.corpus import iter_texts
     from limbeck.projection.counted import count_pairs
 
     bar = shown.begin("counting corpus", sum(path.stat().st_size for path in corpus if path.is_file()))
-    return count_pairs(student_tokenizer, teacher_tokenizer, iter_texts(corpus), progress=bar.update)
+    return count_pairs(student_tokenizer, teacher_tokenizer, iter_texts(corpus), trees=trees, progress=bar.update)
 
 
 def _save(projection: Projection, out: Path, inputs: list[Path]) -> None:
@@ -229,6 +238,28 @@ def _print_report(console: Console, report: Audit) -> None:
         examples.add_row(example.token_class, escape(example.token), pieces)
     console.print(examples)
     console.print(f"[bold]recommended: {report.recommendation}[/bold] ({report.mode}): {escape(report.reason)}")
+
+
+def _print_pair(console: Console, pair: PairAudit) -> None:
+    from rich.markup import escape
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    mass = "" if pair.teacher_reached_mass is None else f", {pair.teacher_reached_mass:.1%} of its tokens in the corpus"
+    console.print(
+        f"the student reaches {pair.teacher_reached_ids:,} teacher tokens ({pair.teacher_reached_share:.1%}{mass})"
+    )
+    console.print(
+        f"{pair.cells:,} cells, {pair.one_to_one_cells:.1%} one to one, the largest of {pair.largest_cell:,} tokens"
+    )
+    if pair.cell_agreement is not None:
+        console.print(
+            f"chunks whose first tokens share a cell {share(pair.cell_agreement)}; inner tokens on a tree: "
+            f"student {share(pair.inner_student_on_tree)}, teacher {share(pair.inner_teacher_on_tree)}"
+        )
+    if pair.warning is not None:
+        console.print(f"[yellow]{escape(pair.warning)}[/yellow]")
 
 
 def _print_facts(console: Console, projection: Projection, conversion: Conversion | None, out: Path | None) -> None:

@@ -1,6 +1,6 @@
 """Projection between vocabularies: build, store, load and audit the sparse map W from student to teacher tokens."""
 
-from limbeck.projection.audit import Audit, ClassCoverage, audit_projection
+from limbeck.projection.audit import Audit, ClassCoverage, PairAudit, audit_pair, audit_projection
 from limbeck.projection.build import build_trees, load_or_build
 from limbeck.projection.convert import Conversion, convert_published
 from limbeck.projection.counted import PairCounter, build_counted, count_pairs
@@ -13,12 +13,14 @@ __all__ = [
     "ClassCoverage",
     "Columns",
     "Conversion",
+    "PairAudit",
     "PairCounter",
     "Pairs",
     "Projection",
     "SpellingTree",
     "TeacherView",
     "VocabTrees",
+    "audit_pair",
     "audit_projection",
     "build_counted",
     "build_rules",

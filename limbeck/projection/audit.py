@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.projection.counted import PairCounter
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
 from limbeck.tokens import ByteVocab
@@ -28,6 +29,8 @@ CRITICAL: Mapping[str, float] = {
 }
 # With a corpus: a class with at least this share of its tokens must have half of its occurrences exact.
 CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
+# Below this share of the teacher within reach, a loss that drops the rest is no longer the one to use.
+REACHED = 0.9
 
 _DIGITS = frozenset(string.digits.encode())
 _PUNCTUATION = frozenset(string.punctuation.encode())
@@ -139,6 +142,89 @@ class Audit:
                 for e in self.examples
             ],
         }
+
+
+@dataclass(frozen=True)
+class PairAudit:
+    """What both vocabularies can say, seen from both sides.
+
+    Attributes:
+        cells: parts of the two vocabularies that both can name, those that only one side has included.
+        one_to_one_cells: share of them that hold one token of either side; largest_cell: tokens in the largest.
+        teacher_reached_ids: teacher tokens that some student token maps to; `teacher_reached_share` is their share.
+        teacher_reached_mass: their share of the teacher tokens at a corpus's shared boundaries. The rest of the
+            teacher's mass leaves the target of losses on the projection.
+        cell_agreement: share of the corpus's chunks whose first tokens lie in one cell.
+        inner_student_on_tree, inner_teacher_on_tree: share of the tokens inside chunks that `tree_kl` compares on a
+            tree. These and the ones above are None without a corpus, or where it has no such token.
+        warning: what to do where much of the teacher is out of reach; None otherwise.
+    """
+
+    cells: int
+    one_to_one_cells: float
+    largest_cell: int
+    teacher_reached_ids: int
+    teacher_reached_share: float
+    teacher_reached_mass: float | None
+    cell_agreement: float | None
+    inner_student_on_tree: float | None
+    inner_teacher_on_tree: float | None
+    warning: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for JSON."""
+        return asdict(self)
+
+
+def audit_pair(projection: Projection, teacher: ByteVocab, counter: PairCounter | None = None) -> PairAudit:
+    """Measure what the student reaches of the teacher, and what cells and trees add to it.
+
+    The projection must hold trees; counter: `count_pairs` over a corpus with the same trees.
+    """
+    trees = projection.trees
+    if trees is None:
+        raise ProjectionError("the projection holds no trees to audit; build it with `load_or_build(..., trees=True)`.")
+    mine, theirs = trees.cell_sizes
+    cells = trees.num_cells + int((trees.student_cell < 0).sum()) + int((trees.teacher_cell < 0).sum())
+    reached = np.zeros(projection.teacher_size, dtype=bool)
+    reached[projection.indices[projection.indices >= 0]] = True
+    text_ids = np.fromiter((bool(data) for data in teacher.token_bytes), dtype=bool, count=teacher.size)
+    share = float(reached[text_ids].mean())
+    mass = agreement = inner_student = inner_teacher = None
+    if counter is not None:
+        rows, columns, counts = counter.pairs()
+        mass = _share(int(counts[reached[columns]].sum()), int(counts.sum()))
+        same = trees.student_cell[rows] == trees.teacher_cell[columns]
+        agreement = _share(int(counts[same].sum()), int(counts.sum()))
+        inner_student = _share(*counter.inner_student[::-1])
+        inner_teacher = _share(*counter.inner_teacher[::-1])
+    return PairAudit(
+        cells=cells,
+        one_to_one_cells=float(((mine == 1) & (theirs == 1)).sum() / cells),
+        largest_cell=int((mine + theirs).max(initial=0)),
+        teacher_reached_ids=int(reached[text_ids].sum()),
+        teacher_reached_share=share,
+        teacher_reached_mass=mass,
+        cell_agreement=agreement,
+        inner_student_on_tree=inner_student,
+        inner_teacher_on_tree=inner_teacher,
+        warning=_reach_warning(share, mass),
+    )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _reach_warning(share: float, mass: float | None) -> str | None:
+    found = share if mass is None else mass
+    if found >= REACHED:
+        return None
+    what = "tokens" if mass is None else "tokens in the corpus"
+    return (
+        f"the student reaches {found:.1%} of the teacher's {what}: losses on the projection (boundary_kl and others) "
+        "drop the rest of its distribution; use mode tree_kl, which compares cells of tokens."
+    )
 
 
 def audit_projection(

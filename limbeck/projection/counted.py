@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.align import align_renderings
+from limbeck.align import Chunks, align_renderings
 from limbeck.projection.corpus import batched
 from limbeck.projection.matrix import Projection, from_triples
+from limbeck.projection.trees import VocabTrees
 from limbeck.tokens import TextEncoder
 from limbeck.utils.errors import ProjectionError
 
@@ -23,6 +24,7 @@ DEFAULT_SMOOTHING = 10.0
 _BATCH_TEXTS = 32
 _MERGE_KEYS = 1 << 20
 
+BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -33,10 +35,14 @@ class PairCounter:
 
     Attributes:
         student_tokens: int64 [V_s]; how often each student token occurs in the corpus.
+        inner_student, inner_teacher: tokens inside chunks (not the first of theirs), and how many of them lie on a
+            tree; counted where `trees` are given.
         boundaries: chunks that were counted; `inexact`: chunks left out because a normaliser changed their bytes.
     """
 
-    def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:
+    def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any, trees: VocabTrees | None = None) -> None:
+        self._trees = trees
+        self.inner_student = self.inner_teacher = (0, 0)
         self._student = TextEncoder.for_tokenizer(student_tokenizer)
         self._teacher = TextEncoder.for_tokenizer(teacher_tokenizer)
         self.student, self.teacher = self._student.vocab, self._teacher.vocab
@@ -59,12 +65,24 @@ class PairCounter:
             self.student_tokens += np.bincount(student.ids, minlength=self.shape[0])
             self.texts += 1
             self.bytes += len(student.source)
+            if self._trees is not None:
+                self._follow(self._trees, student.ids, teacher.ids, chunks, counted)
             self.boundaries += first_student.size
             self.inexact += int((~chunks.exact).sum())
             self._pending.append(first_student * self.shape[1] + first_teacher)
             self._pending_size += first_student.size
         if self._pending_size >= _MERGE_KEYS:
             self._merge()
+
+    def _follow(
+        self, trees: VocabTrees, student_ids: IntArray, teacher_ids: IntArray, chunks: Chunks, counted: BoolArray
+    ) -> None:
+        students = chunks.student_start[counted], chunks.student_end[counted]
+        teachers = chunks.teacher_start[counted], chunks.teacher_end[counted]
+        mine = trees.student_tree.followed(student_ids, *students, teacher_ids[teachers[0]])
+        theirs = trees.teacher_tree.followed(teacher_ids, *teachers, student_ids[students[0]])
+        self.inner_student = self.inner_student[0] + mine[0], self.inner_student[1] + mine[1]
+        self.inner_teacher = self.inner_teacher[0] + theirs[0], self.inner_teacher[1] + theirs[1]
 
     def pairs(self) -> tuple[IntArray, IntArray, IntArray]:
         """Student ids, teacher ids and counts of all pairs seen (each int64 [P], sorted by student then teacher)."""
@@ -89,10 +107,14 @@ def count_pairs(
     teacher_tokenizer: Any,
     texts: Iterable[str],
     *,
+    trees: VocabTrees | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PairCounter:
-    """Count first-token pairs over a stream of texts; `progress(bytes_read)` is called after each batch."""
-    counter = PairCounter(student_tokenizer, teacher_tokenizer)
+    """Count first-token pairs over a stream of texts; `progress(bytes_read)` is called after each batch.
+
+    trees: count what lies on them, too.
+    """
+    counter = PairCounter(student_tokenizer, teacher_tokenizer, trees)
     for batch in batched(texts, _BATCH_TEXTS):
         counter.add(batch)
         if progress is not None:

@@ -146,6 +146,29 @@ class SpellingTree:
             node = self.children(node, np.array([token]))
         return int(node[0])
 
+    @cached_property
+    def place(self) -> IdArray:
+        """[coarse_size]; where each coarse id stands in `order`, -1 where it has no spelling."""
+        out = np.full(self.coarse_size, -1, dtype=np.int32)
+        out[self.order] = np.arange(self.order.size)
+        return out
+
+    def followed(self, ids: IntArray, start: IntArray, end: IntArray, coarse: IntArray) -> tuple[int, int]:
+        """How many tokens of runs of fine tokens are not the first of their run, and up to how many of them the run
+        spells its coarse token. start, end: the runs' half-open ranges in `ids`; coarse: one coarse id each."""
+        inner = on_tree = depth = 0
+        node = np.zeros(start.size, np.int64)
+        while start.size:
+            node = self.children(node, ids[start + depth])
+            if depth:
+                place = self.place[coarse]
+                on_tree += int(((node >= 0) & (place >= self.start[node]) & (place < self.stop[node])).sum())
+                inner += start.size
+            depth += 1
+            longer = end - start > depth
+            start, end, node, coarse = start[longer], end[longer], node[longer], coarse[longer]
+        return inner, on_tree
+
     def members(self, node: int) -> IdArray:
         """Coarse ids below a node, those spelled exactly so first."""
         return self.order[self.start[node] : self.stop[node]]

@@ -50,6 +50,9 @@ def test_json_has_the_promised_keys_and_the_matrix_is_stored(folders: tuple[str,
     assert found["peak_rss_mb"] > 10
     projection = Projection.load(out, ByteVocab.from_tokenizer(STUDENT), ByteVocab.from_tokenizer(TEACHER))
     assert projection.k == found["k"] == 4
+    assert projection.trees is not None
+    assert {"cells", "one_to_one_cells", "largest_cell", "teacher_reached_share"} <= found.keys()
+    assert found["cell_agreement"] is found["inner_student_on_tree"] is found["inner_teacher_on_tree"] is None
 
 
 def test_without_json_people_get_tables_examples_and_a_reason(folders: tuple[str, str], tmp_path: Path) -> None:
@@ -70,7 +73,10 @@ def test_counting_from_a_corpus(folders: tuple[str, str], tmp_path: Path) -> Non
     assert 0 < found["corpus_share"] < 1
     assert found["classes"]["digits_3"]["corpus_tokens"] == 50
     assert Projection.load(out).k == 3
-    assert "corpus share" in run(folders, "--corpus", str(corpus)).stdout
+    assert found["cell_agreement"] == found["inner_teacher_on_tree"] == 1.0
+    shown = run(folders, "--corpus", str(corpus)).stdout
+    assert "corpus share" in shown
+    assert "share a cell 100.0%" in " ".join(shown.split())
 
 
 def test_the_reverse_pass_is_an_option(folders: tuple[str, str]) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from limbeck.projection import ClassCoverage, audit_projection, build_rules, count_pairs
+from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
 from limbeck.projection.audit import CLASSES, recommend, show, token_class
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import ProjectionError
@@ -118,3 +119,28 @@ def test_tokens_are_shown_on_one_line() -> None:
     assert show(b" a\n\t") == r"' a\n\t'"
     assert show("水".encode()[:2]) == r"'\xe6\xb0'"
     assert show("水".encode()) == "'水'"
+
+
+def test_the_pair_is_seen_from_both_sides() -> None:
+    student, teacher = byte_level(["201", "the"]), byte_level(["then", "and"])
+    projection = replace(build_rules(student, teacher), trees=build_trees(student, teacher))
+    vocab = ByteVocab.from_tokenizer(teacher)
+    report = audit_pair(projection, vocab)
+    # 256 bytes, th and the are tokens of both; the teacher's then, an and and, the student's 20 and 201 hang on them
+    assert (report.cells, report.teacher_reached_ids) == (258, 258)
+    assert report.one_to_one_cells == pytest.approx(255 / 258)
+    assert report.largest_cell == 4  # a with an and and; 2 with 20 and 201
+    assert report.teacher_reached_share == pytest.approx(258 / 261)
+    assert (report.cell_agreement, report.inner_student_on_tree, report.warning) == (None, None, None)
+    # the|n - then, a|n|d - and, 201 - 2|0|1, and two spaces
+    counter = count_pairs(student, teacher, ["then and 201"], trees=projection.trees)
+    report = audit_pair(projection, vocab, counter)
+    assert (counter.inner_student, counter.inner_teacher) == ((3, 3), (2, 2))
+    assert (report.cell_agreement, report.inner_student_on_tree, report.inner_teacher_on_tree) == (1.0, 1.0, 1.0)
+    assert report.teacher_reached_mass == pytest.approx(3 / 5)
+    assert report.warning is not None
+    assert "60.0%" in report.warning
+    assert "tree_kl" in report.warning
+    assert json.loads(json.dumps(report.to_dict()))["cells"] == 258
+    with pytest.raises(ProjectionError, match="no trees"):
+        audit_pair(replace(projection, trees=None), vocab)
