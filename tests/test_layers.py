@@ -95,7 +95,7 @@ def test_every_package_has_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["limbeck.tokens", "limbeck.align", "limbeck.align.view", "limbeck.projection", "limbeck.traces"]
+    "module", [f"limbeck.{name}" for name in "tokens align align.view projection traces report doctor".split()]
 )
 def test_the_core_does_without_torch(module: str) -> None:
     code = "import sys\nfor n in ('torch', 'transformers'): sys.modules[n] = None\n"

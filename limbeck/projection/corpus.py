@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from limbeck.errors import DataError
-from limbeck.utils.jsonl import read_records
+from limbeck.utils.jsonl import COMPRESSED, open_bytes, read_records
 
 BLOCK_CHARS = 16_384
 
@@ -16,13 +17,14 @@ def iter_texts(paths: Iterable[str | Path], *, block_chars: int = BLOCK_CHARS) -
     """Texts of corpus files, in order, with memory bounded by one record.
 
     A `.jsonl` file gives the `text` (or the messages' `content`) of each line; any other file is read as UTF-8 text in
-    blocks of whole lines.
+    blocks of whole lines. Both may be packed (`.jsonl.gz`, `.txt.zst`, ...).
     """
     for name in paths:
         path = Path(name)
         if not path.is_file():
             raise DataError(f"there is no corpus file {path}; give text or .jsonl files.")
-        yield from _jsonl_texts(path) if path.suffix == ".jsonl" else _text_blocks(path, block_chars)
+        plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+        yield from _jsonl_texts(path) if plain.suffix == ".jsonl" else _text_blocks(path, block_chars)
 
 
 def batched(texts: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -36,7 +38,7 @@ def _text_blocks(path: Path, block_chars: int) -> Iterator[str]:
     lines: list[str] = []
     length = 0
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as stream:
             while line := stream.readline(block_chars):
                 lines.append(line)
                 length += len(line)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ def test_corpus_files_give_their_text_in_blocks(tmp_path: Path) -> None:
     assert "".join(texts[:-3]) == plain.read_bytes().decode()
     assert all(len(text) < 20 for text in texts)
     assert texts[-3:] == ["t1", "m1", "m2"]
+    packed = [path.with_name(f"{path.name}.gz") for path in (plain, lines)]
+    for path, other in zip(packed, (plain, lines), strict=True):
+        path.write_bytes(gzip.compress(other.read_bytes()))
+    assert list(iter_texts(packed, block_chars=10)) == texts
 
 
 @pytest.mark.parametrize(
