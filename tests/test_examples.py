@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from limbeck.algorithms.xtoken_off_policy_distillation import run
-from tests.integration import material
+from tests.helpers import runs
 from tests.models import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +59,9 @@ def test_hf_trainer(models: Path, tmp_path: Path) -> None:
 
 
 def test_use_result(tmp_path: Path) -> None:
-    material.write_tokenizers(tmp_path)
-    material.write_data(tmp_path)
-    run_dir = run(material.resolved(material.settings(tmp_path, tmp_path / "run")))
+    runs.write_tokenizers(tmp_path)
+    runs.write_data(tmp_path)
+    run_dir = run(runs.resolved(runs.settings(tmp_path, tmp_path / "run")))
     (tmp_path / "texts.txt").write_text(TEXT + "\n", encoding="utf-8")
     out = example("use_result.py", run_dir, tmp_path / "texts.txt", "the quick")
     assert float(re.search(r"([\d.]+) bits per byte", out).group(1)) > 0  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from limbeck.distributed import attention
 from limbeck.distributed.attention import GatheredAttention, Span, SplitSequences, VarlenKernel, query_spans
 from limbeck.distributed.comm import Comm
 from tests.distributed.cases import Case, close, step, together
-from tests.distributed.launch_cases import figures, write_run
+from tests.helpers import runs
 from tests.models.test_varlen import plain_kernel
 from tests.models.tiny import LLAMA, QWEN3
 
@@ -187,7 +187,7 @@ def whole_run(rank: int, world: int, run: dict[str, Any]) -> None:
 def test_a_whole_run_counts_every_record_once(tmp_path: Path) -> None:
     """Packed, with texts that are cut: two ranks that read the same records leave the folder that one leaves."""
     packing = {"enabled": True, "train_mb_tokens": 96}
-    run = load_config(write_run(tmp_path))
+    run = load_config(runs.write_run(tmp_path))
     run["data"]["max_input_seq_length"] = 40
     run["policy"]["sequence_packing"] = packing
     run["distillation"]["max_num_steps"] = 2
@@ -197,7 +197,7 @@ def test_a_whole_run_counts_every_record_once(tmp_path: Path) -> None:
         run["logger"]["log_dir"] = str(folder)
         run["policy"]["dtensor_cfg"] = layout
         together(world, whole_run, tmp_path / "processes", run)
-        found.append((json.loads((folder / "dropped.json").read_text()), figures(folder)))
+        found.append((json.loads((folder / "dropped.json").read_text()), runs.rows(folder)))
     assert sum(found[0][0].values()) > 0
     for dropped, rows in found[1:]:
         assert dropped == found[0][0]

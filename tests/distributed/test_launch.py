@@ -12,7 +12,7 @@ import pytest
 
 from limbeck.distributed.launch import ClusterConfig, _connect, launch, number_of_workers, worker_resources
 from limbeck.utils.errors import ConfigError
-from tests.distributed.launch_cases import figures, write_run
+from tests.helpers import runs
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -31,10 +31,10 @@ def train(path: Path, run_dir: Path, *launcher: str) -> None:
 
 def test_torchrun_computes_what_one_process_does(tmp_path):
     """Two processes share the records of each step, so losses and gradient norms are those of one."""
-    path = write_run(tmp_path, distillation={"num_prompts_per_step": 4, "max_num_steps": 3, "val_at_start": False})
+    path = runs.write_run(tmp_path, distillation={"num_prompts_per_step": 4, "max_num_steps": 3, "val_at_start": False})
     train(path, tmp_path / "alone")
     train(path, tmp_path / "two", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    alone, two = figures(tmp_path / "alone"), figures(tmp_path / "two")
+    alone, two = runs.rows(tmp_path / "alone"), runs.rows(tmp_path / "two")
     assert [row["step"] for row in two] == [1, 2, 3]
     for one, other in zip(alone, two, strict=True):
         assert one.keys() == other.keys()

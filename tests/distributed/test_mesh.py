@@ -19,7 +19,7 @@ from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, plan_
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import together
-from tests.distributed.launch_cases import write_run
+from tests.helpers import runs
 from tests.models.tiny import LLAMA, config, tokenizer
 
 WIDE = {**LLAMA, "num_key_value_heads": 4}
@@ -89,7 +89,9 @@ def test_a_run_refuses_its_teachers_layout_before_it_loads_the_student(
 ) -> None:
     monkeypatch.setattr("limbeck.models.loading.load_model", lambda *a, **k: pytest.fail("loaded"))
     monkeypatch.setattr("limbeck.models.loading.current_world", lambda: 4)
-    settings = resolve(MasterConfig, load_config(write_run(tmp_path), ["teacher.dtensor_cfg.tensor_parallel_size=4"]))
+    settings = resolve(
+        MasterConfig, load_config(runs.write_run(tmp_path), ["teacher.dtensor_cfg.tensor_parallel_size=4"])
+    )
     with pytest.raises(ConfigError, match="teacher_0: tensor_parallel_size 4 does not divide the model's num_key"):
         run(settings)
 

@@ -34,7 +34,7 @@ from limbeck.distributed.planner import (
     seconds_of,
 )
 from limbeck.utils.errors import ConfigError
-from tests.distributed.launch_cases import write_run
+from tests.helpers import runs
 from tests.models.tiny import LLAMA, QWEN3
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def work(student=ONE_B, **more):
 
 
 def test_parameters_are_counted_exactly(tmp_path):
-    config = resolve(MasterConfig, load_config(write_run(tmp_path)))
+    config = resolve(MasterConfig, load_config(runs.write_run(tmp_path)))
     for policy, arch, size in ((config.policy, LLAMA, 300), (config.teacher, QWEN3, 340)):
         found = shape_of(policy)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**arch, "vocab_size": size}))
@@ -162,7 +162,7 @@ def command():
 
 
 def test_the_command(tmp_path):
-    path = write_run(tmp_path)
+    path = runs.write_run(tmp_path)
     plain = CliRunner().invoke(command(), [str(path), "--gpus", "4", "--memory", "8"])
     assert plain.exit_code == 0, plain.output
     assert "best: DP 4" in plain.output
@@ -175,7 +175,7 @@ def test_the_command(tmp_path):
 
 
 def test_no_layout_fits(tmp_path):
-    path = write_run(tmp_path)
+    path = runs.write_run(tmp_path)
     big = [
         f"policy.model_overrides.{k}={v}"
         for k, v in {
@@ -194,7 +194,7 @@ def test_no_layout_fits(tmp_path):
 def test_run_files_become_workloads(tmp_path):
     lora = {"lora": {"r": 4}, "precision": "bfloat16"}
     cached = {"cache": str(tmp_path / "c"), "cache_k": 64}
-    config = resolve(MasterConfig, load_config(write_run(tmp_path, policy=lora, teacher=cached)))
+    config = resolve(MasterConfig, load_config(runs.write_run(tmp_path, policy=lora, teacher=cached)))
     found = workload_of(config)
     assert found.compute_bytes == 2
     assert found.teachers[0].kind == "cache"
@@ -226,7 +226,7 @@ def test_teachers_are_laid_out_too():
 
 
 def test_the_settings_of_a_plan_can_be_run(tmp_path):
-    path = write_run(tmp_path)
+    path = runs.write_run(tmp_path)
     found = CliRunner().invoke(command(), [str(path), "--gpus", "2", "--json"])
     assert found.exit_code == 0, found.output
     settings = json.loads(found.output)["settings"]

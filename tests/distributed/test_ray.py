@@ -20,11 +20,11 @@ from limbeck.config import load_config, resolve
 from limbeck.distributed.launch import launch, load_ray
 from limbeck.teachers.cache import CacheReader
 from limbeck.utils.errors import ConfigError, DataError
-from tests.distributed.launch_cases import figures, write_run
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
 from tests.gates import Gate, wait_until
+from tests.helpers import runs
+from tests.helpers.servers import ScoringServer, serving
 from tests.models import tiny
-from tests.models.scoring_server import ScoringServer, serving
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ class Killer(threading.Thread):
 
 def test_a_killed_worker_costs_no_step(tmp_path):
     """The whole run ends with the same figures as two processes that nobody killed."""
-    path = write_run(tmp_path, distillation={"max_num_steps": 6, "num_prompts_per_step": 4, "val_at_start": False})
+    path = runs.write_run(tmp_path, distillation={"max_num_steps": 6, "num_prompts_per_step": 4, "val_at_start": False})
     killer = Killer(gate_beside(tmp_path / "run"), 2)
     killer.start()
     folder = launch(held_run, config(path))
@@ -78,12 +78,12 @@ def test_a_killed_worker_costs_no_step(tmp_path):
     command = [*launcher, "-m", "limbeck", "train", str(path), f"logger.log_dir={calm}", "-q"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert figures(folder) == figures(calm)
-    assert [row["step"] for row in figures(folder)] == [1, 2, 3, 4, 5, 6]
+    assert runs.rows(folder) == runs.rows(calm)
+    assert [row["step"] for row in runs.rows(folder)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_error_of_the_run_is_told_and_not_retried(tmp_path):
-    path = write_run(tmp_path, data={"train": str(tmp_path / "nothing.jsonl"), "max_input_seq_length": 64})
+    path = runs.write_run(tmp_path, data={"train": str(tmp_path / "nothing.jsonl"), "max_input_seq_length": 64})
     with pytest.raises(DataError, match=r"nothing\.jsonl") as caught:
         launch(run, config(path, num_workers=1))
     assert "\n" not in str(caught.value)
@@ -91,18 +91,18 @@ def test_an_error_of_the_run_is_told_and_not_retried(tmp_path):
 
 def test_more_workers_than_the_cluster_holds(tmp_path):
     with pytest.raises(ConfigError, match=r"has 2 CPU, but 3 workers of 1 each need 3"):
-        launch(run, config(write_run(tmp_path), num_workers=3))
+        launch(run, config(runs.write_run(tmp_path), num_workers=3))
 
 
 def test_without_ray_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"Ray is not installed; pip install 'limbeck\[ray\]'"):
-        launch(run, config(write_run(tmp_path)))
+        launch(run, config(runs.write_run(tmp_path)))
 
 
 def test_a_cache_by_workers_that_die(tmp_path, monkeypatch):
     """Every record is stored exactly once, with the scores of a single process; complete parts are not done again."""
-    path = write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
+    path = runs.write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
     monkeypatch.setattr(ray_cache, "PartCacher", HeldPartCacher)
     killer = Killer(gate_beside(tmp_path / "cache"), 1)
     killer.start()
@@ -124,7 +124,7 @@ def test_a_cache_by_workers_that_die(tmp_path, monkeypatch):
 
 def test_a_cache_from_a_server(tmp_path):
     """Workers ask a server instead of holding the teacher; what it refused is asked for again, and nothing else."""
-    path = write_run(tmp_path, teacher={"cache": str(tmp_path / "cache")})
+    path = runs.write_run(tmp_path, teacher={"cache": str(tmp_path / "cache")})
     policy = live_teacher(config(path), 0, tiny.tokenizer(340))
     lines: list[str] = []
 
@@ -151,4 +151,4 @@ def test_a_cache_from_a_server(tmp_path):
 
 def test_cache_jobs_say_what_they_lack(tmp_path):
     with pytest.raises(ConfigError, match="no teacher has a cache folder"):
-        CacheJob(config(write_run(tmp_path)))
+        CacheJob(config(runs.write_run(tmp_path)))

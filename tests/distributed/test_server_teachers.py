@@ -17,11 +17,10 @@ from limbeck.config import load_config, resolve
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import LimbeckError
-from tests.distributed.cases import Case, batch, loss_of, student_of, together
-from tests.distributed.launch_cases import figures, write_run
-from tests.distributed.test_equality import close
+from tests.distributed.cases import Case, batch, close, loss_of, student_of, together
+from tests.helpers import runs
+from tests.helpers.servers import ScoringServer, serving
 from tests.models import tiny
-from tests.models.scoring_server import ScoringServer, serving
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -139,7 +138,7 @@ def whole_run(rank: int, world: int, path: str, overrides: list[str]) -> None:
 
 def test_a_whole_run_of_two_ranks_asks_what_one_process_asks(tmp_path: Path) -> None:
     steps = {"num_prompts_per_step": 4, "max_num_steps": 2, "val_at_start": False, "val_batch_size": 4}
-    path = write_run(tmp_path, distillation=steps)
+    path = runs.write_run(tmp_path, distillation=steps)
     asked = []
     with server() as far:
         for name, layout in (("one", {}), ("two", {"tensor_parallel_size": 2})):
@@ -157,7 +156,7 @@ def test_a_whole_run_of_two_ranks_asks_what_one_process_asks(tmp_path: Path) -> 
                 whole_run(0, 1, str(path), overrides)
             asked.append(len(far.requests) - before)
     assert asked[0] == asked[1] > 10
-    for one, two in zip(figures(tmp_path / "one"), figures(tmp_path / "two"), strict=True):
+    for one, two in zip(runs.rows(tmp_path / "one"), runs.rows(tmp_path / "two"), strict=True):
         assert set(one) == set(two)
         for key in (name for name in one if name.endswith(("loss", "bpb"))):
             assert two[key] == pytest.approx(one[key], rel=1e-4), key

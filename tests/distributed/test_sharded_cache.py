@@ -13,7 +13,7 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.config import load_config, resolve
 from limbeck.teachers.cache import CacheReader
 from tests.distributed.cases import together
-from tests.distributed.launch_cases import write_run
+from tests.helpers import runs
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,9 @@ def fill(rank: int, world: int, path: str, names: list[str], kind: str) -> list[
 
 @pytest.mark.parametrize(("kind", "names"), [("topk", list(LAYOUTS)), ("hidden", ["tensor"])])
 def test_the_cache_of_one_process(tmp_path: Path, kind: str, names: list[str]) -> None:
-    path = write_run(tmp_path, teacher={"cache_k": 16}, distillation={"num_prompts_per_step": 4, "val_batch_size": 10})
+    path = runs.write_run(
+        tmp_path, teacher={"cache_k": 16}, distillation={"num_prompts_per_step": 4, "val_batch_size": 10}
+    )
     # ranks of 11 and 10 records: one has a batch more
     records = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(records[:21]))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together, whole
-from tests.distributed.test_equality import close
+from tests.distributed.cases import Case, batch, close, loss_of, student_of, teachers_of, together, whole
 from tests.models.tiny import LLAMA, QWEN3
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.cases import Case, batch, loss_of, step, student_of, teachers_of, together
-from tests.distributed.test_equality import close
+from tests.distributed.cases import Case, batch, close, loss_of, step, student_of, teachers_of, together
 from tests.models.tiny import LLAMA
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from limbeck.algorithms.trace_distillation import run
 from tests.distributed.cases import together
-from tests.distributed.launch_cases import figures
+from tests.helpers import runs
 from tests.helpers.trace_runs import config, short_traces, tokenizer_folder
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "alone, then fsdp", "alone, then tensor"])
 def test_a_run_is_the_same_under_any_layout(folder: Path, name: str) -> None:
-    expected, found = figures(folder / "alone"), figures(folder / name)
+    expected, found = runs.rows(folder / "alone"), runs.rows(folder / name)
     assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
     for a, b in zip(expected, found, strict=True):
         # a run that stopped in between was validated there, too

@@ -17,7 +17,7 @@ from limbeck.teachers.server.client import ServerClient, ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import DataError, ServerError
 from limbeck.utils.http import TokenBucket
-from tests.models.scoring_server import HOLD, ScoringServer, serving
+from tests.helpers.servers import HOLD, ScoringServer, serving
 from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
 from tests.patience import TEST_SECONDS
 

@@ -16,9 +16,9 @@ from limbeck.config import load_config, resolve
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.utils.errors import CacheError, ConfigError, ServerError
-from tests.distributed.launch_cases import figures, write_run
+from tests.helpers import runs
+from tests.helpers.servers import ScoringServer, serving
 from tests.models import tiny
-from tests.models.scoring_server import ScoringServer, serving
 from tests.patience import TEST_SECONDS
 
 SHORT = {"max_num_steps": 2, "num_prompts_per_step": 4, "val_at_start": False}
@@ -37,7 +37,7 @@ def refuse(number: int, body: dict[str, Any], answer: Any) -> Any:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return write_run(tmp_path, distillation=SHORT, teacher={"cache": str(tmp_path / "near"), "cache_k": 12})
+    return runs.write_run(tmp_path, distillation=SHORT, teacher={"cache": str(tmp_path / "near"), "cache_k": 12})
 
 
 def far(path: Path, url: str, folder: str, *more: str) -> MasterConfig:
@@ -78,7 +78,7 @@ def test_the_same_cache_as_from_the_weights(path: Path, tmp_path: Path) -> None:
     for name in ("near", "far"):
         overrides = [f"teacher.cache={tmp_path / name}", f"logger.log_dir={tmp_path / ('run_' + name)}"]
         run(load(path, *overrides) if name == "near" else far(path, server.url, name, overrides[1]))
-    for one, two in zip(figures(tmp_path / "run_near"), figures(tmp_path / "run_far"), strict=True):
+    for one, two in zip(runs.rows(tmp_path / "run_near"), runs.rows(tmp_path / "run_far"), strict=True):
         assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-3)
 
 

@@ -11,7 +11,7 @@ from limbeck.config import resolve
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import ConfigError, ServerError
-from tests.models.scoring_server import ScoringServer, serving
+from tests.helpers.servers import ScoringServer, serving
 from tests.models.tiny import teacher, tokenizer
 from tests.patience import TEST_SECONDS
 

@@ -8,8 +8,8 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.utils.errors import ConfigError, ServerError
-from tests.distributed.launch_cases import figures, write_run
-from tests.models.scoring_server import ScoringServer, serving
+from tests.helpers import runs
+from tests.helpers.servers import ScoringServer, serving
 from tests.models.tiny import tokenizer
 from tests.patience import TEST_SECONDS
 
@@ -22,7 +22,7 @@ def load(path, *overrides):
 
 def test_a_whole_run(tmp_path, monkeypatch, capfd):
     steps = {"num_prompts_per_step": 4, "max_num_steps": 3, "val_period": 2, "val_batch_size": 4}
-    path = write_run(tmp_path, distillation=steps)
+    path = runs.write_run(tmp_path, distillation=steps)
     config = load(path, f"data.validation={tmp_path / 'train.jsonl'}")
     run(config)
     monkeypatch.setenv("LIMBECK_API_KEY", KEY)
@@ -37,7 +37,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
             f"logger.log_dir={tmp_path / 'far'}",
         )
         run(far)
-    for near, remote in zip(figures(tmp_path / "run"), figures(tmp_path / "far"), strict=True):
+    for near, remote in zip(runs.rows(tmp_path / "run"), runs.rows(tmp_path / "far"), strict=True):
         for name in (n for n in near if n.endswith(("loss", "bpb"))):
             assert remote[name] == pytest.approx(near[name], rel=1e-4), name
         if "train/loss" in remote:
@@ -50,7 +50,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
 
 
 def test_a_run_without_its_server_ends_before_any_model(tmp_path, monkeypatch):
-    path = write_run(tmp_path)
+    path = runs.write_run(tmp_path)
     monkeypatch.setattr("limbeck.algorithms.xtoken_off_policy_distillation.Policy", None)
     config = load(path, "teacher.server.url=http://127.0.0.1:9/v1", "teacher.server.backoff=0.001")
     with pytest.raises(ServerError, match="cannot be reached"):
@@ -59,6 +59,6 @@ def test_a_run_without_its_server_ends_before_any_model(tmp_path, monkeypatch):
 
 
 def test_temperature_needs_logits(tmp_path):
-    path = write_run(tmp_path, loss_fn={"mode": "boundary_kl", "temperature": 2.0})
+    path = runs.write_run(tmp_path, loss_fn={"mode": "boundary_kl", "temperature": 2.0})
     with pytest.raises(ConfigError, match=r"loss_fn.temperature is 2.0, but a server"):
         run(load(path, "teacher.server.url=http://127.0.0.1:9/v1"))
