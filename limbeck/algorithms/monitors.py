@@ -17,10 +17,10 @@ from limbeck.algorithms.config import MonitorConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.losses.hint import HintInputs
-from limbeck.losses.leaf import Metrics
+from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.policy_gradient import PolicyInputs
 from limbeck.losses.signals import Head, Signal, TopKSignal, on_shards
-from limbeck.losses.vocab_axis import VocabAxis
+from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab

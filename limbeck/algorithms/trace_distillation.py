@@ -43,7 +43,7 @@ from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
 from limbeck.losses.hint import HintDistillationLossFn
-from limbeck.losses.leaf import Metrics
+from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
-from limbeck.losses.vocab_axis import VocabAxis
-from limbeck.losses.vocab_map import VocabMap
+from limbeck.losses.vocab.axis import VocabAxis
+from limbeck.losses.vocab.projection import VocabMap
 
 
 class _LogSoftmax(torch.autograd.Function):

@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limbeck.losses.columns import ColumnPlan
-from limbeck.losses.layout import ChunkLayout, TokenLayout
-from limbeck.losses.leaf import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
+from limbeck.data.layout import ChunkLayout, TokenLayout
+from limbeck.losses.objectives.base import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
 from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
 from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, compute_dtype
-from limbeck.losses.vocab_axis import WHOLE
+from limbeck.losses.vocab.axis import WHOLE
 from limbeck.utils.errors import LossError
+
+if TYPE_CHECKING:
+    from limbeck.losses.fast.order import ColumnPlan
 
 
 @dataclass
@@ -97,7 +99,7 @@ class Job:
     token_factor: float | Tensor
     terms: list[Term]
     metrics: Metrics = field(default_factory=dict)
-    columns: ColumnPlan | None = None  # given: the kernels do the work, see blocks_fast.py
+    columns: ColumnPlan | None = None  # given: the kernels do the work, see fast/walk.py
     peers: Peers = ALONE
     suspects: list[Tensor] = field(default_factory=list)  # flags on the device: the inputs contradict each other
     explain: Callable[[], object] | None = None  # raises the error that belongs to such a flag
@@ -268,7 +270,7 @@ def row_block_loss(job: Job, hidden: Tensor, *, check: bool = True) -> Tensor:
     params = [*job.head.parameters(), *(t.mode.rest_weight for t in job.learnable)]
     function: Any = RowBlockLoss
     if job.columns is not None:
-        from limbeck.losses.blocks_fast import FastRowBlockLoss as function
+        from limbeck.losses.fast.walk import FastRowBlockLoss as function
     out: Tensor = function.apply(job, hidden, *params)
     if check:
         verify(job, out.detach(), hidden)

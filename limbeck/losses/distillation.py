@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limbeck.losses import corrected_modes, fast_path, reference_modes
+from limbeck.data.layout import count_tokens
+from limbeck.losses import fast
 from limbeck.losses.blocks import Job, Term, row_block_loss, verify
-from limbeck.losses.columns import ColumnPlan
 from limbeck.losses.divergences import JsdGuard
+from limbeck.losses.fast.order import ColumnPlan
 from limbeck.losses.inputs import (
     LossInputs,
     MicrobatchLike,
@@ -32,29 +33,29 @@ from limbeck.losses.inputs import (
     teacher_chunks,
     teacher_ids_of,
 )
-from limbeck.losses.layout import count_tokens
-from limbeck.losses.leaf import Leaf, Metrics, Mode
+from limbeck.losses.objectives import corrected, published
+from limbeck.losses.objectives.base import Leaf, Metrics, Mode
 from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
 from limbeck.losses.share import share_of
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
 from limbeck.losses.teacher_scores import sample_scores, sample_weights, top_columns
-from limbeck.losses.vocab_axis import VocabAxis
-from limbeck.losses.vocab_map import ProjectionLike, VocabMap, common_pairs
+from limbeck.losses.vocab.axis import VocabAxis
+from limbeck.losses.vocab.projection import ProjectionLike, VocabMap, common_pairs
 from limbeck.utils.errors import ConfigError, LossError
 
 if TYPE_CHECKING:
     from limbeck.losses.config import CrossTokenizerDistillationLossConfig
 
 LEAVES: dict[str, Leaf] = {
-    "boundary_kl": corrected_modes.boundary_kl,
-    "p_kl_norm": corrected_modes.p_kl_norm,
-    "alm": corrected_modes.alm,
-    "uld": corrected_modes.uld,
-    "p_kl": reference_modes.p_kl,
-    "gold": reference_modes.common_kl,
-    "h_kl": reference_modes.common_kl,
+    "boundary_kl": corrected.boundary_kl,
+    "p_kl_norm": corrected.p_kl_norm,
+    "alm": corrected.alm,
+    "uld": corrected.uld,
+    "p_kl": published.p_kl,
+    "gold": published.common_kl,
+    "h_kl": published.common_kl,
 }
 PLAIN_BLOCK_ROWS = 512
 """Rows of a block on the plain path, whose temporaries are float32 and several times the logits."""
@@ -213,7 +214,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
 
     def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
         """Column order for the kernels, where they may come to be used."""
-        return fast_path.plan(self.settings, [t.vocab for t in self._list()], inputs)
+        return fast.plan(self.settings, [t.vocab for t in self._list()], inputs)
 
     # ---- the loss ----
 
@@ -243,7 +244,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         terms = self._terms(signals, inputs, student_head)
         for term in terms:
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
-        columns = fast_path.usable_columns(self.settings, inputs, student_hidden, student_head, signals, terms)
+        columns = fast.usable_columns(self.settings, inputs, student_hidden, student_head, signals, terms)
         if columns is None:
             self._choose_columns(terms, inputs.peers)
         plan = inputs.plan if columns is None else columns.plan
@@ -320,7 +321,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
                 uncommon_topk=settings.uncommon_topk,
                 **teacher.pairs(),
             )
-            leaf = corrected_modes.same_vocabulary if same else LEAVES[settings.mode]
+            leaf = corrected.same_vocabulary if same else LEAVES[settings.mode]
             layout = inputs.layouts[i]
             terms.append(Term(f"teacher_{i}", leaf, mode, self.weights[i], i, layout, [signal], [layout]))
         if settings.teacher_combination == "averaged_logits":

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from limbeck.losses.vocab_axis import WHOLE, VocabAxis
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError, LossError
 
 Direction = Literal["forward", "reverse", "jsd"]

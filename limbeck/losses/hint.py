@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limbeck.losses import corrected_modes
+from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.losses.blocks import Job, Term, row_block_loss
 from limbeck.losses.divergences import DivergenceSpec, JsdGuard, divergence_rows
 from limbeck.losses.inputs import LossInputs, MicrobatchLike, padded_row_start, teacher_layout
-from limbeck.losses.layout import ChunkLayout, TokenLayout
-from limbeck.losses.leaf import Metrics, Mode
+from limbeck.losses.objectives import corrected
+from limbeck.losses.objectives.base import Metrics, Mode
 from limbeck.losses.peers import Peers
 from limbeck.losses.plan import BlockPlan, plan_blocks
 from limbeck.losses.share import share_of
 from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
-from limbeck.losses.vocab_map import ProjectionLike, VocabMap
+from limbeck.losses.vocab.projection import ProjectionLike, VocabMap
 from limbeck.utils.errors import ConfigError, LossError
 
 _SHIFTED = (
@@ -233,7 +233,7 @@ class HintDistillationLossFn:
             target = head.axis.like(size) if isinstance(signals[0], TopKSignal) else axis_of(signals[0])
             mode.vocab, mode.rest_weight = head.axis.split(self.vocab, target), self.vocab.rest_weight()
         shares = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
-        leaf = corrected_modes.same_vocabulary if self.vocab is None else corrected_modes.boundary_kl
+        leaf = corrected.same_vocabulary if self.vocab is None else corrected.boundary_kl
         count = counts["sites"].to(hidden.device, torch.float64).clamp(min=1e-9)
         layouts = [inputs.layout] * len(signals)
         weight = inputs.site_weight[inputs.layout.sample]

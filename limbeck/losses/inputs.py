@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from limbeck.losses.columns import ColumnPlan
-from limbeck.losses.layout import (
+from limbeck.data.layout import (
     AlignmentTensors,
     ChunkLayout,
     TokenLayout,
@@ -24,6 +23,9 @@ from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockPlan, plan_blocks
 from limbeck.losses.transfer import moved
 from limbeck.utils.errors import LossError
+
+if TYPE_CHECKING:
+    from limbeck.losses.fast.order import ColumnPlan
 
 
 class MicrobatchLike(Protocol):

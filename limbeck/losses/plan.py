@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limbeck.losses.layout import ChunkLayout, TokenLayout
+from limbeck.data.layout import ChunkLayout, TokenLayout
 
 
 @dataclass(frozen=True)

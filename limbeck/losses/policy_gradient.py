@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from limbeck.data.layout import TokenLayout, supervised_tokens
 from limbeck.losses.inputs import MicrobatchLike
-from limbeck.losses.layout import TokenLayout, supervised_tokens
-from limbeck.losses.leaf import Metrics
+from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.peers import Peers
 from limbeck.losses.signals import Head
 from limbeck.losses.token_logprobs import token_log_probs

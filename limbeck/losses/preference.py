@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limbeck.data.layout import TokenLayout, build_token_layout, supervised_tokens
 from limbeck.losses.inputs import MicrobatchLike
-from limbeck.losses.layout import TokenLayout, build_token_layout, supervised_tokens
-from limbeck.losses.leaf import Metrics
+from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.signals import Head
 from limbeck.losses.token_logprobs import token_log_probs

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.losses.inputs import LossInputs
-from limbeck.losses.layout import ChunkLayout, TokenLayout
 from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockSpan, plan_blocks
 

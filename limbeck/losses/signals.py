@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limbeck.losses.layout import ChunkLayout
-from limbeck.losses.vocab_axis import WHOLE, VocabAxis
+from limbeck.data.layout import ChunkLayout
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.utils.errors import LossError
 
 

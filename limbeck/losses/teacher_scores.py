@@ -13,7 +13,7 @@ from torch import Tensor
 
 from limbeck.losses.blocks import Term
 from limbeck.losses.divergences import tail_log_prob
-from limbeck.losses.leaf import TeacherScores
+from limbeck.losses.objectives.base import TeacherScores
 from limbeck.losses.peers import Peers
 from limbeck.losses.plan import ChunkSpan
 from limbeck.losses.settings import Scoring

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limbeck.losses.layout import TokenLayout
+from limbeck.data.layout import TokenLayout
 from limbeck.losses.signals import Head, compute_dtype
 from limbeck.utils.errors import LossError
 

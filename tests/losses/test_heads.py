@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 from limbeck.losses.blocks import Job, Term, row_block_loss
-from limbeck.losses.leaf import LeafOut, Mode
+from limbeck.losses.objectives.base import LeafOut, Mode
 from limbeck.losses.signals import TopKSignal
 from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from limbeck.data.layout import AlignmentTensors, build_chunk_layout, build_identity_layout, build_token_layout
 from limbeck.losses.inputs import build_inputs
-from limbeck.losses.layout import AlignmentTensors, build_chunk_layout, build_identity_layout, build_token_layout
 from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, starts
 from tests.losses.reference import chunks_of

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from limbeck.losses.layout import TokenLayout
+from limbeck.data.layout import TokenLayout
 from limbeck.losses.policy_gradient import (
     PolicyGradientLossFn,
     PolicyGradientSpec,

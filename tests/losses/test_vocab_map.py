@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.losses.vocab_map import VocabMap, common_pairs
+from limbeck.losses.vocab.projection import VocabMap, common_pairs
 from limbeck.utils.errors import ProjectionError
 from tests.losses.cases import FakeProjection, make_projection
 from tests.losses.reference import pairs_of

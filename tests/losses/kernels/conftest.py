@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by the number of operations, not by their size."""
-    from limbeck.losses.kernels import sorted_l1
+    from limbeck.losses.fast.kernels import sorted_l1
 
     monkeypatch.setattr(sorted_l1, "STEP", 512)
     monkeypatch.setattr(sorted_l1, "LANES", 128)

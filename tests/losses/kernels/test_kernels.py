@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from limbeck.losses.kernels import padded
-from limbeck.losses.kernels import sorted_l1 as kernel
-from limbeck.losses.kernels.gradient import Factors, Paired, Projected, gradient_reference, write_gradient
-from limbeck.losses.kernels.project import project_columns, project_columns_reference
-from limbeck.losses.kernels.scale import scaled
-from limbeck.losses.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.kernels.stats import column_stats, column_stats_reference
-from limbeck.losses.kernels.tables import identity_pairs, projection_tables
-from limbeck.losses.reference_modes import sorted_l1
-from limbeck.losses.vocab_map import VocabMap
+from limbeck.losses.fast.kernels import padded
+from limbeck.losses.fast.kernels import sorted_l1 as kernel
+from limbeck.losses.fast.kernels.gradient import Factors, Paired, Projected, gradient_reference, write_gradient
+from limbeck.losses.fast.kernels.project import project_columns, project_columns_reference
+from limbeck.losses.fast.kernels.scale import scaled
+from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
+from limbeck.losses.fast.kernels.stats import column_stats, column_stats_reference
+from limbeck.losses.fast.kernels.tables import identity_pairs, projection_tables
+from limbeck.losses.objectives.published import sorted_l1
+from limbeck.losses.vocab.projection import VocabMap
 from tests.losses.cases import make_projection
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels import COLUMNS
+from limbeck.losses.fast.kernels import COLUMNS
 
 MAX_SPLITS = 256
 WIDE, WIDE_WARPS = 512, 2

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels.sorted_l1 import BINS, PER_OCTAVE, Rest, bin_of
-from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS
-from limbeck.losses.kernels.tables import PairTables, ProjectionTables
+from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, Rest, bin_of
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS
+from limbeck.losses.fast.kernels.tables import PairTables, ProjectionTables
 
 STEPS = 64
 """Student tokens that one program walks through."""

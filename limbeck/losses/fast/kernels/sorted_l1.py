@@ -7,7 +7,7 @@ one bin, or where place k falls into it, is the area approximate, by at most tha
 an entry is the sign of the difference in its bin. Entries far beyond place k are not counted: see `_histogram`.
 
 Counts and masses are summed in one integer each, so the result does not depend on the order of the additions.
-Reference: `limbeck.losses.reference_modes.sorted_l1`.
+Reference: `limbeck.losses.objectives.published.sorted_l1`.
 """
 
 # mypy: allow-untyped-defs
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels import COLUMNS
-from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
+from limbeck.losses.fast.kernels import COLUMNS
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
 
 PER_OCTAVE = 64
 """Bins per factor of two in probability; one bin is 1.1% wide."""

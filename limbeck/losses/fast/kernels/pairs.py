@@ -1,7 +1,7 @@
 """Forward KL over pairs of tokens, not renormalised: `sum_pairs p_T (log p_T - log p_S)` for each column.
 
 Serves gold and H-KL (common pairs) and a teacher with the student's own vocabulary (every token is a pair).
-Reference: the first half of `limbeck.losses.reference_modes.common_kl`.
+Reference: the first half of `limbeck.losses.objectives.published.common_kl`.
 """
 
 # mypy: allow-untyped-defs
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels.stats import LOG2E, LOWEST, WIDE, WIDE_WARPS, splits_for
-from limbeck.losses.kernels.tables import PairTables
+from limbeck.losses.fast.kernels.stats import LOG2E, LOWEST, WIDE, WIDE_WARPS, splits_for
+from limbeck.losses.fast.kernels.tables import PairTables
 
 
 class PairsOut(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from limbeck.losses.divergences import DivergenceSpec
-from limbeck.losses.vocab_axis import WHOLE, VocabAxis
-from limbeck.losses.vocab_map import VocabMap
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
+from limbeck.losses.vocab.projection import VocabMap
 from limbeck.utils.errors import LossError
 
 Metrics = dict[str, tuple[Tensor, Tensor]]

@@ -4,7 +4,7 @@ With p_T the teacher, q the projected student and members the columns that some 
 the batch adds `sum_member p_T (log p_T - log(kept) - log(q + TINY) + normaliser)`; `r = p_T / (q + TINY)`, minus the
 gradient with respect to q, replaces the teacher's logits of the members in place; other columns are not even read.
 
-Reference: `limbeck.losses.corrected_modes.target_divergence` (kind forward, no rest bucket).
+Reference: `limbeck.losses.objectives.corrected.target_divergence` (kind forward, no rest bucket).
 """
 
 # mypy: allow-untyped-defs
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.corrected_modes import TINY as TINY_VALUE
-from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
-from limbeck.losses.kernels.tables import ProjectionTables
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
+from limbeck.losses.fast.kernels.tables import ProjectionTables
+from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
 
 TINY = tl.constexpr(TINY_VALUE)
 

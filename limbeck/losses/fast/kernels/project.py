@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels.stats import LOG2E, WIDE, WIDE_WARPS
-from limbeck.losses.kernels.tables import ProjectionTables
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS
+from limbeck.losses.fast.kernels.tables import ProjectionTables
 
 
 @triton.jit

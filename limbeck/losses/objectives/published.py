@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limbeck.losses.leaf import BlockLogits, LeafOut, Mode, TeacherBlock, leaf_out
+from limbeck.losses.objectives.base import BlockLogits, LeafOut, Mode, TeacherBlock, leaf_out
 from limbeck.utils.errors import LossError
 
 P_KL_EPS = 1e-10

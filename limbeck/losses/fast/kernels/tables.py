@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limbeck.losses.vocab_map import VocabMap
+from limbeck.losses.vocab.projection import VocabMap
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limbeck.losses import corrected_modes, reference_modes
 from limbeck.losses.blocks import Term
-from limbeck.losses.columns import BlockColumns, SideColumns
 from limbeck.losses.divergences import binary_divergence
-from limbeck.losses.kernels.boundary import boundary_divergence
-from limbeck.losses.kernels.gradient import Paired, Projected
-from limbeck.losses.kernels.p_kl import mean_over_chunks, p_kl_divergence
-from limbeck.losses.kernels.pairs import pairs_divergence
-from limbeck.losses.kernels.project import project_columns
-from limbeck.losses.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.kernels.stats import ColumnStats
-from limbeck.losses.kernels.tables import PairTables, identity_pairs, pair_tables, projection_tables
-from limbeck.losses.leaf import Mode
+from limbeck.losses.fast.kernels.boundary import boundary_divergence
+from limbeck.losses.fast.kernels.gradient import Paired, Projected
+from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
+from limbeck.losses.fast.kernels.pairs import pairs_divergence
+from limbeck.losses.fast.kernels.project import project_columns
+from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
+from limbeck.losses.fast.kernels.stats import ColumnStats
+from limbeck.losses.fast.kernels.tables import PairTables, identity_pairs, pair_tables, projection_tables
+from limbeck.losses.fast.order import BlockColumns, SideColumns
+from limbeck.losses.objectives import corrected, published
+from limbeck.losses.objectives.base import Mode
 from limbeck.losses.signals import TopKSignal
 
 Sums = dict[str, tuple[Tensor, "Tensor | float"]]
@@ -131,7 +131,7 @@ def _teacher_tokens(term: Term, columns: BlockColumns, teacher: ColumnLogits | N
 def boundary(
     term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
 ) -> Distilled:
-    """`corrected_modes.boundary_kl`: whole distributions (forward), or a top-k list (any direction)."""
+    """`corrected.boundary_kl`: whole distributions (forward), or a top-k list (any direction)."""
     mode, count, ld = term.mode, columns.chunks, student.logits.shape[1]
     tau = mode.temperature
     # the realised tokens' teacher logits are read before the divergence overwrites them
@@ -195,8 +195,8 @@ def _top_k(
         mass = mass + complex_mass.reshape(-1)[place.clamp(min=0) * ld + at].masked_fill(place < 0, 0)
     with torch.enable_grad():
         q = (mass * member).requires_grad_()
-        tail, floor = (1 - target.sum(-1)).clamp(min=0), corrected_modes.rest_floor(q.dtype)
-        rows = corrected_modes.target_divergence(target, member, q, tail, 1 - q.sum(-1), floor, mode.spec)
+        tail, floor = (1 - target.sum(-1)).clamp(min=0), corrected.rest_floor(q.dtype)
+        rows = corrected.target_divergence(target, member, q, tail, 1 - q.sum(-1), floor, mode.spec)
         (slope,) = torch.autograd.grad((rows * weight).sum(), q)
     slope = slope * member * (-term.factor * tau**2)
     # empty places and unreached tokens have no slope; they are sent to a row of their own, behind the vocabulary
@@ -209,7 +209,7 @@ def _top_k(
 def chunks_only(
     term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
 ) -> Distilled:
-    """`corrected_modes.alm`."""
+    """`corrected.alm`."""
     log_t, tau = _teacher_tokens(term, columns, teacher, 0), term.mode.temperature
     rows, slope = _chunk_term(term, columns, student, log_t, weight, 0, tau)
     return Distilled((rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
@@ -218,7 +218,7 @@ def chunks_only(
 def p_kl(
     term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
 ) -> Distilled:
-    """`reference_modes.p_kl`, forward; the teacher's logits hold only the columns K."""
+    """`published.p_kl`, forward; the teacher's logits hold only the columns K."""
     mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
     assert teacher is not None
     assert mode.columns is not None
@@ -264,7 +264,7 @@ def _pairs_of(mode: Mode, student: ColumnLogits) -> PairTables:
 def pairs(
     term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
 ) -> Distilled:
-    """`reference_modes.common_kl` (gold, H-KL), forward, and `corrected_modes.same_vocabulary`, forward."""
+    """`published.common_kl` (gold, H-KL), forward, and `corrected.same_vocabulary`, forward."""
     mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
     assert teacher is not None
     tau, tables = mode.temperature, _pairs_of(mode, student)
@@ -295,10 +295,10 @@ def pairs(
 
 
 FAST_MODES: dict[Callable[..., object], FastMode] = {
-    corrected_modes.boundary_kl: boundary,
-    corrected_modes.alm: chunks_only,
-    corrected_modes.same_vocabulary: pairs,
-    reference_modes.p_kl: p_kl,
-    reference_modes.common_kl: pairs,
+    corrected.boundary_kl: boundary,
+    corrected.alm: chunks_only,
+    corrected.same_vocabulary: pairs,
+    published.p_kl: p_kl,
+    published.common_kl: pairs,
 }
 """Fast form of each reference leaf."""

@@ -1,6 +1,6 @@
 """P-KL on the micro-batch's teacher columns K: divergence and gradient, in one pass over `[K, n]`.
 
-Reference: `limbeck.losses.reference_modes.p_kl` (forward).
+Reference: `limbeck.losses.objectives.published.p_kl` (forward).
 """
 
 # mypy: allow-untyped-defs
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.kernels import COLUMNS
-from limbeck.losses.kernels.stats import splits_for
-from limbeck.losses.reference_modes import P_KL_EPS
+from limbeck.losses.fast.kernels import COLUMNS
+from limbeck.losses.fast.kernels.stats import splits_for
+from limbeck.losses.objectives.published import P_KL_EPS
 
 EPS = tl.constexpr(P_KL_EPS)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from limbeck.losses import reference_modes
 from limbeck.losses.blocks import Job, Term
-from limbeck.losses.columns import BlockColumns, SideColumns
-from limbeck.losses.fast_modes import FAST_MODES, ColumnLogits, Distilled, Sums, chunk_means
-from limbeck.losses.kernels import padded
-from limbeck.losses.kernels.gradient import Factors, write_gradient
-from limbeck.losses.kernels.scale import scaled
-from limbeck.losses.kernels.stats import column_stats
+from limbeck.losses.fast.kernels import padded
+from limbeck.losses.fast.kernels.gradient import Factors, write_gradient
+from limbeck.losses.fast.kernels.scale import scaled
+from limbeck.losses.fast.kernels.stats import column_stats
+from limbeck.losses.fast.objectives import FAST_MODES, ColumnLogits, Distilled, Sums, chunk_means
+from limbeck.losses.fast.order import BlockColumns, SideColumns
+from limbeck.losses.objectives import published
 from limbeck.losses.signals import HiddenSignal, compute_dtype
 
 
@@ -74,7 +74,7 @@ class _Pass:
         assert isinstance(signal, HiddenSignal)
         assert signal.head.weight is not None
         weight = signal.head.weight.detach()[: signal.vocab_size]
-        if term.leaf is not reference_modes.p_kl:
+        if term.leaf is not published.p_kl:
             return weight
         if term.mode.columns is None:
             term.mode.columns = self._top_columns(signal, weight, term)
@@ -185,7 +185,7 @@ class _Pass:
         if isinstance(signal, HiddenSignal):
             assert self.teacher_weight is not None
             inputs = self._inputs(signal.hidden.detach(), block.teacher, block, self.teacher_weight.dtype)
-            whole = term.leaf is not reference_modes.p_kl
+            whole = term.leaf is not published.p_kl
             tau = term.mode.temperature
             teacher = self._side("teacher", self.teacher_weight, inputs, block.teacher, tau, whole=whole)
         weight = student.stats.lse.new_ones(block.chunks)

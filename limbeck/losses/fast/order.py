@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limbeck.losses.kernels import padded
-from limbeck.losses.layout import ChunkLayout, TokenLayout
+from limbeck.data.layout import ChunkLayout, TokenLayout
+from limbeck.losses.fast.kernels import padded
 from limbeck.losses.plan import BlockPlan, BlockSpan, plan_blocks
 
 Kind = Literal["first", "mean"]

@@ -21,9 +21,9 @@ from limbeck.losses.divergences import (
     divergence_rows,
     tail_log_prob,
 )
-from limbeck.losses.leaf import BlockLogits, LeafOut, Mode, TeacherBlock, chunk_sum, leaf_out
-from limbeck.losses.reference_modes import sorted_l1
-from limbeck.losses.vocab_axis import WHOLE, VocabAxis
+from limbeck.losses.objectives.base import BlockLogits, LeafOut, Mode, TeacherBlock, chunk_sum, leaf_out
+from limbeck.losses.objectives.published import sorted_l1
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 
 TINY = 1e-12
 """Added to a bucket's probability before its logarithm."""

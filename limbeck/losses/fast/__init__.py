@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from limbeck.losses import corrected_modes, reference_modes
 from limbeck.losses.blocks import Term
-from limbeck.losses.columns import ColumnPlan, columns_for
+from limbeck.losses.fast.kernels import triton_available
+from limbeck.losses.fast.order import ColumnPlan, columns_for
 from limbeck.losses.inputs import LossInputs
-from limbeck.losses.kernels import triton_available
-from limbeck.losses.leaf import Leaf
+from limbeck.losses.objectives import corrected, published
+from limbeck.losses.objectives.base import Leaf
 from limbeck.losses.settings import LossSettings
 from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal
-from limbeck.losses.vocab_map import VocabMap
+from limbeck.losses.vocab.projection import VocabMap
 from limbeck.utils.errors import LossError
 
 FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FORWARD_ONLY: tuple[Leaf, ...] = (
-    corrected_modes.boundary_kl,
-    corrected_modes.same_vocabulary,
-    reference_modes.p_kl,
-    reference_modes.common_kl,
+    corrected.boundary_kl,
+    corrected.same_vocabulary,
+    published.p_kl,
+    published.common_kl,
 )
 
 
@@ -54,13 +54,13 @@ def term_ready(term: Term) -> bool:
     mode, spec = term.mode, term.mode.spec
     if len(term.signals) != 1 or (mode.rest_weight is not None and mode.rest_weight.requires_grad):
         return False
-    if term.leaf is corrected_modes.alm:
+    if term.leaf is corrected.alm:
         return True
     top_k = isinstance(term.signals[0], TopKSignal)
     if top_k:
-        return term.leaf is corrected_modes.boundary_kl
+        return term.leaf is corrected.boundary_kl
     known = any(term.leaf is leaf for leaf in _FORWARD_ONLY)
-    bucketed = term.leaf is corrected_modes.same_vocabulary and spec.topk is not None
+    bucketed = term.leaf is corrected.same_vocabulary and spec.topk is not None
     return known and spec.kind == "forward" and spec.entry_clip is None and not bucketed
 
 
