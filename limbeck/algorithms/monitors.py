@@ -19,7 +19,7 @@ from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_mi
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.policy_gradient import PolicyInputs
-from limbeck.losses.signals import Head, Signal, TopKSignal, on_shards
+from limbeck.losses.signals import Head, Signal
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
@@ -84,15 +84,15 @@ class CollapseMonitor:
         rows, ids = layout.student_rows[pick].to(device), layout.student_ids[pick].to(device)
         log_s = head.axis.log_softmax(head.logits(hidden.detach().index_select(0, rows)))
         metrics = self._student("monitor/hint", head, log_s, ids)
-        live = [s for s in signals if not isinstance(s, TopKSignal) and s.vocab_size == head.vocab_size]
+        live = [s for s in signals if not s.is_topk and s.vocab_size == head.vocab_size]
         if len(live) < len(signals):
             return metrics
         if not same:
             # The names must be there on every rank, whatever rows it has.
             log_s, ids, pick = log_s[:0], ids[:0], pick[:0]
         where = layout.teacher_rows[pick].to(device)
-        split = [on_shards(s, head.axis) for s in live]
-        parts = [s.logits(where).to(log_s) * share for s, share in zip(split, shares, strict=True)]  # type: ignore[union-attr]
+        found = [s.on_shards(head.axis).scores(where).logits for s in live]
+        parts = [x.to(log_s) * share for x, share in zip(found, shares, strict=True) if x is not None]
         log_t = head.axis.log_softmax(torch.stack(parts).sum(0))
         return {**metrics, **self._divergences(head.axis, log_s, log_t, ids)}
 

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout
-from limbeck.losses.objectives.base import BlockLogits, Leaf, Metrics, Mode, TeacherBlock, TeacherScores
+from limbeck.losses.objectives.base import BlockLogits, Leaf, Metrics, Mode, TeacherBlock
 from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
-from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, compute_dtype
-from limbeck.losses.vocab.axis import WHOLE
+from limbeck.losses.signals import Head, Signal, TeacherScores, compute_dtype
 from limbeck.utils.errors import LossError
 
 if TYPE_CHECKING:
@@ -50,24 +49,18 @@ class Term:
     def scores(self, span: ChunkSpan) -> TeacherScores:
         """The teacher's opinion at the rows of a block, without gradient."""
         start, end = span.teacher
-        first = self.signals[0]
-        if isinstance(first, TopKSignal):
-            rows = self.layout.teacher_rows[start:end]
-            return TeacherScores(
-                topk_ids=first.topk_ids.index_select(0, rows).long(),
-                topk_logprobs=first.topk_logprobs.index_select(0, rows),
-                next_logprob=first.next_logprob.index_select(0, rows),
-            )
+        parts = [
+            signal.scores(layout.teacher_rows[start:end], self.mode.columns)
+            for signal, layout in zip(self.signals, self.layouts, strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
         mixed: Tensor | None = None
-        for signal, layout, share in zip(self.signals, self.layouts, self.shares, strict=True):
-            if isinstance(signal, TopKSignal):
+        for part, share in zip(parts, self.shares, strict=True):
+            if part.logits is None:
                 raise LossError("top-k teachers have no logits to average; use live teachers or mode `sum`")
-            logits = signal.logits(layout.teacher_rows[start:end], self.mode.columns)
-            logits = logits if len(self.signals) == 1 else logits * share
-            mixed = logits if mixed is None else mixed.add_(logits)
-        # chosen columns are on every rank
-        axis = WHOLE if self.mode.columns is not None else axis_of(first)
-        return TeacherScores(logits=mixed, axis=axis)
+            mixed = part.logits * share if mixed is None else mixed.add_(part.logits * share)
+        return replace(parts[0], logits=mixed)
 
     def block(self, span: ChunkSpan, place: Tensor, first_row: int, like: Tensor) -> TeacherBlock:
         """The chunks of `span` with block-local indices. place: of each student token among the planned rows."""

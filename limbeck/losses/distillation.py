@@ -39,7 +39,7 @@ from limbeck.losses.peers import ALONE, Peers
 from limbeck.losses.scaling import DynamicScale
 from limbeck.losses.settings import LossSettings
 from limbeck.losses.share import share_of
-from limbeck.losses.signals import Head, LogitsSignal, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
+from limbeck.losses.signals import Head, LogitsSignal, Signal, check_scored_ids
 from limbeck.losses.teacher_scores import sample_scores, sample_weights, top_columns
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike, VocabMap, common_pairs
@@ -240,7 +240,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         kd_factor, ce_factor = self.settings.kl_loss_weight, self.settings.ce_loss_scale
         if self.settings.dynamic_loss_scaling:
             kd_factor, ce_factor = self.scale.ratio(), 1.0
-        signals = [on_shards(signal, student_head.axis) for signal in signals]
+        signals = [signal.on_shards(student_head.axis) for signal in signals]
         terms = self._terms(signals, inputs, student_head)
         for term in terms:
             term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
@@ -284,7 +284,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         suspects = self._compare_ids(signals, inputs, defer=hidden.device.type != "cpu")
         for i, signal in enumerate(signals):
             name = f"teacher_{i}"
-            if not isinstance(signal, TopKSignal):
+            if not signal.is_topk:
                 continue
             if settings.is_reference and self._list()[i].vocab is not None:
                 raise LossError(f"{name}: mode {settings.mode!r} needs full logits, not a top-k list; use boundary_kl")
@@ -346,7 +346,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         first.layouts = [t.layout for t in terms]
         first.shares = [w / total for w in self.weights]
         first.factor = 1.0
-        if any(isinstance(s, TopKSignal) for s in first.signals):
+        if any(s.is_topk for s in first.signals):
             raise LossError("top-k teachers have no logits to average; use live teachers or teacher_combination 'sum'")
         return [first]
 
@@ -451,7 +451,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
 
 def _map_axis(signal: Signal, head: Head, size: int) -> VocabAxis:
     """Where a map's teacher columns lie; a top-k list has none, so any split will do."""
-    return head.axis.like(size) if isinstance(signal, TopKSignal) else axis_of(signal)
+    return head.axis.like(size) if signal.is_topk else signal.axis
 
 
 def _over(factor: float, count: Tensor) -> float | Tensor:

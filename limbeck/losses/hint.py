@@ -25,7 +25,7 @@ from limbeck.losses.objectives.base import Metrics, Mode
 from limbeck.losses.peers import Peers
 from limbeck.losses.plan import BlockPlan, plan_blocks
 from limbeck.losses.share import share_of
-from limbeck.losses.signals import Head, Signal, TopKSignal, axis_of, check_scored_ids, on_shards
+from limbeck.losses.signals import Head, Signal, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike, VocabMap
 from limbeck.utils.errors import ConfigError, LossError
 
@@ -225,12 +225,12 @@ class HintDistillationLossFn:
         """
         self._check(hidden, head, signals, inputs.layout)
         inputs = inputs.to(hidden.device)
-        signals = [on_shards(signal, head.axis) for signal in signals]
+        signals = [signal.on_shards(head.axis) for signal in signals]
         mode = Mode(temperature=self.spec.temperature, spec=self.spec.divergence)
         if self.vocab is not None:
             size = signals[0].vocab_size or self.vocab.teacher_size
             self.vocab.to(hidden.device).fit(head.vocab_size, size)
-            target = head.axis.like(size) if isinstance(signals[0], TopKSignal) else axis_of(signals[0])
+            target = head.axis.like(size) if signals[0].is_topk else signals[0].axis
             mode.vocab, mode.rest_weight = head.axis.split(self.vocab, target), self.vocab.rest_weight()
         shares = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
         leaf = corrected.same_vocabulary if self.vocab is None else corrected.boundary_kl
@@ -269,7 +269,7 @@ class HintDistillationLossFn:
         spec = self.spec
         for signal in signals:
             check_scored_ids(signal, layout, "hinted teacher")
-            if not isinstance(signal, TopKSignal):
+            if not signal.is_topk:
                 continue
             by_student = spec.divergence.topk is not None and spec.divergence.chosen_by == "student"
             if len(signals) > 1 or by_student or spec.temperature != 1.0:

@@ -6,9 +6,10 @@ loss is about to use: a wrong id with a finite loss is the failure to design aga
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -126,94 +127,221 @@ class Head:
 
 
 @dataclass
-class HiddenSignal:
-    """A live teacher: last hidden states `[R, h]` and its head; `input_ids` `[R]` are the tokens it read."""
+class TeacherScores:
+    """A teacher's opinion at the `q` rows of a block: logits `[q, U]` (or `[q, K]` at chosen ids), or a top-k list."""
+
+    logits: Tensor | None = None
+    topk_ids: Tensor | None = None  # [q, k], -1: empty place
+    topk_logprobs: Tensor | None = None  # [q, k]
+    next_logprob: Tensor | None = None  # [q]
+    axis: VocabAxis = WHOLE  # where the columns of `logits` lie
+    vocab_ids_K: Tensor | None = None  # the ids of the columns, where they are chosen ones
+    _log_probs: dict[float, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_topk(self) -> bool:
+        return self.logits is None
+
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
+        if self.logits is None:
+            raise LossError("this loss needs the teacher's whole distribution; use a live teacher or another mode")
+        if temperature not in self._log_probs:
+            self._log_probs[temperature] = self.axis.log_softmax(self.logits / temperature)
+        return self._log_probs[temperature]
+
+    def log_prob_of(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probability of the realised tokens `[q]`."""
+        if self.next_logprob is not None:
+            return self.next_logprob
+        return self.axis.gather(self.log_probs(temperature), ids[:, None]).squeeze(1)
+
+    def topk(self) -> tuple[Tensor, Tensor]:
+        """Top-k ids (empty places: 0) and log-probabilities (empty places: -inf)."""
+        if self.topk_ids is None or self.topk_logprobs is None:
+            raise LossError("this teacher carries no top-k list")
+        empty = self.topk_ids < 0
+        return self.topk_ids.masked_fill(empty, 0), self.topk_logprobs.masked_fill(empty, -torch.inf)
+
+
+class Signal(ABC):
+    """What a teacher says at flat rows, and the tokens that it scored.
+
+    Attributes:
+        is_topk: only the most likely tokens are known, at temperature 1.
+        vocab_size: tokens that it scores; None where a list does not tell.
+        row_start_B: int64 `[B]` in main memory: the flat row of each sample's first token; None: as in the student's
+            forward pass.
+        axis: where the columns of its logits lie.
+    """
+
+    is_topk: ClassVar[bool] = False
+    vocab_size: int | None
+    row_start_B: Tensor | None
+
+    @property
+    @abstractmethod
+    def axis(self) -> VocabAxis: ...
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Flat rows."""
+
+    @property
+    @abstractmethod
+    def num_ids(self) -> int:
+        """Tokens that it says it has read."""
+
+    @property
+    @abstractmethod
+    def last_scored_row(self) -> int:
+        """The last row of which it knows the next token."""
+
+    @abstractmethod
+    def scored_ids(self, rows: Tensor) -> Tensor:
+        """The token that it says followed each of `rows`."""
+
+    @abstractmethod
+    def scores(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> TeacherScores:
+        """Its opinion at `rows`, without gradient; vocab_ids_K: only at these ids."""
+
+    def on_shards(self, axis: VocabAxis) -> Signal:
+        """This signal with columns split like those of the student's `axis`; itself where nothing is split."""
+        return self
+
+
+class _SequenceSignal(Signal):
+    """A signal whose rows are the tokens it read: a row predicts the token after it."""
+
+    input_ids: Tensor
+
+    @abstractmethod
+    def logits(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> Tensor:
+        """Logits at `rows`, in the compute dtype."""
+
+    @property
+    def num_ids(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def last_scored_row(self) -> int:
+        return min(self.num_rows, self.num_ids - 1) - 1
+
+    def scored_ids(self, rows: Tensor) -> Tensor:
+        return self.input_ids.reshape(-1).to(rows.device).index_select(0, rows + 1)
+
+    def scores(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> TeacherScores:
+        # chosen columns are on every rank
+        axis = self.axis if vocab_ids_K is None else WHOLE
+        return TeacherScores(logits=self.logits(rows, vocab_ids_K), axis=axis, vocab_ids_K=vocab_ids_K)
+
+
+@dataclass
+class HiddenSignal(_SequenceSignal):
+    """A live teacher: last hidden states `[R, H]` and its head; `input_ids` `[R]` are the tokens it read."""
 
     hidden: Tensor
     head: Head
     input_ids: Tensor
+    row_start_B: Tensor | None = None
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         return self.head.vocab_size
+
+    @property
+    def axis(self) -> VocabAxis:
+        return self.head.axis
 
     @property
     def num_rows(self) -> int:
         return int(self.hidden.shape[0])
 
-    def logits(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
+    def logits(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            return self.head.logits(self.hidden.detach().index_select(0, rows), columns)
+            return self.head.logits(self.hidden.detach().index_select(0, rows), vocab_ids_K)
+
+    def on_shards(self, axis: VocabAxis) -> HiddenSignal:
+        if self.head.axis.sharded and not axis.sharded:
+            raise LossError("the teacher's head is split over ranks but the student's is not; use one layout for both")
+        return replace(self, head=self.head.shard(axis)) if axis.sharded else self
 
 
 @dataclass
-class LogitsSignal:
-    """Full logits `[R, V]`: for tests and small use. `vocab_size` below V leaves padded head rows out."""
+class LogitsSignal(_SequenceSignal):
+    """Full logits `[R, U]`: for tests and small use. `vocab_size` below U leaves padded head rows out."""
 
     full_logits: Tensor
     input_ids: Tensor
     vocab_size: int = 0
-    axis: VocabAxis = WHOLE
+    columns: VocabAxis = WHOLE
+    row_start_B: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.vocab_size = self.vocab_size or int(self.full_logits.shape[1])
 
     @property
+    def axis(self) -> VocabAxis:
+        return self.columns
+
+    @property
     def num_rows(self) -> int:
         return int(self.full_logits.shape[0])
 
-    def logits(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        start, end = (0, self.vocab_size) if columns is not None else self.axis.place(self.vocab_size)
+    def logits(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> Tensor:
+        start, end = (0, self.vocab_size) if vocab_ids_K is not None else self.axis.place(self.vocab_size)
         out = self.full_logits.detach().index_select(0, rows)[:, start:end]
-        out = out if columns is None else out.index_select(1, columns)
+        out = out if vocab_ids_K is None else out.index_select(1, vocab_ids_K)
         return out.to(compute_dtype(out.dtype))
+
+    def on_shards(self, axis: VocabAxis) -> LogitsSignal:
+        return replace(self, columns=axis.like(self.vocab_size)) if axis.sharded else self
 
 
 @dataclass
-class TopKSignal:
+class TopKSignal(Signal):
     """A stored or remote teacher: per row its k most likely next tokens and what it gave the token that came.
 
     topk_ids, topk_logprobs `[R, k]` (an id of -1 marks an empty place), next_logprob `[R]`, next_ids `[R]`: the
     realised next token at this row. Log-probabilities are natural, at temperature 1, over the teacher's vocabulary.
     """
 
+    is_topk: ClassVar[bool] = True
+
     topk_ids: Tensor
     topk_logprobs: Tensor
     next_logprob: Tensor
     next_ids: Tensor
     vocab_size: int | None = None
+    row_start_B: Tensor | None = None
+
+    @property
+    def axis(self) -> VocabAxis:
+        return WHOLE
 
     @property
     def num_rows(self) -> int:
         return int(self.topk_ids.shape[0])
 
+    @property
+    def num_ids(self) -> int:
+        return self.next_ids.numel()
 
-Signal = HiddenSignal | LogitsSignal | TopKSignal
+    @property
+    def last_scored_row(self) -> int:
+        return min(self.num_rows, self.num_ids) - 1
 
+    def scored_ids(self, rows: Tensor) -> Tensor:
+        return self.next_ids.to(rows.device).index_select(0, rows)
 
-def axis_of(signal: Signal) -> VocabAxis:
-    """Where the columns of a signal's logits lie."""
-    if isinstance(signal, HiddenSignal):
-        return signal.head.axis
-    return signal.axis if isinstance(signal, LogitsSignal) else WHOLE
-
-
-def on_shards(signal: Signal, axis: VocabAxis) -> Signal:
-    """A signal whose columns are split like those of the student's `axis`; itself where nothing is split."""
-    if isinstance(signal, HiddenSignal):
-        if signal.head.axis.sharded and not axis.sharded:
-            raise LossError("the teacher's head is split over ranks but the student's is not; use one layout for both")
-        return replace(signal, head=signal.head.shard(axis)) if axis.sharded else signal
-    if isinstance(signal, LogitsSignal) and axis.sharded:
-        return replace(signal, axis=axis.like(signal.vocab_size))
-    return signal
-
-
-def scored_ids(signal: Signal, rows: Tensor) -> Tensor:
-    """The token that the signal says followed each of `rows`."""
-    if isinstance(signal, TopKSignal):
-        return signal.next_ids.to(rows.device).index_select(0, rows)
-    return signal.input_ids.reshape(-1).to(rows.device).index_select(0, rows + 1)
+    def scores(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> TeacherScores:
+        if vocab_ids_K is not None:
+            raise LossError("a top-k list has no logits at chosen ids; use a live teacher or another mode")
+        return TeacherScores(
+            topk_ids=self.topk_ids.index_select(0, rows).long(),
+            topk_logprobs=self.topk_logprobs.index_select(0, rows),
+            next_logprob=self.next_logprob.index_select(0, rows),
+        )
 
 
 def check_scored_ids(
@@ -224,20 +352,17 @@ def check_scored_ids(
     layout: on the CPU or a device; the comparison costs one synchronisation. defer: everything that the host knows is
     checked, and whether any id differs is returned as a flag that the caller reads later, before it uses the loss.
     """
-    ids = signal.next_ids if isinstance(signal, TopKSignal) else signal.input_ids
-    # A row predicts the token after it, so full sequences must hold one more id than the last predicting row.
-    limit = min(signal.num_rows, ids.numel() - (0 if isinstance(signal, TopKSignal) else 1))
-    if layout.max_teacher_row >= limit:
+    if layout.max_teacher_row > signal.last_scored_row:
         raise LossError(
             f"{name}: the layout needs row {layout.max_teacher_row} but the signal has {signal.num_rows} rows and "
-            f"{ids.numel()} ids; build the layout from the batch that this teacher read"
+            f"{signal.num_ids} ids; build the layout from the batch that this teacher read"
         )
     if signal.vocab_size is not None and layout.max_teacher_id >= signal.vocab_size:
         raise LossError(
             f"{name}: token id {layout.max_teacher_id} is out of range for a vocabulary of {signal.vocab_size}; "
             "the batch was tokenized for another teacher"
         )
-    scored = scored_ids(signal, layout.teacher_rows)
+    scored = signal.scored_ids(layout.teacher_rows)
     wrong = scored != layout.teacher_ids.to(scored.device)
     if defer:
         return wrong.any()

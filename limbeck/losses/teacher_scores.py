@@ -13,10 +13,10 @@ from torch import Tensor
 
 from limbeck.losses.blocks import Term
 from limbeck.losses.divergences import tail_log_prob
-from limbeck.losses.objectives.base import TeacherScores
 from limbeck.losses.peers import Peers
 from limbeck.losses.plan import ChunkSpan
 from limbeck.losses.settings import Scoring
+from limbeck.losses.signals import TeacherScores
 
 
 def _teacher_blocks(term: Term, block_rows: int) -> Iterator[tuple[slice, TeacherScores]]:

@@ -14,7 +14,7 @@ Value = float | Tensor
 Pair = tuple[Value, Value]
 
 
-class Metrics:
+class Metrics(Mapping[str, Pair]):
     """Named (sum, count) pairs. Values are numbers or scalar tensors on any device, kept in float64; nothing is read
     from a device before `reduced`, `mean`, `means` or `pairs`.
 
@@ -22,29 +22,26 @@ class Metrics:
     {'kl': 1.0}
     """
 
-    def __init__(self, pairs: Metrics | Mapping[str, Pair] | None = None) -> None:
+    def __init__(self, pairs: Mapping[str, Pair] | None = None) -> None:
         self._pairs: dict[str, Pair] = {}
         if pairs is not None:
             self.add(pairs)
 
     @classmethod
-    def total(cls, parts: Iterable[Metrics | Mapping[str, Pair]]) -> Metrics:
+    def total(cls, parts: Iterable[Mapping[str, Pair]]) -> Metrics:
         """The sum of several."""
         out = cls()
         for part in parts:
             out.add(part)
         return out
 
-    def add(self, other: Metrics | Mapping[str, Pair], prefix: str = "") -> Metrics:
+    def add(self, other: Mapping[str, Pair], prefix: str = "") -> Metrics:
         """Add pairs to those of the same name, in place; `prefix` comes before the names that are added."""
-        for name, (total, count) in (other._pairs if isinstance(other, Metrics) else other).items():
+        for name, (total, count) in other.items():
             pair = _wide(total), _wide(count)
             old = self._pairs.get(prefix + name)
             self._pairs[prefix + name] = pair if old is None else (old[0] + pair[0], old[1] + pair[1])
         return self
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pairs
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pairs)
@@ -91,7 +88,10 @@ class Metrics:
 
 
 def _wide(value: Value) -> Value:
-    return value.detach().double() if isinstance(value, Tensor) else float(value)
+    if not isinstance(value, Tensor):
+        return float(value)
+    # mps has no float64
+    return value.detach().float() if value.device.type == "mps" else value.detach().double()
 
 
 def _stacked(values: Sequence[Value]) -> Tensor:

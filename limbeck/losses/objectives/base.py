@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from limbeck.losses.divergences import DivergenceSpec
+from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import VocabMap
 from limbeck.utils.errors import LossError
@@ -36,42 +36,6 @@ class BlockLogits:
             scaled = self.logits if temperature == 1.0 else self.logits / temperature
             self._log_probs[temperature] = self.axis.log_softmax(scaled)
         return self._log_probs[temperature]
-
-
-@dataclass
-class TeacherScores:
-    """A teacher's opinion at the `nt` rows of a block: logits `[nt, V_t]` (or at chosen columns), or a top-k list."""
-
-    logits: Tensor | None = None
-    topk_ids: Tensor | None = None  # [nt, k], -1: empty place
-    topk_logprobs: Tensor | None = None  # [nt, k]
-    next_logprob: Tensor | None = None  # [nt]
-    axis: VocabAxis = WHOLE  # where the columns of `logits` lie
-    _log_probs: dict[float, Tensor] = field(default_factory=dict)
-
-    @property
-    def is_topk(self) -> bool:
-        return self.logits is None
-
-    def log_probs(self, temperature: float = 1.0) -> Tensor:
-        if self.logits is None:
-            raise LossError("this loss needs the teacher's whole distribution; use a live teacher or another mode")
-        if temperature not in self._log_probs:
-            self._log_probs[temperature] = self.axis.log_softmax(self.logits / temperature)
-        return self._log_probs[temperature]
-
-    def log_prob_of(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probability of the realised tokens `[nt]`."""
-        if self.next_logprob is not None:
-            return self.next_logprob
-        return self.axis.gather(self.log_probs(temperature), ids[:, None]).squeeze(1)
-
-    def topk(self) -> tuple[Tensor, Tensor]:
-        """Top-k ids (empty places: 0) and log-probabilities (empty places: -inf)."""
-        if self.topk_ids is None or self.topk_logprobs is None:
-            raise LossError("this teacher carries no top-k list")
-        empty = self.topk_ids < 0
-        return self.topk_ids.masked_fill(empty, 0), self.topk_logprobs.masked_fill(empty, -torch.inf)
 
 
 @dataclass
