@@ -12,12 +12,12 @@ from limbeck.config import FREE
 from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
-from limbeck.losses.compose import ChannelWeights, Decay, WeightSchedule
-from limbeck.losses.config import CrossTokenizerDistillationLossConfig
+from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec
 from limbeck.losses.hint import HintSpec
 from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, PolicyMode
 from limbeck.losses.preference import PreferenceKind, PreferenceSpec
+from limbeck.losses.weights import ChannelWeights, Decay, WeightSchedule
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.tokens.chat import Placement

@@ -17,7 +17,6 @@ from limbeck.algorithms.config import MonitorConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.losses.hint import HintInputs
-from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.policy_gradient import PolicyInputs
 from limbeck.losses.signals import Head, Signal
 from limbeck.losses.vocab.axis import VocabAxis
@@ -26,6 +25,7 @@ from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.roles import is_end
 from limbeck.utils.errors import LossError
+from limbeck.utils.metrics import Pair
 
 CLASSES = ("special", "format", "number", "word", "other")
 _OF_BYTES = {
@@ -64,7 +64,7 @@ class CollapseMonitor:
         return self.config.period > 0 and (step == 1 or step % self.config.period == 0)
 
     @torch.no_grad()
-    def policy(self, hidden: Tensor, head: Head, inputs: PolicyInputs) -> Metrics:
+    def policy(self, hidden: Tensor, head: Head, inputs: PolicyInputs) -> dict[str, Pair]:
         """Entropy, format mass and early ends at supervised tokens of whole traces."""
         pick = self._pick(len(inputs.tokens.rows))
         rows, ids = inputs.tokens.rows[pick].to(hidden.device), inputs.tokens.ids[pick].to(hidden.device)
@@ -74,7 +74,7 @@ class CollapseMonitor:
     @torch.no_grad()
     def hint(
         self, hidden: Tensor, head: Head, signals: Sequence[Signal], shares: Sequence[float], inputs: HintInputs
-    ) -> Metrics:
+    ) -> dict[str, Pair]:
         """The same at target tokens and, where the teacher shares the vocabulary, divergences to it by token class."""
         layout, device = inputs.layout, hidden.device
         same = len(layout.student_ids) == len(layout.teacher_ids) and torch.equal(
@@ -101,7 +101,7 @@ class CollapseMonitor:
         keep = min(size, self.config.rows)
         return torch.arange(keep) * size // max(keep, 1)
 
-    def _student(self, prefix: str, head: Head, log_p: Tensor, ids: Tensor) -> Metrics:
+    def _student(self, prefix: str, head: Head, log_p: Tensor, ids: Tensor) -> dict[str, Pair]:
         probs, axis = log_p.exp(), head.axis
         count = log_p.new_tensor(float(len(ids)))
         inner = ~self.is_end.to(ids.device)[ids]
@@ -113,12 +113,12 @@ class CollapseMonitor:
             f"{prefix}/early_end_mass": (axis.total(probs @ is_end)[inner].sum(), inner.sum()),
         }
 
-    def _divergences(self, axis: VocabAxis, log_s: Tensor, log_t: Tensor, ids: Tensor) -> Metrics:
+    def _divergences(self, axis: VocabAxis, log_s: Tensor, log_t: Tensor, ids: Tensor) -> dict[str, Pair]:
         kl = axis.sum(log_s.exp() * (log_s - log_t))
         log_m = torch.logaddexp(log_s, log_t) - math.log(2)
         jsd = 0.5 * axis.sum(log_s.exp() * (log_s - log_m) + log_t.exp() * (log_t - log_m))
         kind = self.classes.to(ids.device)[ids]
-        metrics: Metrics = {"monitor/hint/jsd": (jsd.sum(), jsd.new_tensor(float(len(ids))))}
+        metrics: dict[str, Pair] = {"monitor/hint/jsd": (jsd.sum(), jsd.new_tensor(float(len(ids))))}
         for number, name in enumerate(CLASSES):
             mask = kind == number
             metrics[f"monitor/hint/kl_{name}"] = (kl[mask].sum(), mask.sum())

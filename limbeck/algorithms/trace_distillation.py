@@ -38,12 +38,12 @@ from limbeck.algorithms.trace_data import (
 from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.loader import ShardSampler, rank_batches
-from limbeck.data.microbatch import MicrobatchConfig, PackingConfig
+from limbeck.data.microbatch import MicrobatchConfig, PackingConfig, ProcessedMicrobatch
 from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
+from limbeck.losses.contract import Counts, Loss
 from limbeck.losses.hint import HintDistillationLossFn
-from limbeck.losses.objectives.base import Metrics
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
@@ -57,6 +57,7 @@ from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import ConfigError, DataError, LossError
 from limbeck.utils.logger import Logger
+from limbeck.utils.metrics import Metrics, Pair
 from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer
 
@@ -275,39 +276,37 @@ def _resume(
 _HINT_NAMES = ("hint/loss", "hint/proj_accuracy")
 
 
-class ChannelLoss:
+class ChannelLoss(Loss[Any]):
     """A channel's loss as a step sees it: times the channel's factor, measured where the step is monitored."""
 
-    def __init__(self, loss_fn: Any, factor: float, monitor: Any = None, names: Sequence[str] = ()) -> None:
+    tensor_parallel = True
+    context_parallel = True
+
+    def __init__(self, loss_fn: Loss[Any], factor: float, monitor: Any = None, names: Sequence[str] = ()) -> None:
+        super().__init__()
         self.loss_fn, self.factor, self.monitor, self.names = loss_fn, factor, monitor, names
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def counts(self, batch: BatchedDataDict) -> Counts:
         """The channel's own denominator."""
-        counts: dict[str, Tensor] = self.loss_fn.counts(batch)
-        return counts
+        return self.loss_fn.counts(batch)
 
-    def prepare(self, microbatch: Any, teacher_row_starts: Sequence[Tensor | None]) -> Any:
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> Any:
         """See the channel's loss."""
-        return self.loss_fn.prepare(microbatch, teacher_row_starts)
+        return self.loss_fn.prepare(mb, row_starts)
 
-    def share(self, *args: Any) -> Any:
+    def shard(self, inputs: Any, comm: Comm) -> Any:
         """See the channel's loss."""
-        return self.loss_fn.share(*args)
-
-    def check_layout(self, *, context: int, tensor: int) -> None:
-        """See the channel's loss."""
-        self.loss_fn.check_layout(context=context, tensor=tensor)
+        return self.loss_fn.shard(inputs, comm)
 
     def compute(
-        self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any, counts: Mapping[str, Tensor]
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: Any, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss times factor, and the channel's metrics."""
-        loss, metrics = self.loss_fn.compute(hidden, head, signals, inputs, counts)
+        loss, metrics = self.loss_fn.compute(hidden_RH, head, signals, inputs, counts)
         if self.names:
-            zero = torch.zeros((), dtype=torch.float64)
-            metrics = {name: metrics.get(name, (zero, zero)) for name in self.names}
+            metrics = Metrics({name: metrics.get(name, (0.0, 0.0)) for name in self.names})
         if self.monitor is not None:
-            metrics = {**metrics, **self.monitor(hidden, head, signals, inputs)}
+            metrics.add(self.monitor(hidden_RH, head, signals, inputs))
         return loss if self.factor == 1 else loss * self.factor, metrics
 
 
@@ -430,7 +429,7 @@ class TraceStep:
             student.model.eval()
         if factors["hint"]:
             check_disjoint(result["metrics"])
-            self.hint_loss.end_step(result["metrics"])
+            self.hint_loss.step_end(result["metrics"])
         if self.teacher is not None:
             self.teacher.after_step()
         return result
@@ -448,7 +447,7 @@ class TraceStep:
         share = self.teacher.trust_region
         shares = (1 - share, share) if share else (1.0,)
 
-        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Metrics:
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> dict[str, Pair]:
             return self.monitor.hint(hidden, head, signals, shares, inputs)
 
         loss = ChannelLoss(self.hint_loss, factor, measure if monitored else None, _HINT_NAMES)

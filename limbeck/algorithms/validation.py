@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,36 +43,11 @@ def evaluate(
         parts.append({**result["metrics"], **_reduced(byte_sums(batch), student)})
         counts.append({name: (float(value), 1.0) for name, value in result["counts"].items()})
     metrics = merge_sums(parts)
-    metrics.update(whole_set(metrics, {name: total for name, (total, _) in merge_sums(counts).items()}, loss_fn))
+    totals = {name: total for name, (total, _) in merge_sums(counts).items()}
+    metrics = loss_fn.summarize(Metrics(metrics), totals).pairs()
     if "ce_loss" in metrics:
         metrics["bpb"] = (metrics["ce_loss"][0] / math.log(2), metrics.pop("target_bytes")[0])
     return metrics
-
-
-def whole_set(metrics: Sums, counts: Mapping[str, float], loss_fn: CrossTokenizerDistillationLossFn) -> Sums:
-    """Metrics that a loss states per batch, as they would be if the whole set were one batch.
-
-    The mean of batches would weigh a token of a short last batch more than the others.
-    """
-    settings = loss_fn.settings
-    out: Sums = {name: (metrics[name][0], 1.0) for name in ("tokens", "chunks") if name in metrics}
-    kl = _mean(metrics.get("kl_loss"))
-    if sum(f"teacher_{i}/kl_loss" in metrics for i in range(loss_fn.num_teachers)) > 1:
-        kl = 0.0
-        for i, weight in enumerate(loss_fn.weights):
-            # where samples have weights of their own, the sum holds them already
-            own = 1.0 if f"teacher_{i}/weight" in metrics else weight
-            kl += own * metrics[f"teacher_{i}/kl_loss"][0] / max(counts[f"chunks_{i}"], 1.0)
-        out["kl_loss"] = (kl, 1.0)
-    distil, ce = settings.kl_loss_weight, settings.ce_loss_scale
-    if settings.dynamic_loss_scaling:
-        distil, ce = loss_fn.scale.ratio(), 1.0
-    out["loss"] = (distil * kl + ce * _mean(metrics.get("ce_loss")), 1.0)
-    return out
-
-
-def _mean(pair: tuple[float, float] | None) -> float:
-    return 0.0 if pair is None or pair[1] == 0 else pair[0] / pair[1]
 
 
 def byte_sums(batch: BatchedDataDict) -> Sums:

@@ -44,6 +44,16 @@ class TokenLayout:
         if self.max_row == -2:
             self.max_row, self.max_id = _max(self.rows), _max(self.ids)
 
+    @classmethod
+    def empty(cls) -> TokenLayout:
+        """No tokens."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls(none, none, torch.zeros(0))
+
+    def range(self, start: int, end: int) -> TokenLayout:
+        """Tokens `start:end`."""
+        return TokenLayout(self.rows[start:end], self.ids[start:end], self.weight[start:end])
+
     def to(self, device: torch.device | str) -> TokenLayout:
         return _moved(self, device)
 
@@ -87,6 +97,21 @@ class ChunkLayout:
                 setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids")))
         if self.sample is None:
             self.sample = torch.zeros_like(chunks)
+
+    def range(self, start: int, end: int) -> ChunkLayout:
+        """Chunks `start:end`."""
+        student = slice(*(int(self.student_count[:n].sum()) for n in (start, end)))
+        teacher = slice(*(int(self.teacher_count[:n].sum()) for n in (start, end)))
+        return ChunkLayout(
+            self.student_rows[student],
+            self.student_chunk[student] - start,
+            self.student_ids[student],
+            self.teacher_rows[teacher],
+            self.teacher_chunk[teacher] - start,
+            self.teacher_ids[teacher],
+            end - start,
+            sample=None if self.sample is None else self.sample[start:end],
+        )
 
     def to(self, device: torch.device | str) -> ChunkLayout:
         return _moved(self, device)
@@ -236,3 +261,106 @@ def build_identity_layout(
     target = ids.cpu()[sample, token]
     chunk = torch.arange(rows.numel())
     return ChunkLayout(rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample=sample)
+
+
+# ---- the keys of a batch ----
+
+
+def teacher_prefix(batch: Mapping[str, Any], teacher: int) -> tuple[str, str] | None:
+    """Key prefixes (ids, alignment) of a teacher; None where it reads the student's own ids."""
+    if f"teacher_{teacher}_input_ids" in batch:
+        return f"teacher_{teacher}_", f"alignment_{teacher}_"
+    if teacher == 0 and "teacher_input_ids" in batch:
+        return "teacher_", "alignment_"
+    return None
+
+
+def teacher_layout(
+    batch: Mapping[str, Any],
+    teacher: int,
+    *,
+    same_vocabulary: bool,
+    student_row_start: Tensor,
+    teacher_row_start: Tensor,
+    allow_inexact: bool,
+) -> ChunkLayout:
+    """Chunks of one teacher in a batch; positions, each a chunk of one token, for a same-vocabulary teacher.
+
+    Rows for which ``teacher_<i>_sample_mask`` is 0 have no signal of this teacher and give no chunk.
+    """
+    prefix = _aligned_prefix(batch, teacher, same_vocabulary)
+    sample_mask = _sample_mask(batch, teacher)
+    if prefix is None:
+        return build_identity_layout(
+            batch["input_ids"],
+            batch["input_lengths"],
+            batch["token_mask"],
+            sample_mask,
+            student_row_start,
+            teacher_row_start,
+        )
+    layout = build_chunk_layout(
+        AlignmentTensors.from_batch(batch, prefix[1]),
+        student_ids=batch["input_ids"],
+        student_lengths=batch["input_lengths"],
+        student_row_start=student_row_start,
+        teacher_ids=batch[prefix[0] + "input_ids"],
+        teacher_lengths=batch[prefix[0] + "input_lengths"],
+        teacher_row_start=teacher_row_start,
+        sample_mask=sample_mask,
+        allow_inexact=allow_inexact,
+    )
+    if same_vocabulary and not torch.equal(layout.student_ids, layout.teacher_ids):
+        raise LossError(
+            f"teacher {teacher} has no projection, so it must read the student's own tokens, but their ids differ; "
+            "give it a projection or copy the ids"
+        )
+    return layout
+
+
+def _aligned_prefix(batch: Mapping[str, Any], teacher: int, same_vocabulary: bool) -> tuple[str, str] | None:
+    """`teacher_prefix`, which only a teacher of the student's vocabulary may lack."""
+    prefix = teacher_prefix(batch, teacher)
+    if prefix is None and not same_vocabulary:
+        raise LossError(
+            f"teacher {teacher} has a projection but the batch has no teacher_{teacher}_input_ids; collate the "
+            "batch with this teacher's tokenizer"
+        )
+    return prefix
+
+
+def _sample_mask(batch: Mapping[str, Any], teacher: int) -> Tensor:
+    """`[B]`: rows that count and of which this teacher has a signal."""
+    mask: Tensor = batch["sample_mask"]
+    own = f"teacher_{teacher}_sample_mask"
+    return mask * batch[own] if own in batch else mask
+
+
+def teacher_chunks(batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool) -> Tensor:
+    """Number of chunks that `teacher_layout` would hold, float64, without building it."""
+    prefix = _aligned_prefix(batch, teacher, same_vocabulary)
+    mask = _sample_mask(batch, teacher)
+    if prefix is None:
+        return count_tokens(batch["input_lengths"], batch["token_mask"], (mask > 0).double())
+    lengths = (batch["input_lengths"], batch[prefix[0] + "input_lengths"])
+    alignment = AlignmentTensors.from_batch(batch, prefix[1])
+    return usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0].sum(dtype=torch.float64)
+
+
+def padded_row_start(ids: Tensor) -> Tensor:
+    """Row starts of a right-padded batch `[B, T]` viewed as flat rows."""
+    return torch.arange(ids.shape[0]) * ids.shape[1]
+
+
+def teacher_ids_of(batch: Mapping[str, Any], teacher: int) -> Tensor:
+    """The ids `[B, T]` that a teacher reads."""
+    prefix = teacher_prefix(batch, teacher)
+    ids: Tensor = batch["input_ids" if prefix is None else prefix[0] + "input_ids"]
+    return ids
+
+
+def token_layout(batch: Mapping[str, Any], row_start: Tensor) -> TokenLayout:
+    """Cross-entropy rows of a micro-batch whose samples start at these flat rows."""
+    return build_token_layout(
+        batch["input_ids"], batch["input_lengths"], batch["token_mask"], batch["sample_mask"], row_start
+    )

@@ -24,7 +24,6 @@ from torch.nn.attention.bias import causal_lower_right
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.errors import ConfigError
-from limbeck.losses.peers import Peers
 
 ATTENTION_NAME = "limbeck_context"
 _BAND_ROWS = 512
@@ -96,19 +95,6 @@ def varlen_kernel() -> VarlenKernel | None:
 
 
 # ---- sequences split over ranks ----
-
-
-class ContextPeers(Peers):
-    """The ranks of a context-parallel group, among which a micro-batch's loss is shared out."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def maximum(self, values: Tensor) -> Tensor:
-        return self.comm.max(values)
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self.comm.sum(values)
 
 
 class _GatherSequence(torch.autograd.Function):

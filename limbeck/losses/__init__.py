@@ -1,4 +1,4 @@
-"""Losses: sums, never means. `CrossTokenizerDistillationLossFn` composes them; the leaves are pure functions."""
+"""Losses: sums, never means. `CrossTokenizerDistillationLossFn` composes objectives; traces have their own losses."""
 
 from limbeck.data.layout import (
     ChunkLayout,
@@ -7,23 +7,31 @@ from limbeck.data.layout import (
     build_identity_layout,
     build_token_layout,
 )
-from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.contract import Counts, Loss, Prefetched, StudentLayout, Teacher
+from limbeck.losses.distillation import (
+    CrossTokenizerDistillationLossConfig,
+    CrossTokenizerDistillationLossFn,
+    LossInputs,
+)
 from limbeck.losses.divergences import DivergenceSpec, JsdGuard, cross_entropy, divergence
-from limbeck.losses.inputs import LossInputs
-from limbeck.losses.settings import LossSettings
 from limbeck.losses.signals import Head, HiddenSignal, LogitsSignal, Signal, TopKSignal
 
 __all__ = [
     "ChunkLayout",
+    "Counts",
+    "CrossTokenizerDistillationLossConfig",
     "CrossTokenizerDistillationLossFn",
     "DivergenceSpec",
     "Head",
     "HiddenSignal",
     "JsdGuard",
     "LogitsSignal",
+    "Loss",
     "LossInputs",
-    "LossSettings",
+    "Prefetched",
     "Signal",
+    "StudentLayout",
+    "Teacher",
     "TokenLayout",
     "TopKSignal",
     "build_chunk_layout",

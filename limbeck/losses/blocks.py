@@ -2,6 +2,9 @@
 
 The denominators are known before the first micro-batch, so a block's gradient is final as soon as its logits exist:
 it is written while the block is there, and the backward pass only scales it. Only rows that carry loss reach a head.
+
+`token_log_probs` is the way for losses that are not a sum over rows: it keeps one number per token and computes each
+block's logits again in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,99 +13,175 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout
-from limbeck.losses.objectives.base import BlockLogits, Leaf, Metrics, Mode, TeacherBlock
-from limbeck.losses.peers import ALONE, Peers
-from limbeck.losses.plan import BlockPlan, BlockSpan, ChunkSpan
-from limbeck.losses.signals import Head, Signal, TeacherScores, compute_dtype
+from limbeck.distributed.comm import Comm
+from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, Sums
+from limbeck.losses.signals import Head, TeacherRows, compute_dtype
 from limbeck.utils.errors import LossError
 
-if TYPE_CHECKING:
-    from limbeck.losses.fast.order import ColumnPlan
+# ---- cutting ----
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a micro-batch. tokens: half-open range of its cross-entropy tokens in the layout; rows_N: flat
+    student rows, ascending; token_row_E: place among them of each token, with its id and weight; chunks: one teacher's
+    each."""
+
+    tokens: tuple[int, int]
+    rows_N: Tensor
+    token_row_E: Tensor
+    token_ids_E: Tensor
+    token_weight_E: Tensor
+    chunks: tuple[ChunkBlock, ...]
+
+
+def cut_blocks(tokens: TokenLayout, layouts: Sequence[ChunkLayout], block_rows: int) -> tuple[Block, ...]:
+    """Blocks of at most `block_rows` student rows and as many teacher rows per teacher, on the CPU. No border cuts a
+    chunk; one that is larger gets a block of its own size."""
+    rows = torch.cat([tokens.rows, *(layout.student_rows for layout in layouts)]).unique()
+    token_place = torch.searchsorted(rows, tokens.rows)
+    places = [torch.searchsorted(rows, layout.student_rows) for layout in layouts]
+    cuts = _cuts(rows.numel(), layouts, places, block_rows)
+    token_cut = np.searchsorted(token_place.numpy(), cuts).tolist()
+    chunks = [_cut_chunks(layout, place, cuts) for layout, place in zip(layouts, places, strict=True)]
+    blocks = []
+    for i, (row0, row1) in enumerate(pairwise(cuts.tolist())):
+        own = slice(token_cut[i], token_cut[i + 1])
+        blocks.append(
+            Block(
+                (own.start, own.stop),
+                rows[row0:row1],
+                token_place[own] - row0,
+                tokens.ids[own],
+                tokens.weight[own],
+                tuple(parts[i] for parts in chunks),
+            )
+        )
+    return tuple(blocks)
+
+
+def _cut_chunks(layout: ChunkLayout, place: Tensor, cuts: np.ndarray) -> list[ChunkBlock]:
+    chunk_cut = np.searchsorted(place[layout.student_first].numpy(), cuts)
+    student_cut = np.searchsorted(layout.student_chunk.numpy(), chunk_cut).tolist()
+    teacher_cut = np.searchsorted(layout.teacher_chunk.numpy(), chunk_cut).tolist()
+    out = []
+    for i, row0 in enumerate(cuts[:-1].tolist()):
+        (c0, c1), (m0, m1), (q0, q1) = ((int(cut[i]), int(cut[i + 1])) for cut in (chunk_cut, student_cut, teacher_cut))
+        out.append(
+            ChunkBlock(
+                chunks=(c0, c1),
+                teacher_tokens=(q0, q1),
+                teacher_row_Q=layout.teacher_rows[q0:q1],
+                student_row_M=place[m0:m1] - row0,
+                student_chunk_M=layout.student_chunk[m0:m1] - c0,
+                student_ids_M=layout.student_ids[m0:m1],
+                student_first_C=layout.student_first[c0:c1] - m0,
+                student_count_C=layout.student_count[c0:c1],
+                teacher_chunk_Q=layout.teacher_chunk[q0:q1] - c0,
+                teacher_ids_Q=layout.teacher_ids[q0:q1],
+                teacher_first_C=layout.teacher_first[c0:c1] - q0,
+                teacher_count_C=layout.teacher_count[c0:c1],
+            )
+        )
+    return out
+
+
+def _cuts(num_rows: int, layouts: Sequence[ChunkLayout], places: Sequence[Tensor], block_rows: int) -> np.ndarray:
+    """Borders `0 = c_0 < c_1 < ... = num_rows`, none inside a chunk."""
+    open_chunks = np.zeros(num_rows + 1, np.int64)
+    teacher_rows = []
+    for layout, place in zip(layouts, places, strict=True):
+        first = place[layout.student_first].numpy()
+        last = place[layout.student_first + layout.student_count - 1].numpy()
+        np.add.at(open_chunks, first + 1, 1)
+        np.add.at(open_chunks, last + 1, -1)
+        ends = np.zeros(num_rows + 1, np.int64)
+        np.add.at(ends, last + 1, layout.teacher_count.numpy())
+        teacher_rows.append(np.cumsum(ends))
+    allowed = np.flatnonzero(np.cumsum(open_chunks) == 0)  # always holds 0 and num_rows
+    cuts = [0]
+    while cuts[-1] < num_rows:
+        here = cuts[-1]
+        best = int(np.searchsorted(allowed, here + block_rows, side="right")) - 1
+        for total in teacher_rows:
+            best = min(best, int(np.searchsorted(total[allowed], total[here] + block_rows, side="right")) - 1)
+        following = int(np.searchsorted(allowed, here, side="right"))
+        cuts.append(int(allowed[max(best, following)]))
+    return np.asarray(cuts, np.int64)
+
+
+def shard_layouts(
+    tokens: TokenLayout, layouts: Sequence[ChunkLayout], part: int, parts: int
+) -> tuple[TokenLayout, list[ChunkLayout]]:
+    """The `part`-th of `parts` shares of layouts on the CPU: whole chunks, about as many rows in each. Together they
+    hold every token and chunk once."""
+    rows = torch.cat([tokens.rows, *(layout.student_rows for layout in layouts)]).unique().numel()
+    blocks = cut_blocks(tokens, layouts, max(1, -(-rows // (4 * parts))))
+    mine, start = [], 0
+    for block in blocks:
+        if start * parts // rows == part:
+            mine.append(block)
+        start += block.rows_N.numel()
+    if not mine:
+        return tokens.range(0, 0), [layout.range(0, 0) for layout in layouts]
+    first, last = mine[0], mine[-1]
+    pairs = zip(layouts, first.chunks, last.chunks, strict=True)
+    return (
+        tokens.range(first.tokens[0], last.tokens[1]),
+        [layout.range(a.chunks[0], b.chunks[1]) for layout, a, b in pairs],
+    )
+
+
+# ---- the pass over the blocks ----
 
 
 @dataclass
-class Term:
-    """One teacher's loss: a leaf, its settings, where it applies, and the factor of its sum in the total.
+class TeacherTerm:
+    """One teacher's part of a run: an objective, where it applies, and the factor of its sum in the total.
 
-    signals/layouts: usually one each; several teachers of one vocabulary are averaged in their logits by `shares`.
-    chunk_weight `[C]`: factor of each chunk, or None.
+    chunk_weight_C: factor of each chunk, or None. learned: what `objective.learned()` gave.
     """
 
     name: str
-    leaf: Leaf
-    mode: Mode
+    objective: Objective
     factor: float | Tensor
-    index: int  # which layout of the plan cuts this term's chunks
+    index: int  # which layout's chunks of a block
     layout: ChunkLayout
-    signals: Sequence[Signal]
-    layouts: Sequence[ChunkLayout]
-    shares: Sequence[float] = (1.0,)
-    chunk_weight: Tensor | None = None
+    teacher: TeacherRows
+    chunk_weight_C: Tensor | None = None
+    learned: tuple[Tensor, ...] = ()
 
-    def scores(self, span: ChunkSpan) -> TeacherScores:
-        """The teacher's opinion at the rows of a block, without gradient."""
-        start, end = span.teacher
-        parts = [
-            signal.scores(layout.teacher_rows[start:end], self.mode.columns)
-            for signal, layout in zip(self.signals, self.layouts, strict=True)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        mixed: Tensor | None = None
-        for part, share in zip(parts, self.shares, strict=True):
-            if part.logits is None:
-                raise LossError("top-k teachers have no logits to average; use live teachers or mode `sum`")
-            mixed = part.logits * share if mixed is None else mixed.add_(part.logits * share)
-        return replace(parts[0], logits=mixed)
-
-    def block(self, span: ChunkSpan, place: Tensor, first_row: int, like: Tensor) -> TeacherBlock:
-        """The chunks of `span` with block-local indices. place: of each student token among the planned rows."""
-        layout, (c0, c1), (s0, s1), (t0, t1) = self.layout, span.chunks, span.student, span.teacher
-        weight = like.new_ones(c1 - c0) if self.chunk_weight is None else self.chunk_weight[c0:c1].to(like.dtype)
-        return TeacherBlock(
-            num_chunks=c1 - c0,
-            student_row=place[s0:s1] - first_row,
-            student_chunk=layout.student_chunk[s0:s1] - c0,
-            student_ids=layout.student_ids[s0:s1],
-            student_first=layout.student_first[c0:c1] - s0,
-            student_count=layout.student_count[c0:c1],
-            teacher_chunk=layout.teacher_chunk[t0:t1] - c0,
-            teacher_ids=layout.teacher_ids[t0:t1],
-            teacher_first=layout.teacher_first[c0:c1] - t0,
-            teacher_count=layout.teacher_count[c0:c1],
-            weight=weight,
-            scores=self.scores(span),
-        )
+    def chunks(self, block: Block) -> ChunkBlock:
+        """This teacher's chunks of a block, with their weights."""
+        own = block.chunks[self.index]
+        if self.chunk_weight_C is None:
+            return own
+        return replace(own, weight_C=self.chunk_weight_C[own.chunks[0] : own.chunks[1]])
 
 
 @dataclass
-class Job:
+class BlockRun:
     """Everything that one micro-batch's pass over its blocks needs; `metrics` is filled by it."""
 
     head: Head
-    plan: BlockPlan
-    tokens: TokenLayout
+    blocks: Sequence[Block]
     token_factor: float | Tensor
-    terms: list[Term]
-    metrics: Metrics = field(default_factory=dict)
-    columns: ColumnPlan | None = None  # given: the kernels do the work, see fast/walk.py
-    peers: Peers = ALONE
-    suspects: list[Tensor] = field(default_factory=list)  # flags on the device: the inputs contradict each other
-    explain: Callable[[], object] | None = None  # raises the error that belongs to such a flag
+    terms: list[TeacherTerm]
+    comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
+    metrics: Sums = field(default_factory=dict)
+    id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
+    raise_mismatch: Callable[[], object] | None = None  # raises the error that belongs to such a flag
 
-    @property
-    def learnable(self) -> list[Term]:
-        """Terms whose projection wants a gradient."""
-        return [t for t in self.terms if t.mode.rest_weight is not None and t.mode.rest_weight.requires_grad]
-
-    def add(self, prefix: str, metrics: Metrics) -> None:
+    def add(self, prefix: str, metrics: Sums) -> None:
         for name, (value, count) in metrics.items():
             old = self.metrics.get(prefix + name, (0.0, 0.0))
             self.metrics[prefix + name] = (old[0] + _wide(value), old[1] + _wide(count))
@@ -113,121 +192,120 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def cross_entropy_leaf(student: BlockLogits, place: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Metrics]:
+def block_cross_entropy(student: BlockLogits, block: Block) -> tuple[Tensor, Sums]:
     """Weighted negative log-likelihood of the block's supervised tokens, with accuracy."""
-    log_p = student.log_probs()
-    weight = weight.to(log_p.dtype)
-    loss = -(student.axis.pick(log_p, place, ids) * weight).sum()
+    log_NV, row_E, ids_E = student.log_probs(), block.token_row_E, block.token_ids_E
+    weight_E = block.token_weight_E.to(log_NV.dtype)
+    loss = -(student.axis.pick(log_NV, row_E, ids_E) * weight_E).sum()
     with torch.no_grad():
-        right = (student.axis.argmax(log_p).index_select(0, place) == ids).to(weight.dtype)
-        metrics = {"ce": (loss.detach(), weight.sum()), "accuracy": ((right * weight).sum(), weight.sum())}
-    return loss, metrics
+        right_E = (student.axis.argmax(log_NV).index_select(0, row_E) == ids_E).to(weight_E.dtype)
+        total = weight_E.sum()
+    return loss, {"ce": (loss.detach(), total), "accuracy": ((right_E * weight_E).sum(), total)}
 
 
-def _block_loss(job: Job, span: BlockSpan, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(weighted loss with graph, explicit gradient of the leaves that computed one) of one block."""
-    student, total = BlockLogits(logits, job.head.axis), logits.new_zeros(())
-    explicit: Tensor | None = None
-    (t0, t1), row0 = span.tokens, span.rows[0]
-    if t1 > t0:
-        place = job.plan.token_place[t0:t1] - row0
-        loss, metrics = cross_entropy_leaf(student, place, job.tokens.ids[t0:t1], job.tokens.weight[t0:t1])
-        total = total + loss * job.token_factor
-        job.add("", metrics)
-    for term in job.terms:
-        chunks = span.chunks[term.index]
-        if chunks.chunks[0] == chunks.chunks[1]:
+def _block_loss(
+    run: BlockRun, block: Block, logits_NV: Tensor, learned: Sequence[Sequence[Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """(weighted loss with graph, explicit gradient of the objectives that computed one) of one block."""
+    student, total = BlockLogits(logits_NV, run.head.axis), logits_NV.new_zeros(())
+    explicit_NV: Tensor | None = None
+    if block.token_ids_E.numel():
+        loss, metrics = block_cross_entropy(student, block)
+        total = total + loss * run.token_factor
+        run.add("", metrics)
+    for term, leaves in zip(run.terms, learned, strict=True):
+        chunks = term.chunks(block)
+        if not chunks.num_chunks:
             continue
-        out = term.leaf(student, term.block(chunks, job.plan.chunk_place[term.index], row0, logits), term.mode)
-        job.add(f"{term.name}/", out.metrics)
+        out = term.objective(student, chunks, term.teacher.scores(*chunks.teacher_tokens), *leaves)
+        run.add(f"{term.name}/", out.metrics)
         total = total + out.loss * term.factor
-        if out.grad is not None:
-            explicit = out.grad * term.factor if explicit is None else explicit + out.grad * term.factor
-    return total, explicit
+        if out.grad_NV is not None:
+            grad_NV = out.grad_NV * term.factor
+            explicit_NV = grad_NV if explicit_NV is None else explicit_NV + grad_NV
+    return total, explicit_NV
 
 
 class _Pass:
     """One walk over the blocks. Gradients: hidden rows written once, parameters summed in float32 (or float64)."""
 
-    def __init__(self, job: Job, hidden: Tensor, params: Sequence[Tensor], needs: Sequence[bool]) -> None:
-        self.job, self.hidden = job, hidden.detach()
+    def __init__(self, run: BlockRun, hidden_RH: Tensor, params: Sequence[Tensor], needs: Sequence[bool]) -> None:
+        self.work, self.hidden_RH = run, hidden_RH.detach()
         self.with_grad = any(needs)
-        terms = job.learnable
-        self.head_params = list(params[: len(params) - len(terms)])
-        self.learnable: list[Tensor] = []
-        for term, weight in zip(terms, params[len(self.head_params) :], strict=True):
-            leaf = weight.detach().requires_grad_(self.with_grad)
-            term.mode = replace(term.mode, rest_weight=leaf)
-            self.learnable.append(leaf)
+        self.head_params = list(params[: len(params) - sum(len(term.learned) for term in run.terms)])
+        given = iter(params[len(self.head_params) :])
+        self.learned = [
+            [next(given).detach().requires_grad_(self.with_grad) for _ in term.learned] for term in run.terms
+        ]
         # float16 would lose gradients that are already divided by the global counts.
-        dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-        self.hidden_grad = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
+        dtype = torch.float32 if hidden_RH.dtype == torch.float16 else hidden_RH.dtype
+        self.hidden_grad = torch.zeros_like(hidden_RH, dtype=dtype) if needs[0] else None
         self.param_grads = [
             torch.zeros_like(p, dtype=compute_dtype(p.dtype)) if need else None
             for p, need in zip(params, needs[1:], strict=True)
         ]
 
     def run(self) -> Tensor:
-        total = _wide(self.hidden.new_zeros(()))
-        for span in self.job.plan.blocks:
-            total = total + _wide(self._block(span))
+        total = _wide(self.hidden_RH.new_zeros(()))
+        for block in self.work.blocks:
+            total = total + _wide(self._block(block))
         if self.hidden_grad is not None:
-            self.hidden_grad = self.job.head.axis.total(self.hidden_grad)
+            self.hidden_grad = self.work.head.axis.total(self.hidden_grad)
         for i in range(len(self.head_params), len(self.param_grads)):
             # each shard of the vocabulary has used some entries of a projection
             if (part := self.param_grads[i]) is not None:
-                self.param_grads[i] = self.job.head.axis.total(part)
+                self.param_grads[i] = self.work.head.axis.total(part)
         return total
 
-    def _block(self, span: BlockSpan) -> Tensor:
-        rows = self.job.plan.rows[span.rows[0] : span.rows[1]]
-        inputs, head = self.hidden.index_select(0, rows), self.job.head
+    def _block(self, block: Block) -> Tensor:
+        head, hidden_NH = self.work.head, self.hidden_RH.index_select(0, block.rows_N)
         if not self.with_grad:
-            return _block_loss(self.job, span, head.logits(inputs))[0]
+            return _block_loss(self.work, block, head.logits(hidden_NH), self.learned)[0]
         with torch.set_grad_enabled(head.module is not None):
-            raw = head.raw(inputs.requires_grad_(head.module is not None))
+            raw_NV = head.raw(hidden_NH.requires_grad_(head.module is not None))
         with torch.enable_grad():
-            source = raw.detach().requires_grad_()
-            finished = head.finish(source)
-            logits = finished.detach().requires_grad_()
-            loss, explicit = _block_loss(self.job, span, logits)
-            grad = explicit
+            source_NV = raw_NV.detach().requires_grad_()
+            finished_NV = head.finish(source_NV)
+            logits_NV = finished_NV.detach().requires_grad_()
+            loss, explicit_NV = _block_loss(self.work, block, logits_NV, self.learned)
+            grad_NV = explicit_NV
             if loss.requires_grad:
-                grad, *rest = torch.autograd.grad(loss, [logits, *self.learnable], allow_unused=True)
+                leaves = [leaf for leaves in self.learned for leaf in leaves]
+                grad_NV, *rest = torch.autograd.grad(loss, [logits_NV, *leaves], allow_unused=True)
                 self._add(len(self.head_params), rest)
-                grad = grad if explicit is None else grad.add_(explicit)
-        assert grad is not None, "every planned row carries a loss"
-        if finished is not source:
-            (grad,) = torch.autograd.grad(finished, source, grad)
-        self._through_head(rows, inputs, raw, grad)
+                grad_NV = grad_NV if explicit_NV is None else grad_NV.add_(explicit_NV)
+        assert grad_NV is not None, "every row of a block carries a loss"
+        if finished_NV is not source_NV:
+            (grad_NV,) = torch.autograd.grad(finished_NV, source_NV, grad_NV)
+        self._through_head(block.rows_N, hidden_NH, raw_NV, grad_NV)
         return loss.detach()
 
-    def _through_head(self, rows: Tensor, inputs: Tensor, raw: Tensor, grad: Tensor) -> None:
-        head = self.job.head
+    def _through_head(self, rows_N: Tensor, hidden_NH: Tensor, raw_NV: Tensor, grad_NV: Tensor) -> None:
+        head = self.work.head
         if head.module is not None:
-            wanted = [inputs, *self.head_params]
-            into, *param_grads = torch.autograd.grad(raw, wanted, grad.to(raw.dtype), allow_unused=True)
+            wanted = [hidden_NH, *self.head_params]
+            grad_NH, *param_grads = torch.autograd.grad(raw_NV, wanted, grad_NV.to(raw_NV.dtype), allow_unused=True)
             self._add(0, param_grads)
         elif head.weight is None:
-            into = F.pad(grad, (0, inputs.shape[1] - grad.shape[1]))
+            grad_NH = F.pad(grad_NV, (0, hidden_NH.shape[1] - grad_NV.shape[1]))
         else:
-            into = self._linear(inputs, grad.to(head.weight.dtype), head.weight, head.bias)
+            grad_NH = self._linear(hidden_NH, grad_NV.to(head.weight.dtype), head.weight, head.bias)
         if self.hidden_grad is not None:
-            self.hidden_grad[rows] = into.to(self.hidden_grad.dtype)
+            self.hidden_grad[rows_N] = grad_NH.to(self.hidden_grad.dtype)
 
-    def _linear(self, inputs: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, hidden_NH: Tensor, grad_NV: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gradients of a plain linear head by hand: the weight's go straight into their sum."""
-        size, sums = self.job.head.local_size, iter(self.param_grads)
+        size, sums = self.work.head.local_size, iter(self.param_grads)
         total = next(sums) if weight.requires_grad else None
         if total is not None:
-            if total.dtype == grad.dtype:
-                total[:size].addmm_(grad.t(), inputs.to(grad.dtype))
+            if total.dtype == grad_NV.dtype:
+                total[:size].addmm_(grad_NV.t(), hidden_NH.to(grad_NV.dtype))
             else:
-                total[:size].add_(grad.t() @ inputs.to(grad.dtype))
+                total[:size].add_(grad_NV.t() @ hidden_NH.to(grad_NV.dtype))
         total = next(sums) if bias is not None and bias.requires_grad else None
         if total is not None:
-            total[:size].add_(grad.sum(0, dtype=total.dtype))
-        return grad @ weight.detach()[:size]
+            total[:size].add_(grad_NV.sum(0, dtype=total.dtype))
+        return grad_NV @ weight.detach()[:size]
 
     def _add(self, start: int, grads: Sequence[Tensor | None]) -> None:
         for total, grad in zip(self.param_grads[start:], grads, strict=False):
@@ -236,15 +314,15 @@ class _Pass:
 
 
 class RowBlockLoss(torch.autograd.Function):
-    """Total loss of a `Job` as a function of hidden `[R, h]`, the head's parameters and learnable projections."""
+    """Total loss of a `BlockRun` as a function of hidden `[R, h]`, the head's parameters and learnable projections."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
-        work = _Pass(job, hidden, params, ctx.needs_input_grad[1:])
+    def forward(ctx: Any, run: BlockRun, hidden_RH: Tensor, *params: Tensor) -> Tensor:
+        work = _Pass(run, hidden_RH, params, ctx.needs_input_grad[1:])
         total = work.run()
         ctx.grads = [work.hidden_grad, *work.param_grads]
-        ctx.dtypes = [hidden.dtype, *(p.dtype for p in params)]
-        return total.to(compute_dtype(hidden.dtype))
+        ctx.dtypes = [hidden_RH.dtype, *(p.dtype for p in params)]
+        return total.to(compute_dtype(hidden_RH.dtype))
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -255,20 +333,19 @@ class RowBlockLoss(torch.autograd.Function):
         return None, *scaled
 
 
-def row_block_loss(job: Job, hidden: Tensor, *, check: bool = True) -> Tensor:
-    """Run a job on hidden `[R, h]`: the loss, differentiable unless gradients are off. Fills `job.metrics`.
+def row_block_loss(run: BlockRun, hidden_RH: Tensor, *, check: bool = True) -> Tensor:
+    """Loss of a run on the flat rows of a forward pass, differentiable unless gradients are off. Fills `run.metrics`.
 
     check=False: the caller has more to queue first, and calls `verify` itself before the loss is used.
     """
-    params = [*job.head.parameters(), *(t.mode.rest_weight for t in job.learnable)]
-    function: Any = RowBlockLoss
-    if job.columns is not None:
-        from limbeck.losses.fast.walk import FastRowBlockLoss as function
-    out: Tensor = function.apply(job, hidden, *params)
+    params = [*run.head.parameters(), *(leaf for term in run.terms for leaf in term.learned)]
+    out: Tensor = RowBlockLoss.apply(run, hidden_RH, *params)
     if check:
-        verify(job, out.detach(), hidden)
+        verify(run, out.detach(), hidden_RH)
     return out
 
+
+# ---- checks ----
 
 _WAITING: ContextVar[list[Tensor] | None] = ContextVar("flags that nobody has read yet", default=None)
 
@@ -285,35 +362,35 @@ def deferred_checks() -> Iterator[list[Tensor]]:
         _WAITING.reset(token)
 
 
-def verify(job: Job, total: Tensor, hidden: Tensor) -> None:
+def verify(run: BlockRun, total: Tensor, hidden_RH: Tensor) -> None:
     """Refuse a loss that is not finite or was computed from contradicting inputs; the pass's only synchronisation."""
-    suspect = torch.stack(job.suspects).any() if job.suspects else torch.zeros_like(total, dtype=torch.bool)
+    differing = run.id_mismatch_flags
+    suspect = torch.stack(differing).any() if differing else torch.zeros_like(total, dtype=torch.bool)
     flags = torch.stack((~torch.isfinite(total), suspect))
     waiting = _WAITING.get()
     if waiting is not None:
         waiting.append(flags)
         return
     infinite, contradicting = flags.tolist()
-    if contradicting and job.explain is not None:
-        job.explain()
+    if contradicting and run.raise_mismatch is not None:
+        run.raise_mismatch()
     if infinite:
-        raise_non_finite(job, hidden)
+        raise_non_finite(run, hidden_RH)
 
 
-def raise_non_finite(job: Job, hidden: Tensor) -> None:
+def raise_non_finite(run: BlockRun, hidden_RH: Tensor) -> None:
     """Find the first row whose scores are NaN or infinite and name its side; only reached when the loss is."""
     with torch.no_grad():
-        for span in job.plan.blocks:
-            rows = job.plan.rows[span.rows[0] : span.rows[1]]
-            _check_rows("student", rows, job.head.logits(hidden.detach().index_select(0, rows)))
-            for term in job.terms:
-                chunks = span.chunks[term.index]
-                rows = term.layout.teacher_rows[chunks.teacher[0] : chunks.teacher[1]]
-                scores = term.scores(chunks)
+        for block in run.blocks:
+            _check_rows("student", block.rows_N, run.head.logits(hidden_RH.detach().index_select(0, block.rows_N)))
+            for term in run.terms:
+                chunks = block.chunks[term.index]
+                scores = term.teacher.scores(*chunks.teacher_tokens)
                 if scores.logits is not None:
-                    _check_rows(term.name, rows, scores.logits)
-                elif scores.topk_ids is not None and scores.next_logprob is not None:
-                    _check_rows(term.name, rows, torch.cat((scores.topk()[1].exp(), scores.next_logprob[:, None]), 1))
+                    _check_rows(term.name, chunks.teacher_row_Q, scores.logits)
+                elif scores.next_logprob is not None:
+                    listed = torch.cat((scores.topk()[1].exp(), scores.next_logprob[:, None]), 1)
+                    _check_rows(term.name, chunks.teacher_row_Q, listed)
     raise LossError("the loss is not finite although every score is; the learnable projection or a weight may be")
 
 
@@ -326,3 +403,64 @@ def _check_rows(side: str, rows: Tensor, scores: Tensor) -> None:
             f"{side}: row {int(rows[at])} has a non-finite score ({float(scores[at, column])} at column {column}); "
             "lower the learning rate or check this model's weights and dtype"
         )
+
+
+# ---- log-probabilities of tokens ----
+
+
+def _token_block(head: Head, inputs: Tensor, ids: Tensor) -> Tensor:
+    return head.axis.gather(head.axis.log_softmax(head.logits(inputs)), ids[:, None]).squeeze(1)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """``[N]`` log-probabilities as a function of hidden ``[R, h]`` and the head's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, rows: Tensor, ids: Tensor, size: int, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.head, ctx.size = head, size
+        ctx.save_for_backward(rows, ids, hidden, *params)
+        parts = [
+            _token_block(head, hidden.detach().index_select(0, r), i)
+            for r, i in zip(rows.split(size), ids.split(size), strict=True)
+        ]
+        return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=compute_dtype(hidden.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ids, hidden, *params = ctx.saved_tensors
+        needs: Sequence[bool] = ctx.needs_input_grad[4:]
+        dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        into = torch.zeros_like(hidden, dtype=dtype)
+        sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
+        blocks = zip(rows.split(ctx.size), ids.split(ctx.size), outer[0].split(ctx.size), strict=True)
+        for row, token, grad in blocks if len(rows) else ():
+            with torch.enable_grad():
+                inputs = hidden.detach().index_select(0, row).requires_grad_()
+                values = _token_block(ctx.head, inputs, token)
+            found = torch.autograd.grad(values, [inputs, *params], grad.to(values.dtype), allow_unused=True)
+            into.index_add_(0, row, found[0].to(dtype))
+            for total, part in zip(sums, found[1:], strict=True):
+                if part is not None:
+                    total.add_(part)
+        into = ctx.head.axis.total(into)
+        grads = [into.to(hidden.dtype), *(s.to(p.dtype) for s, p in zip(sums, params, strict=True))]
+        return None, None, None, None, *(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def token_log_probs(hidden: Tensor, head: Head, tokens: TokenLayout, *, block_rows: int = 512) -> Tensor:
+    """Log-probability ``[N]`` of each token of a layout, in float32 (float64 for float64 inputs).
+
+    Args:
+        hidden: ``[R, h]`` flat rows of a forward pass.
+        tokens: predicting rows and ids; its weights are not used.
+    """
+    if tokens.max_row >= hidden.shape[0]:
+        raise LossError(f"the layout needs row {tokens.max_row} but there are {hidden.shape[0]} hidden rows")
+    if tokens.max_id >= head.vocab_size:
+        raise LossError(
+            f"token id {tokens.max_id} is out of range for a head of {head.vocab_size} tokens; the batch was "
+            "tokenized with another tokenizer"
+        )
+    rows, ids = tokens.rows.to(hidden.device), tokens.ids.to(hidden.device)
+    out: Tensor = _TokenLogProbs.apply(head, rows, ids, block_rows, hidden, *head.parameters())
+    return out

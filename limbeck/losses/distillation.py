@@ -6,7 +6,7 @@
         inputs = loss_fn.prepare(microbatch, [teacher_row_start])
         loss, metrics = loss_fn.compute(hidden, head, [signal], inputs, counts)
         loss.backward()
-    loss_fn.end_step(reduced_metrics)
+    loss_fn.step_end(reduced_metrics)
 
 Losses are sums divided by counts of the *global* batch, so they add up over micro-batches and ranks.
 """
@@ -14,126 +14,190 @@ Losses are sums divided by counts of the *global* batch, so they add up over mic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from limbeck.data.layout import count_tokens
-from limbeck.losses import fast
-from limbeck.losses.blocks import Job, Term, row_block_loss, verify
-from limbeck.losses.divergences import JsdGuard
-from limbeck.losses.fast.order import ColumnPlan
-from limbeck.losses.inputs import (
-    LossInputs,
-    MicrobatchLike,
-    build_inputs,
+from limbeck.config import resolve
+from limbeck.data.layout import (
+    ChunkLayout,
+    TokenLayout,
+    count_tokens,
     padded_row_start,
     teacher_chunks,
     teacher_ids_of,
+    teacher_layout,
+    token_layout,
 )
-from limbeck.losses.objectives import corrected, published
-from limbeck.losses.objectives.base import Leaf, Metrics, Mode
-from limbeck.losses.peers import ALONE, Peers
-from limbeck.losses.scaling import DynamicScale
-from limbeck.losses.settings import LossSettings
-from limbeck.losses.share import share_of
-from limbeck.losses.signals import Head, LogitsSignal, Signal, check_scored_ids
-from limbeck.losses.teacher_scores import sample_scores, sample_weights, top_columns
-from limbeck.losses.vocab.axis import VocabAxis
-from limbeck.losses.vocab.projection import ProjectionLike, VocabMap, common_pairs
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import to_device
+from limbeck.losses import fast
+from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
+from limbeck.losses.contract import Batch, Counts, Loss
+from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdGuard
+from limbeck.losses.fast import FastPath
+from limbeck.losses.fast.order import Lanes
+from limbeck.losses.objectives import OBJECTIVES, Objective, ObjectiveOptions, SameVocabulary
+from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, check_scored_ids
+from limbeck.losses.vocab.projection import ProjectionLike
+from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
+from limbeck.projection import Projection
 from limbeck.utils.errors import ConfigError, LossError
+from limbeck.utils.metrics import Metrics, Pair
 
-if TYPE_CHECKING:
-    from limbeck.losses.config import CrossTokenizerDistillationLossConfig
+LossMode = Literal["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
+Combination = Literal["sum", "averaged_logits", "select_teacher"]
+ScalingSource = Literal["running", "first_pass"]
 
-LEAVES: dict[str, Leaf] = {
-    "boundary_kl": corrected.boundary_kl,
-    "p_kl_norm": corrected.p_kl_norm,
-    "alm": corrected.alm,
-    "uld": corrected.uld,
-    "p_kl": published.p_kl,
-    "gold": published.common_kl,
-    "h_kl": published.common_kl,
-}
 PLAIN_BLOCK_ROWS = 512
 """Rows of a block on the plain path, whose temporaries are float32 and several times the logits."""
-COMMON_THRESHOLD = {"gold": 1 - 1e-6, "h_kl": 0.6}
 
 
-def __getattr__(name: str) -> Any:
-    # The pydantic model is looked up on demand: machines without pydantic can still compute losses.
-    if name == "CrossTokenizerDistillationLossConfig":
-        from limbeck.losses.config import CrossTokenizerDistillationLossConfig
+class CrossTokenizerDistillationLossConfig(BaseModel):
+    """Settings of `CrossTokenizerDistillationLossFn`.
 
-        return CrossTokenizerDistillationLossConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    The published flags `gold_loss` and `xtoken_loss`, where given, select a published objective (false, -: P-KL; true,
+    false: gold; true, true: H-KL); otherwise `mode` counts.
+
+    >>> CrossTokenizerDistillationLossConfig(gold_loss=True, xtoken_loss=True).mode
+    'h_kl'
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: LossMode = Field("boundary_kl", description="which loss compares the two models")
+    projection_matrix_path: str | list[str | None] | None = Field(
+        None, description="stored projection, or one per teacher (null: the teacher shares the student's vocabulary)"
+    )
+    gold_loss: bool | None = Field(None, description="published flag: common-set KL plus sorted L1")
+    xtoken_loss: bool | None = Field(None, description="published flag: with gold_loss, the relaxed common set (H-KL)")
+    temperature: float = Field(1.0, description="divides both sides' logits; losses are multiplied by its square")
+    vocab_topk: int = Field(8192, description="teacher columns of p_kl (per micro-batch) and p_kl_norm (per chunk)")
+    uncommon_topk: int = Field(8192, description="probabilities that gold, h_kl and uld sort")
+    reverse_kl: bool = Field(False, description="published flag: the same as direction='reverse'")
+    exact_token_match_only: bool = Field(False, description="published objectives: leave out chunks whose bytes differ")
+    kl_loss_weight: float = Field(1.0, description="factor of the distillation loss")
+    ce_loss_scale: float = Field(1.0, description="factor of cross-entropy")
+    dynamic_loss_scaling: bool = Field(False, description="scale distillation to cross-entropy, one ratio per step")
+    student_vocab_size: int | None = Field(None, description="student ids; default: as the head says")
+    teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
+    allow_inexact: bool = Field(False, description="other objectives: keep chunks whose bytes differ")
+    chunk_weight: float = Field(1.0, description="boundary_kl: factor of the chunk term")
+    direction: Direction = Field("forward", description="forward: KL(teacher||student); reverse; jsd")
+    jsd_beta: float = Field(0.5, description="M = (1 - beta) student + beta teacher; 0: forward, 1: reverse")
+    jsd_rescale: bool = Field(False, description="divide JSD by beta (1 - beta); needed within .05 of the ends")
+    jsd_patience: int = Field(20, description="steps in a row with disjoint models before the run is stopped")
+    entry_clip: float | None = Field(None, description="most that one vocabulary entry may add")
+    topk: int | None = Field(None, description="same-vocabulary teachers: tokens kept besides a tail bucket")
+    topk_by: ChosenBy = Field("teacher", description="whose most likely tokens those are")
+    teacher_combination: Combination = Field("sum", description="how several teachers are combined")
+    teacher_weights: list[float] | None = Field(None, description="static weights; default: equal, summing to 1")
+    teacher_scoring: Scoring = Field("static", description="per-sample weights softmax(alpha * score) by this score")
+    scoring_alpha: float = Field(1.0, description="sharpness of scored weights")
+    dynamic_scaling_source: ScalingSource = Field("running", description="where the step's ratio comes from")
+    dynamic_scaling_decay: float = Field(0.9, description="decay of the running estimate")
+    learnable_projection: bool = Field(False, description="train the projection's weights with the student")
+    block_rows: int | None = Field(
+        None, description="rows that pass through the heads at a time; default: 512, with kernels as memory allows"
+    )
+    fast_path: FastPath = Field("auto", description="auto: kernels on CUDA where they know the mode; off; force")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CrossTokenizerDistillationLossConfig:
+        self._settle_mode()
+        for name in ("temperature", "vocab_topk", "uncommon_topk", "block_rows", "jsd_patience"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if not 0 <= self.dynamic_scaling_decay < 1:
+            raise ValueError(f"dynamic_scaling_decay is {self.dynamic_scaling_decay}; it must lie in [0, 1)")
+        if self.reverse_kl:
+            if self.direction == "jsd":
+                raise ValueError("reverse_kl=true and direction='jsd' contradict each other; give one of them")
+            self.direction = "reverse"
+        try:
+            kind = self.spec.kind  # building it checks the divergence's own rules
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.as_published and kind == "jsd":
+            raise ValueError(f"mode {self.mode!r} has no JSD form; use direction forward or reverse")
+        if self.teacher_weights is not None:
+            if any(w < 0 for w in self.teacher_weights) or not sum(self.teacher_weights) > 0:
+                raise ValueError(f"teacher_weights are {self.teacher_weights}; none may be negative, one must count")
+            if self.teacher_scoring != "static" or self.teacher_combination == "select_teacher":
+                raise ValueError("teacher_weights are static; leave them out where teachers are scored or selected")
+        return self
+
+    def _settle_mode(self) -> None:
+        """Put the mode that the published flags name, if any, into `mode`."""
+        if self.gold_loss is None and self.xtoken_loss is None:
+            return
+        if self.xtoken_loss and not self.gold_loss:
+            raise ValueError("xtoken_loss=true needs gold_loss=true (together they select H-KL); set both or neither")
+        flagged: LossMode = "p_kl" if not self.gold_loss else "h_kl" if self.xtoken_loss else "gold"
+        if "mode" in self.model_fields_set and self.mode != flagged:
+            raise ValueError(f"mode is {self.mode!r} but gold_loss and xtoken_loss select {flagged!r}; give only one")
+        self.mode = flagged
+
+    @property
+    def as_published(self) -> bool:
+        """Whether the objective is one of those that are kept as they were published."""
+        return OBJECTIVES[self.mode].as_published
+
+    @property
+    def keeps_inexact(self) -> bool:
+        """Whether chunks whose bytes differ take part: the published flag rules the published objectives."""
+        return not self.exact_token_match_only if self.as_published else self.allow_inexact
+
+    @property
+    def spec(self) -> DivergenceSpec:
+        return DivergenceSpec(self.direction, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by)
+
+    @property
+    def options(self) -> ObjectiveOptions:
+        return ObjectiveOptions(
+            temperature=self.temperature,
+            spec=self.spec,
+            chunk_weight=self.chunk_weight,
+            vocab_topk=self.vocab_topk,
+            uncommon_topk=self.uncommon_topk,
+            learnable=self.learnable_projection,
+        )
 
 
-def _load_projections(path: str | list[str | None] | None) -> list[ProjectionLike | None]:
-    from limbeck.projection import Projection
+@dataclass
+class LossInputs:
+    """Which rows of a micro-batch carry which loss, and their blocks; built on the CPU, moved with `to`."""
 
-    paths = path if isinstance(path, list) else [path]
-    return [None if p is None else Projection.load(p) for p in paths]
+    tokens: TokenLayout
+    layouts: list[ChunkLayout]
+    blocks: tuple[Block, ...]
+    num_samples: int
+    num_tokens: float  # sum of the cross-entropy weights
+    lanes: Lanes | None = None  # the same rows in the order of the kernels, where they may be used
+    comm: Comm = field(default_factory=Comm.alone)  # ranks that have the rest of the micro-batch
 
-
-def common_set(projection: ProjectionLike, mode: str) -> tuple[Tensor, Tensor]:
-    """Paired (student ids, teacher ids) of gold (an exact mapping) or H-KL (largest weight at least .6)."""
-    if mode == "gold" and hasattr(projection, "exact_pairs"):
-        student, teacher = projection.exact_pairs()
-        return torch.as_tensor(student), torch.as_tensor(teacher)
-    return common_pairs(projection, COMMON_THRESHOLD[mode])
-
-
-class _Teacher(nn.Module):
-    """What the loss keeps of one teacher: its projection, and the common pairs of gold and H-KL."""
-
-    common_student: Tensor | None
-    common_teacher: Tensor | None
-
-    def __init__(self, projection: ProjectionLike | None, size: int | None, settings: LossSettings) -> None:
-        super().__init__()
-        self.fingerprint = getattr(projection, "teacher_fingerprint", None)
-        self.vocab: VocabMap | None = None
-        self._pairs: tuple[Any, dict[str, tuple[Tensor, Tensor]]] | None = None
-        pairs: tuple[Tensor | None, Tensor | None] = (None, None)
-        if projection is not None:
-            size = size or getattr(projection, "teacher_size", None) or int(projection.indices.max()) + 1
-            self.vocab = VocabMap(projection, int(size), learnable=settings.learnable_projection)
-            if settings.mode in COMMON_THRESHOLD:
-                pairs = common_set(projection, settings.mode)
-                if not pairs[0].numel():
-                    raise LossError(
-                        f"mode {settings.mode!r} found no common token in the projection; use boundary_kl or p_kl_norm"
-                    )
-        self.register_buffer("common_student", pairs[0], persistent=False)
-        self.register_buffer("common_teacher", pairs[1], persistent=False)
-
-    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Common pairs and their complements as `Mode` takes them; computed once per device and size."""
-        if self.common_student is None or self.common_teacher is None or self.vocab is None:
-            return {}
-        sizes = (self.vocab.student_size, self.vocab.teacher_size)
-        key = (self.common_student.device, *sizes)
-        if self._pairs is None or self._pairs[0] != key:
-            rest = []
-            for used, size in zip((self.common_student, self.common_teacher), sizes, strict=True):
-                free = torch.ones(size, dtype=torch.bool, device=used.device)
-                free[used] = False
-                rest.append(free.nonzero().squeeze(1))
-            found = {"common": (self.common_student, self.common_teacher), "uncommon": (rest[0], rest[1])}
-            self._pairs = (key, found)
-        return self._pairs[1]
+    def to(self, device: torch.device | str) -> LossInputs:
+        return to_device(self, device)
 
 
-class CrossTokenizerDistillationLossFn(nn.Module):
+class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
     """Cross-entropy plus distillation from one or several teachers.
 
-    cfg: a `CrossTokenizerDistillationLossConfig`, a mapping or any object with its attributes. projections: one per
-    teacher; None for a teacher that shares the student's vocabulary (direct divergence per position). A module: it
-    owns the learnable projections (parameters) and the running estimate of dynamic scaling (buffers).
+    cfg: a `CrossTokenizerDistillationLossConfig` or a mapping of its fields. projections: one per teacher; None for a
+    teacher that shares the student's vocabulary (direct divergence per position). A module: it owns the objectives with
+    their learnable projections (parameters), the running estimate of dynamic scaling and the misalignment guard.
     """
+
+    tensor_parallel = True
+    context_parallel = True
 
     def __init__(
         self,
@@ -142,119 +206,131 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         projections: Sequence[ProjectionLike | None] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(cfg, CrossTokenizerDistillationLossConfig):
+            cfg = resolve(CrossTokenizerDistillationLossConfig, cfg or {})
         self.cfg = cfg
-        self.settings = settings = LossSettings.from_any(cfg)
-        found = _load_projections(settings.projection_matrix_path) if projections is None else list(projections)
-        sizes = settings.teacher_vocab_size
+        found = _load_projections(cfg.projection_matrix_path) if projections is None else list(projections)
+        sizes = cfg.teacher_vocab_size
         per_teacher = list(sizes) if isinstance(sizes, list) else [sizes] * len(found)
-        weights = settings.teacher_weights or [1 / max(len(found), 1)] * len(found)
+        weights = cfg.teacher_weights or [1 / max(len(found), 1)] * len(found)
         if len(per_teacher) != len(found) or len(weights) != len(found):
             raise ConfigError(
                 f"{len(found)} teachers but {len(weights)} teacher_weights and {len(per_teacher)} teacher_vocab_size; "
                 "give one each"
             )
-        self.teachers = nn.ModuleList(_Teacher(p, n, settings) for p, n in zip(found, per_teacher, strict=True))
-        self.weights = [float(w) for w in weights]
-        self.block_rows = settings.block_rows or PLAIN_BLOCK_ROWS
-        if settings.teacher_combination == "averaged_logits":
-            self._require_one_vocabulary()
-        self.scale = DynamicScale(settings.dynamic_scaling_decay)
-        self.guard = JsdGuard(settings.spec, patience=settings.jsd_patience)
-
-    def _require_one_vocabulary(self) -> None:
-        kinds = {(t.vocab is None, t.fingerprint) for t in self._list()}
-        if len(kinds) > 1:
+        if cfg.teacher_combination == "averaged_logits" and len({p and p.teacher_fingerprint for p in found}) > 1:
             raise ConfigError(
                 "teacher_combination 'averaged_logits' needs teachers of one vocabulary, but theirs differ; use 'sum'"
             )
-
-    def _list(self) -> list[Any]:
-        return list(self.teachers)
+        self.teachers = nn.ModuleList(
+            SameVocabulary(cfg.options) if p is None else OBJECTIVES[cfg.mode](cfg.options, p, size)
+            for p, size in zip(found, per_teacher, strict=True)
+        )
+        self.num_teachers = len(found)
+        self.needs_first_pass = cfg.dynamic_loss_scaling and cfg.dynamic_scaling_source == "first_pass"
+        self.weights = [float(w) for w in weights]
+        self.block_rows = cfg.block_rows or PLAIN_BLOCK_ROWS
+        self.scale = DynamicScale(cfg.dynamic_scaling_decay)
+        self.guard = JsdGuard(cfg.spec, patience=cfg.jsd_patience)
 
     @property
-    def num_teachers(self) -> int:
-        return len(self.teachers)
+    def objectives(self) -> list[Objective]:
+        """One per teacher."""
+        return list(self.teachers)  # type: ignore[arg-type]
 
     # ---- counting and layouts (CPU) ----
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def counts(self, batch: Batch) -> Counts:
         """Local denominators of a global batch: `tokens` and `chunks_i` per teacher, float64 scalars to be summed
         over data-parallel ranks before the first micro-batch."""
         out = {"tokens": count_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"])}
-        for i, teacher in enumerate(self._list()):
+        for i, objective in enumerate(self.objectives):
             out[f"chunks_{i}"] = teacher_chunks(
-                batch, i, same_vocabulary=teacher.vocab is None, allow_inexact=self.settings.keeps_inexact
+                batch, i, same_vocabulary=objective.vocab is None, allow_inexact=self.cfg.keeps_inexact
             )
         return out
 
-    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None]) -> LossInputs:
-        """Layouts and block plan of one micro-batch, on the CPU. teacher_row_starts: per teacher the flat row at
-        which each sample starts in that teacher's forward pass, `[B]`; None: as in the student's."""
-        inputs = build_inputs(
-            microbatch.data_dict,
-            microbatch.processed_inputs.row_start,
-            teacher_row_starts,
-            [t.vocab is None for t in self._list()],
-            allow_inexact=self.settings.keeps_inexact,
-            block_rows=self.block_rows,
-        )
-        inputs.columns = self._plan_columns(inputs)
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> LossInputs:
+        """Layouts and blocks of one micro-batch, on the CPU. row_starts: per teacher the flat row at which each sample
+        starts in that teacher's forward pass, `[B]`; None: as in the student's."""
+        assert mb.processed_inputs.row_start is not None
+        inputs = self._inputs(mb.data_dict, mb.processed_inputs.row_start, row_starts)
         # sent off now, they arrive while the models still work
         device = self.scale.distillation.device
         return inputs.to(device) if device.type == "cuda" else inputs
 
-    def share(self, inputs: LossInputs, part: int, parts: int, peers: Peers = ALONE) -> LossInputs:
-        """One of `parts` ranks' share of a micro-batch that all of them have prepared; peers: all of these ranks."""
-        own = share_of(inputs.to("cpu"), part, parts, self.block_rows, peers)
-        own.columns = self._plan_columns(own)
-        return own
+    def _inputs(self, batch: Batch, start: Tensor, row_starts: Sequence[Tensor | None]) -> LossInputs:
+        if len(row_starts) != self.num_teachers:
+            raise LossError(f"{len(row_starts)} teacher row starts for {self.num_teachers} teachers; give one each")
+        layouts = [
+            teacher_layout(
+                batch,
+                i,
+                same_vocabulary=objective.vocab is None,
+                student_row_start=start,
+                teacher_row_start=start if theirs is None else theirs,
+                allow_inexact=self.cfg.keeps_inexact,
+            )
+            for i, (theirs, objective) in enumerate(zip(row_starts, self.objectives, strict=True))
+        ]
+        return self._laid_out(token_layout(batch, start), layouts, int(start.numel()))
 
-    def check_layout(self, *, context: int, tensor: int) -> None:
-        """Split sequences and vocabularies are both understood, whatever the settings."""
+    def shard(self, inputs: LossInputs, comm: Comm) -> LossInputs:
+        """One rank's share of a micro-batch that all ranks of `comm` have prepared: whole chunks, about as many rows as
+        any other's."""
+        here = inputs.to("cpu")
+        tokens, layouts = shard_layouts(here.tokens, here.layouts, comm.rank, comm.size)
+        return replace(self._laid_out(tokens, layouts, inputs.num_samples), comm=comm)
 
-    def _plan_columns(self, inputs: LossInputs) -> ColumnPlan | None:
-        """Column order for the kernels, where they may come to be used."""
-        return fast.plan(self.settings, [t.vocab for t in self._list()], inputs)
+    def _laid_out(self, tokens: TokenLayout, layouts: list[ChunkLayout], num_samples: int) -> LossInputs:
+        return LossInputs(
+            tokens,
+            layouts,
+            cut_blocks(tokens, layouts, self.block_rows),
+            num_samples,
+            float(tokens.weight.double().sum()),
+            fast.plan_lanes(self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows),
+        )
 
     # ---- the loss ----
 
     def compute(
-        self,
-        student_hidden: Tensor,
-        student_head: Head,
-        signals: Sequence[Signal],
-        inputs: LossInputs,
-        counts: Mapping[str, Tensor],
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
-        """Loss of one micro-batch, already divided by the global `counts`; differentiable with respect to
-        student_hidden `[R, h]`, the head's parameters and learnable projections.
+        """Loss of one micro-batch, already divided by the global `counts`; differentiable with respect to hidden_RH,
+        the head's parameters and learnable projections.
 
-        Returns (loss, metrics); metrics are (sum, count) pairs that add up over micro-batches and ranks. `loss`,
-        `tokens` and `chunks` are counted by this micro-batch's share of the batch, so sum / count is per batch.
+        Returns (loss, metrics). `loss`, `tokens` and `chunks` are counted by this micro-batch's part of the batch, so
+        sum / count is per batch.
         """
-        device = student_hidden.device
+        device = hidden_RH.device
         if self.num_teachers and self.scale.distillation.device != device:
             self.to(device)
         inputs = inputs.to(device)
-        suspects = self._check(student_hidden, student_head, signals, inputs)
-        kd_factor, ce_factor = self.settings.kl_loss_weight, self.settings.ce_loss_scale
-        if self.settings.dynamic_loss_scaling:
-            kd_factor, ce_factor = self.scale.ratio(), 1.0
-        signals = [signal.on_shards(student_head.axis) for signal in signals]
-        terms = self._terms(signals, inputs, student_head)
+        differing = self._check(hidden_RH, head, signals, inputs)
+        distil, ce = self._factors()
+        signals = [signal.on_shards(head.axis) for signal in signals]
+        terms = self._terms(signals, inputs, head)
         for term in terms:
-            term.factor = _over(kd_factor * float(term.factor), counts[f"chunks_{term.index}"])
-        columns = fast.usable_columns(self.settings, inputs, student_hidden, student_head, signals, terms)
-        if columns is None:
-            self._choose_columns(terms, inputs.peers)
-        plan = inputs.plan if columns is None else columns.plan
-        job = Job(student_head, plan, inputs.tokens, _over(ce_factor, counts["tokens"]), terms, columns=columns)
-        job.peers = inputs.peers
-        job.suspects, job.explain = suspects, lambda: self._compare_ids(signals, inputs, defer=False)
-        loss = row_block_loss(job, student_hidden, check=False)
-        metrics = self._metrics(job, loss.detach(), inputs, counts)
-        verify(job, loss.detach(), student_hidden)  # last: it waits for the device
+            term.factor = _over(distil * float(term.factor), counts[f"chunks_{term.index}"])
+        lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
+        if lanes is None:
+            for term in terms:
+                term.teacher.vocab_ids_K = term.objective.choose_ids(term.teacher, self.block_rows, inputs.comm)
+        blocks = inputs.blocks if lanes is None else lanes.blocks
+        run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm)
+        run.id_mismatch_flags = differing
+        run.raise_mismatch = lambda: self._compare_ids(signals, inputs, defer=False)
+        loss = fast.run_blocks(run, hidden_RH, lanes)
+        metrics = self._metrics(run, loss.detach(), inputs, counts)
+        verify(run, loss.detach(), hidden_RH)  # last: it waits for the device
         return loss, metrics
+
+    def _factors(self) -> tuple[float, float]:
+        """Of distillation and of cross-entropy."""
+        if self.cfg.dynamic_loss_scaling:
+            return self.scale.ratio(), 1.0
+        return self.cfg.kl_loss_weight, self.cfg.ce_loss_scale
 
     def _compare_ids(self, signals: Sequence[Signal], inputs: LossInputs, *, defer: bool) -> list[Tensor]:
         """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
@@ -262,164 +338,166 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         flags = [check_scored_ids(s, layout, f"teacher_{i}", defer=defer) for i, (s, layout) in pairs]
         return [flag for flag in flags if flag is not None]
 
-    def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs) -> list[Tensor]:
+    def _check(self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: LossInputs) -> list[Tensor]:
         """Everything that can be wrong with ids and sizes, before any logit is computed. On an accelerator the ids'
         comparison is read together with the finished loss, so that it costs no wait of its own."""
-        settings = self.settings
+        cfg = self.cfg
         if len(signals) != self.num_teachers or len(inputs.layouts) != self.num_teachers:
             raise LossError(f"{len(signals)} teacher signals for {self.num_teachers} teachers; give one each")
         rows = [inputs.tokens.max_row, *(layout.max_student_row for layout in inputs.layouts)]
-        if max(rows) >= hidden.shape[0]:
-            raise LossError(f"student: the layout needs row {max(rows)} but there are {hidden.shape[0]} hidden rows")
+        if max(rows) >= hidden_RH.shape[0]:
+            raise LossError(f"student: the layout needs row {max(rows)} but there are {hidden_RH.shape[0]} hidden rows")
         ids = [inputs.tokens.max_id, *(layout.max_student_id for layout in inputs.layouts)]
         if max(ids) >= head.vocab_size:
             raise LossError(
                 f"student: token id {max(ids)} is out of range for a head of {head.vocab_size} tokens; the batch was "
                 "tokenized with another tokenizer"
             )
-        if settings.student_vocab_size not in (None, head.vocab_size):
-            raise LossError(
-                f"student_vocab_size is {settings.student_vocab_size} but the head has {head.vocab_size} tokens"
-            )
-        suspects = self._compare_ids(signals, inputs, defer=hidden.device.type != "cpu")
-        for i, signal in enumerate(signals):
+        if cfg.student_vocab_size not in (None, head.vocab_size):
+            raise LossError(f"student_vocab_size is {cfg.student_vocab_size} but the head has {head.vocab_size} tokens")
+        differing = self._compare_ids(signals, inputs, defer=hidden_RH.device.type != "cpu")
+        for i, (signal, objective) in enumerate(zip(signals, self.objectives, strict=True)):
             name = f"teacher_{i}"
             if not signal.is_topk:
                 continue
-            if settings.is_reference and self._list()[i].vocab is not None:
-                raise LossError(f"{name}: mode {settings.mode!r} needs full logits, not a top-k list; use boundary_kl")
-            if settings.temperature != 1.0:
+            if cfg.as_published and objective.vocab is not None:
+                raise LossError(f"{name}: mode {cfg.mode!r} needs full logits, not a top-k list; use boundary_kl")
+            if cfg.temperature != 1.0:
                 raise LossError(
-                    f"{name}: temperature is {settings.temperature} but a top-k list is stored at 1; use a live teacher"
+                    f"{name}: temperature is {cfg.temperature} but a top-k list is stored at 1; use a live teacher"
                 )
-            if self._list()[i].vocab is None and settings.topk_by == "student" and settings.topk is not None:
+            if objective.vocab is None and cfg.topk_by == "student" and cfg.topk is not None:
                 raise LossError(f"{name}: topk_by='student' needs full logits, not a top-k list; use topk_by='teacher'")
-        return suspects
+        return differing
 
-    def _terms(self, signals: Sequence[Signal], inputs: LossInputs, head: Head) -> list[Term]:
+    def _terms(self, signals: Sequence[Signal], inputs: LossInputs, head: Head) -> list[TeacherTerm]:
         """One term per teacher, or one for all where logits are averaged; `factor` still without denominators."""
-        settings, student_size = self.settings, head.vocab_size
+        cfg, student_size = self.cfg, head.vocab_size
         terms = []
-        for i, signal in enumerate(signals):
-            teacher = self._list()[i]
-            same = teacher.vocab is None
-            size = signal.vocab_size or (student_size if same else teacher.vocab.teacher_size)
+        for i, (signal, objective, layout) in enumerate(zip(signals, self.objectives, inputs.layouts, strict=True)):
+            same = objective.vocab is None
+            size = signal.vocab_size or (student_size if objective.vocab is None else objective.vocab.teacher_size)
             if same and size != student_size:
                 raise LossError(
                     f"teacher_{i} shares the student's vocabulary but scores {size} tokens against {student_size}; "
                     "pass the tokenizer's size as both heads' vocab_size"
                 )
-            if not same:
-                teacher.vocab.fit(student_size, size)
-            mode = Mode(
-                temperature=settings.temperature,
-                spec=settings.spec,
-                chunk_weight=settings.chunk_weight,
-                vocab=None if same else head.axis.split(teacher.vocab, _map_axis(signal, head, size), teacher.pairs()),
-                rest_weight=None if same else teacher.vocab.rest_weight(),
-                vocab_topk=settings.vocab_topk,
-                uncommon_topk=settings.uncommon_topk,
-                **teacher.pairs(),
-            )
-            leaf = corrected.same_vocabulary if same else LEAVES[settings.mode]
-            layout = inputs.layouts[i]
-            terms.append(Term(f"teacher_{i}", leaf, mode, self.weights[i], i, layout, [signal], [layout]))
-        if settings.teacher_combination == "averaged_logits":
+            objective.fit(student_size, size)
+            rows = TeacherRows([signal], [layout.teacher_rows])
+            learned = objective.learned()
+            terms.append(TeacherTerm(f"teacher_{i}", objective, self.weights[i], i, layout, rows, learned=learned))
+        if cfg.teacher_combination == "averaged_logits":
             terms = self._averaged(terms)
-        elif len(terms) > 1 and (settings.teacher_scoring != "static" or settings.teacher_combination != "sum"):
-            self._weigh(terms, inputs.num_samples, inputs.peers)
+        elif len(terms) > 1 and (cfg.teacher_scoring != "static" or cfg.teacher_combination != "sum"):
+            self._weigh(terms, inputs.num_samples, inputs.comm)
         return terms
 
-    def _choose_columns(self, terms: list[Term], peers: Peers) -> None:
-        """P-KL's columns K, before the first block."""
-        for term in terms:
-            if self.settings.mode == "p_kl" and term.mode.vocab is not None:
-                term.mode.columns = top_columns(term, self.settings.vocab_topk, self.block_rows, peers)
-
-    def _averaged(self, terms: list[Term]) -> list[Term]:
+    def _averaged(self, terms: list[TeacherTerm]) -> list[TeacherTerm]:
         first = terms[0]
         for term in terms[1:]:
             if not torch.equal(term.layout.teacher_ids, first.layout.teacher_ids):
                 raise LossError(f"{term.name} reads other tokens than {first.name}; their logits cannot be averaged")
-        total = sum(self.weights)
-        first.signals = [t.signals[0] for t in terms]
-        first.layouts = [t.layout for t in terms]
-        first.shares = [w / total for w in self.weights]
-        first.factor = 1.0
-        if any(s.is_topk for s in first.signals):
+        signals = [term.teacher.signals[0] for term in terms]
+        if any(signal.is_topk for signal in signals):
             raise LossError("top-k teachers have no logits to average; use live teachers or teacher_combination 'sum'")
+        total = sum(self.weights)
+        rows = [term.layout.teacher_rows for term in terms]
+        first.teacher = TeacherRows(signals, rows, [weight / total for weight in self.weights])
+        first.factor = 1.0
         return [first]
 
-    def _weigh(self, terms: list[Term], num_samples: int, peers: Peers) -> None:
-        settings = self.settings
-        select = settings.teacher_combination == "select_teacher"
-        kind = "ce" if select or settings.teacher_scoring == "static" else settings.teacher_scoring
-        scores = torch.stack([sample_scores(t, kind, num_samples, self.block_rows, peers) for t in terms])
-        weights = sample_weights(scores, settings.scoring_alpha, select=select)
-        for term, weight in zip(terms, weights, strict=True):
+    def _weigh(self, terms: list[TeacherTerm], num_samples: int, comm: Comm) -> None:
+        cfg = self.cfg
+        select = cfg.teacher_combination == "select_teacher"
+        kind: Scoring = "ce" if select or cfg.teacher_scoring == "static" else cfg.teacher_scoring
+        scores = [sample_scores(t.teacher, t.layout, kind, num_samples, self.block_rows, comm) for t in terms]
+        weights = sample_weights(torch.stack(scores), cfg.scoring_alpha, select=select)
+        for term, weight_B in zip(terms, weights, strict=True):
             assert term.layout.sample is not None
-            term.chunk_weight, term.factor = weight[term.layout.sample], 1.0
+            term.chunk_weight_C, term.factor = weight_B[term.layout.sample], 1.0
 
     # ---- metrics and step ----
 
-    def _metrics(self, job: Job, loss: Tensor, inputs: LossInputs, counts: Mapping[str, Tensor]) -> Metrics:
+    def _metrics(self, run: BlockRun, loss: Tensor, inputs: LossInputs, counts: Counts) -> Metrics:
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-        raw = dict(job.metrics)
+        raw = dict(run.metrics)
         chunks = sum(layout.num_chunks for layout in inputs.layouts)
         total_tokens = counts["tokens"].to(zero, non_blocking=True)
         total_chunks = sum((counts[f"chunks_{i}"].to(zero, non_blocking=True) for i in range(self.num_teachers)), zero)
         by_tokens = (zero + inputs.num_tokens) / total_tokens.clamp(min=1e-9)
-        share = torch.where(total_tokens > 0, by_tokens, (zero + chunks) / total_chunks.clamp(min=1))
-        out: Metrics = {
-            "loss": (loss.double(), share),
-            "tokens": (zero + inputs.num_tokens, share),
-            "chunks": (zero + chunks, share),
+        fraction = torch.where(total_tokens > 0, by_tokens, (zero + chunks) / total_chunks.clamp(min=1))
+        out = {
+            "loss": (loss.double(), fraction),
+            "tokens": (zero + inputs.num_tokens, fraction),
+            "chunks": (zero + chunks, fraction),
             "ce_loss": raw.pop("ce", (zero, zero)),
             "accuracy": raw.pop("accuracy", (zero, zero)),
         }
-        if len(job.terms) == 1:
-            out["kl_loss"] = raw.get(f"{job.terms[0].name}/kl", (zero, zero))
-        elif job.terms:
+        if len(run.terms) == 1:
+            out["kl_loss"] = raw.get(f"{run.terms[0].name}/kl", (zero, zero))
+        elif run.terms:
             kd = zero
-            for term, weight in zip(job.terms, self.weights, strict=True):
+            for term, weight in zip(run.terms, self.weights, strict=True):
                 value = raw.get(f"{term.name}/kl", (zero, zero))[0]
-                static = weight if term.chunk_weight is None else 1.0
+                static = weight if term.chunk_weight_C is None else 1.0
                 chunks_of = counts[f"chunks_{term.index}"].to(zero, non_blocking=True)
                 kd = kd + value * static / chunks_of.clamp(min=1)
-            out["kl_loss"] = (kd, share)
-        for term in job.terms:
-            if term.chunk_weight is not None:
-                given = term.chunk_weight
+            out["kl_loss"] = (kd, fraction)
+        for term in run.terms:
+            if term.chunk_weight_C is not None:
+                given = term.chunk_weight_C
                 raw[f"{term.name}/weight"] = (given.sum().to(zero), zero + given.numel())
-        right = [raw[f"{t.name}/proj_accuracy"] for t in job.terms if f"{t.name}/proj_accuracy" in raw]
+        right = [raw[f"{t.name}/proj_accuracy"] for t in run.terms if f"{t.name}/proj_accuracy" in raw]
         if right:
             out["proj_accuracy"] = (sum((r[0] for r in right), zero), sum((r[1] for r in right), zero))
         for name in sorted(raw):
             out[name.replace("/kl", "/kl_loss") if name.endswith("/kl") else name] = raw[name]
-        return out
+        return Metrics(out)
 
-    def end_step(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+    def step_end(self, metrics: Mapping[str, Pair]) -> None:
         """Once per training step, with metrics summed over all micro-batches and ranks: moves the running estimate
         of dynamic scaling and lets the misalignment guard look at the mean JSD."""
-        kd, ce = (_mean(metrics, name) for name in ("kl_loss", "ce_loss"))
+        kd, ce = self._means(metrics)
         if self.guard.active and kd is not None:
             self.guard.observe(kd)
-        running = self.settings.dynamic_loss_scaling and self.settings.dynamic_scaling_source == "running"
+        running = self.cfg.dynamic_loss_scaling and self.cfg.dynamic_scaling_source == "running"
         if running and kd is not None and ce is not None:
             self.scale.update(kd, ce)
 
-    def start_step(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+    def first_pass(self, metrics: Mapping[str, Pair]) -> None:
         """For `dynamic_scaling_source: first_pass`: fix this step's ratio from the reduced metrics of a pass over the
         step's whole batch without gradient."""
-        kd, ce = (_mean(metrics, name) for name in ("kl_loss", "ce_loss"))
+        kd, ce = self._means(metrics)
         if kd is not None and ce is not None:
             self.scale.set(kd, ce)
+
+    @staticmethod
+    def _means(metrics: Mapping[str, Pair]) -> tuple[float | None, float | None]:
+        both = Metrics({name: metrics[name] for name in ("kl_loss", "ce_loss") if name in metrics})
+        return both.mean("kl_loss"), both.mean("ce_loss")
+
+    def summarize(self, metrics: Metrics, counts: Mapping[str, float]) -> Metrics:
+        """Metrics that are stated per batch, as they would be if the whole set were one batch: the mean of batches
+        would weigh a token of a short last batch more than the others."""
+        out: dict[str, Pair] = dict(metrics)
+        out |= {name: (metrics[name][0], 1.0) for name in ("tokens", "chunks") if name in metrics}
+        kl, ce = metrics.mean("kl_loss") or 0.0, metrics.mean("ce_loss") or 0.0
+        if sum(f"teacher_{i}/kl_loss" in metrics for i in range(self.num_teachers)) > 1:
+            kl = 0.0
+            for i, weight in enumerate(self.weights):
+                # where samples have weights of their own, the sum holds them already
+                own = 1.0 if f"teacher_{i}/weight" in metrics else weight
+                kl += own * float(metrics[f"teacher_{i}/kl_loss"][0]) / max(counts[f"chunks_{i}"], 1.0)
+            out["kl_loss"] = (kl, 1.0)
+        distil, plain = self._factors()
+        out["loss"] = (distil * kl + plain * ce, 1.0)
+        return Metrics(out)
 
     # ---- the published form ----
 
     def forward(
         self,
-        data: Mapping[str, Any],
+        data: Batch,
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
         logits: Tensor,
@@ -431,7 +509,7 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         teacher. For tests and small use; training goes through `compute`. Chunks are counted in `data` unless given;
         global_valid_seqs is accepted and not needed."""
         full = [teacher_full_logits] if isinstance(teacher_full_logits, Tensor) else list(teacher_full_logits)
-        sizes = self.settings.teacher_vocab_size
+        sizes = self.cfg.teacher_vocab_size
         per_teacher = list(sizes) if isinstance(sizes, list) else [sizes or 0] * len(full)
         signals: list[Signal] = [
             LogitsSignal(t.flatten(0, 1), teacher_ids_of(data, i).reshape(-1), size)
@@ -443,15 +521,14 @@ class CrossTokenizerDistillationLossFn(nn.Module):
         for i, value in enumerate(global_valid_chunks or []):
             counts[f"chunks_{i}"] = torch.as_tensor(value, dtype=torch.float64)
         starts = [padded_row_start(teacher_ids_of(data, i)) for i in range(len(full))]
-        rows = SimpleNamespace(row_start=padded_row_start(data["input_ids"]))
-        inputs = self.prepare(SimpleNamespace(data_dict=data, processed_inputs=rows), starts)
-        head = Head.identity(self.settings.student_vocab_size or logits.shape[-1])
+        inputs = self._inputs(data, padded_row_start(data["input_ids"]), starts)
+        head = Head.identity(self.cfg.student_vocab_size or logits.shape[-1])
         return self.compute(logits.flatten(0, 1), head, signals, inputs, counts)
 
 
-def _map_axis(signal: Signal, head: Head, size: int) -> VocabAxis:
-    """Where a map's teacher columns lie; a top-k list has none, so any split will do."""
-    return head.axis.like(size) if signal.is_topk else signal.axis
+def _load_projections(path: str | list[str | None] | None) -> list[ProjectionLike | None]:
+    paths = path if isinstance(path, list) else [path]
+    return [None if p is None else Projection.load(p) for p in paths]
 
 
 def _over(factor: float, count: Tensor) -> float | Tensor:
@@ -460,10 +537,3 @@ def _over(factor: float, count: Tensor) -> float | Tensor:
         value = float(count)
         return factor / value if value > 0 else factor
     return (factor / count.where(count > 0, torch.ones_like(count))).float()
-
-
-def _mean(metrics: Mapping[str, tuple[Any, Any]], name: str) -> float | None:
-    if name not in metrics:
-        return None
-    total, count = (float(x) for x in metrics[name])
-    return total / count if count > 0 else None

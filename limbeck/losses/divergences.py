@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.utils.errors import ConfigError, LossError
@@ -176,14 +177,16 @@ def binary_divergence(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Ten
     return divergence_entries(two_s, two_t, spec).sum(-1)
 
 
-class JsdGuard:
+class JsdGuard(nn.Module):
     """Watches the mean JSD of each step: near its maximum the two sides are disjoint, almost surely misaligned.
 
     The maximum of JSD(beta) is the entropy of beta; for 1/2 that is ln 2. The first such step warns; `patience` such
-    steps in a row stop the run. (An untrained student may start there, so one step alone stops nothing.)
+    steps in a row stop the run. (An untrained student may start there, so one step alone stops nothing.) `seen`, the
+    number of such steps so far, goes into checkpoints.
     """
 
     def __init__(self, spec: DivergenceSpec, *, share: float = 0.95, patience: int = 20) -> None:
+        super().__init__()
         beta = spec.beta
         self.active = spec.kind == "jsd" and spec.entry_clip is None
         self.limit = math.inf
@@ -204,3 +207,11 @@ class JsdGuard:
             )
         if self.seen == 1:
             warnings.warn(f"{text}: student and teacher may be misaligned", stacklevel=2)
+
+    # a number of the host in the state: a buffer would travel with the loss to a device and be waited for
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}seen"] = torch.tensor(self.seen)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        # checkpoints of earlier versions have none
+        self.seen = int(state_dict.get(f"{prefix}seen", 0))

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limbeck.data.layout import ChunkLayout, TokenLayout
-from limbeck.losses.blocks import Job, Term, row_block_loss
+from limbeck.data.layout import ChunkLayout, TokenLayout, padded_row_start, teacher_layout
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import to_device
+from limbeck.losses import fast
+from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
+from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.divergences import DivergenceSpec, JsdGuard, divergence_rows
-from limbeck.losses.inputs import LossInputs, MicrobatchLike, padded_row_start, teacher_layout
-from limbeck.losses.objectives import corrected
-from limbeck.losses.objectives.base import Metrics, Mode
-from limbeck.losses.peers import Peers
-from limbeck.losses.plan import BlockPlan, plan_blocks
-from limbeck.losses.share import share_of
-from limbeck.losses.signals import Head, Signal, check_scored_ids
-from limbeck.losses.vocab.projection import ProjectionLike, VocabMap
+from limbeck.losses.fast import FastPath
+from limbeck.losses.fast.order import Lanes
+from limbeck.losses.objectives.base import Objective, ObjectiveOptions
+from limbeck.losses.objectives.corrected import BoundaryKL, SameVocabulary
+from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
+from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.utils.errors import ConfigError, LossError
+from limbeck.utils.metrics import Metrics, Pair
 
 _SHIFTED = (
     "hinted teacher and student read the same target tokens, so their predictions cannot be disjoint; the rows of one "
@@ -42,12 +46,14 @@ class HintSpec:
     divergence: by default reverse KL over the whole vocabulary; `DivergenceSpec("jsd")`, forward KL with `entry_clip`,
     and `topk` with a tail bucket (`chosen_by` student or teacher) are the alternatives.
     jsd_patience: steps in a row near the maximum of JSD that stop the run; 1, since a self-teacher starts near 0.
+    fast_path: auto: kernels on CUDA where they know the divergence; off; force.
     """
 
     divergence: DivergenceSpec = field(default_factory=lambda: DivergenceSpec("reverse"))
     temperature: float = 1.0
     jsd_patience: int = 1
     block_rows: int = 512
+    fast_path: FastPath = "auto"
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or self.block_rows < 1 or self.jsd_patience < 1:
@@ -129,159 +135,158 @@ class HintInputs:
 
     layout: ChunkLayout
     site_weight: Tensor
-    plan: BlockPlan
+    blocks: tuple[Block, ...]
     count: float
     sites: int
     unhinted: int
+    lanes: Lanes | None = None
 
     def to(self, device: torch.device | str) -> HintInputs:
-        return replace(
-            self,
-            layout=self.layout.to(device),
-            site_weight=self.site_weight.to(device),
-            plan=self.plan.to(device),
-        )
+        return to_device(self, device)
 
 
-class HintDistillationLossFn:
+class HintDistillationLossFn(Loss[HintInputs]):
     """Divergence to a hinted teacher from hidden states, in row blocks.
 
     projection: of a teacher with another vocabulary (boundary KL and chunk likelihoods instead of a direct divergence).
-    trust_region: share of a second signal that is mixed into the teacher's in log space.
+    trust_region: weight of a second signal that is mixed into the teacher's in log space.
 
         counts = loss_fn.counts(global_batch)                 # reduce over data-parallel ranks
         inputs = loss_fn.prepare(microbatch, [teacher_row_start])
         loss, metrics = loss_fn.compute(hidden, head, [teacher_signal], inputs, counts)
     """
 
+    tensor_parallel = True
+    context_parallel = True
+
     def __init__(
         self, spec: HintSpec | None = None, *, projection: ProjectionLike | None = None, trust_region: float = 0.0
     ) -> None:
+        super().__init__()
         self.spec = HintSpec() if spec is None else spec
         if not 0 <= trust_region <= 1:
             raise ConfigError(f"the trust region's share is {trust_region}; it must lie in [0, 1]")
         self.trust_region = trust_region
-        self.vocab: VocabMap | None = None
-        if projection is not None:
-            size = getattr(projection, "teacher_size", None) or int(projection.indices.max()) + 1
-            self.vocab = VocabMap(projection, int(size), learnable=False)
-            if self.spec.divergence.topk is not None:
-                raise ConfigError("topk of the hint loss is for a teacher with the student's vocabulary; leave it out")
+        self.num_teachers = 2 if trust_region else 1
+        options = ObjectiveOptions(temperature=self.spec.temperature, spec=self.spec.divergence)
+        if projection is not None and self.spec.divergence.topk is not None:
+            raise ConfigError("topk of the hint loss is for a teacher with the student's vocabulary; leave it out")
+        self.objective: Objective = SameVocabulary(options) if projection is None else BoundaryKL(options, projection)
         self.guard = JsdGuard(self.spec.divergence, patience=self.spec.jsd_patience)
-        if self.vocab is not None:
+        if projection is not None:
             self.guard.active = False
 
-    def _layout(self, batch: Mapping[str, Any], student_start: Tensor, teacher_start: Tensor) -> ChunkLayout:
+    def _layout(self, batch: Batch, student_start: Tensor, teacher_start: Tensor) -> ChunkLayout:
         return teacher_layout(
             batch,
             0,
-            same_vocabulary=self.vocab is None,
+            same_vocabulary=self.objective.vocab is None,
             student_row_start=student_start,
             teacher_row_start=teacher_start,
             allow_inexact=False,
         )
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def counts(self, batch: Batch) -> Counts:
         """Local denominator `sites` of a global batch: the weights of the sites that have targets, float64."""
         starts = padded_row_start(batch["input_ids"]), padded_row_start(batch["teacher_input_ids"])
         layout = self._layout(batch, *starts)
         return {"sites": _site_weights(batch, layout)[1]}
 
-    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None]) -> HintInputs:
-        """Layout of one micro-batch, on the CPU. teacher_row_starts: where each row starts in the teacher's forward
-        pass; of several signals only the first counts, since all read the same rows."""
-        if not teacher_row_starts or teacher_row_starts[0] is None:
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> HintInputs:
+        """Layout of one micro-batch, on the CPU. row_starts: where each row starts in the teacher's forward pass; of
+        several signals only the first counts, since all read the same rows."""
+        if not row_starts or row_starts[0] is None:
             raise LossError("the hint loss needs the teacher's own row starts; its sequences are longer by the hint")
-        batch = microbatch.data_dict
-        layout = self._layout(batch, microbatch.processed_inputs.row_start, teacher_row_starts[0])
+        batch, start = mb.data_dict, mb.processed_inputs.row_start
+        assert start is not None
+        layout = self._layout(batch, start, row_starts[0])
         weight, count = _site_weights(batch, layout)
-        plan = plan_blocks(_no_tokens(), [layout], self.spec.block_rows)
         counted = batch["sample_mask"].cpu() > 0
         unhinted = int((_unhinted(batch) & counted).sum())
-        return HintInputs(layout, weight, plan, float(count), int(counted.sum()), unhinted)
+        return self._laid_out(HintInputs(layout, weight, (), float(count), int(counted.sum()), unhinted))
 
-    def share(self, inputs: HintInputs, part: int, parts: int, peers: Peers) -> HintInputs:
-        """One of `parts` ranks' share of the chunks, each with its weight in the whole site; counts go with the
-        first."""
-        whole = LossInputs(_no_tokens(), [inputs.layout], inputs.plan, 0, 0.0)
-        own = share_of(whole, part, parts, self.spec.block_rows, peers)
-        mine = replace(inputs, layout=own.layouts[0], plan=own.plan)
-        return mine if part == 0 else replace(mine, count=0.0, sites=0, unhinted=0)
+    def shard(self, inputs: HintInputs, comm: Comm) -> HintInputs:
+        """One rank's share of the chunks, each with its weight in the whole site; counts go with the first."""
+        here = inputs.to("cpu")
+        _, (layout,) = shard_layouts(TokenLayout.empty(), [here.layout], comm.rank, comm.size)
+        mine = self._laid_out(replace(here, layout=layout))
+        return mine if comm.rank == 0 else replace(mine, count=0.0, sites=0, unhinted=0)
 
-    def check_layout(self, *, context: int, tensor: int) -> None:
-        """Split sequences and vocabularies are both understood."""
+    def _laid_out(self, inputs: HintInputs) -> HintInputs:
+        tokens, layouts = TokenLayout.empty(), [inputs.layout]
+        return replace(
+            inputs,
+            blocks=cut_blocks(tokens, layouts, self.spec.block_rows),
+            lanes=fast.plan_lanes(self.spec.fast_path, [self.objective], tokens, layouts, None),
+        )
 
     def compute(
-        self,
-        hidden: Tensor,
-        head: Head,
-        signals: Sequence[Signal],
-        inputs: HintInputs,
-        counts: Mapping[str, Tensor],
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: HintInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count).
 
         signals: the hinted teacher; with a trust region also the model that it must stay near to, on the same rows.
         """
-        self._check(hidden, head, signals, inputs.layout)
-        inputs = inputs.to(hidden.device)
+        device = hidden_RH.device
+        inputs = inputs.to(device)
+        differing = self._check(hidden_RH, head, signals, inputs.layout)
         signals = [signal.on_shards(head.axis) for signal in signals]
-        mode = Mode(temperature=self.spec.temperature, spec=self.spec.divergence)
-        if self.vocab is not None:
-            size = signals[0].vocab_size or self.vocab.teacher_size
-            self.vocab.to(hidden.device).fit(head.vocab_size, size)
-            target = head.axis.like(size) if signals[0].is_topk else signals[0].axis
-            mode.vocab, mode.rest_weight = head.axis.split(self.vocab, target), self.vocab.rest_weight()
-        shares = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
-        leaf = corrected.same_vocabulary if self.vocab is None else corrected.boundary_kl
-        count = counts["sites"].to(hidden.device, torch.float64).clamp(min=1e-9)
-        layouts = [inputs.layout] * len(signals)
-        weight = inputs.site_weight[inputs.layout.sample]
-        term = Term("hint", leaf, mode, (1 / count).float(), 0, inputs.layout, signals, layouts, shares, weight)
-        job = Job(head, inputs.plan, _no_tokens().to(hidden.device), 0.0, [term])
-        loss = row_block_loss(job, hidden)
+        objective = self.objective.to(device)
+        if objective.vocab is not None:
+            objective.fit(head.vocab_size, signals[0].vocab_size or objective.vocab.teacher_size)
+        count = counts["sites"].to(device, torch.float64).clamp(min=1e-9)
+        mix = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
+        teacher = TeacherRows(signals, [inputs.layout.teacher_rows] * len(signals), mix)
+        weight_C = inputs.site_weight[inputs.layout.sample]
+        term = TeacherTerm("hint", objective, (1 / count).float(), 0, inputs.layout, teacher, weight_C)
+        lanes = fast.usable_lanes(self.spec.fast_path, inputs.lanes, hidden_RH, head, [term])
+        run = BlockRun(head, inputs.blocks if lanes is None else lanes.blocks, 0.0, [term])
+        run.id_mismatch_flags = differing
+        run.raise_mismatch = lambda: self._compare_ids(signals, inputs.layout, defer=False)
+        loss = fast.run_blocks(run, hidden_RH, lanes)
         zero = torch.zeros_like(count)
-        metrics: Metrics = {name: value for name, value in job.metrics.items() if name != "hint/kl"}
-        total = job.metrics.get("hint/kl", (zero, zero))[0]
-        metrics["hint/loss"] = (total, zero + inputs.count)
-        metrics["hint/unhinted"] = (zero + inputs.unhinted, zero + inputs.sites)
+        metrics = Metrics({name: value for name, value in run.metrics.items() if name != "hint/kl"})
+        total = run.metrics.get("hint/kl", (zero, zero))[0]
+        metrics.add({"hint/loss": (total, zero + inputs.count), "hint/unhinted": (inputs.unhinted, inputs.sites)})
+        verify(run, loss.detach(), hidden_RH)  # last: it waits for the device
         return loss, metrics
 
-    def end_step(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+    def step_end(self, metrics: Mapping[str, Pair]) -> None:
         """Once per step, with metrics summed over micro-batches and ranks: stops the run where JSD says that the two
         sides do not belong together."""
         total, count = (float(x) for x in metrics.get("hint/loss", (0.0, 0.0)))
         if self.guard.active and count > 0:
             _observe(self.guard, total / count / self.spec.temperature**2)
 
-    def _check(self, hidden: Tensor, head: Head, signals: Sequence[Signal], layout: ChunkLayout) -> None:
-        expected = 2 if self.trust_region else 1
+    def _compare_ids(self, signals: Sequence[Signal], layout: ChunkLayout, *, defer: bool) -> list[Tensor]:
+        """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
+        flags = [check_scored_ids(signal, layout, "hinted teacher", defer=defer) for signal in signals]
+        return [flag for flag in flags if flag is not None]
+
+    def _check(self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], layout: ChunkLayout) -> list[Tensor]:
+        """What can be wrong with ids and sizes. On an accelerator the ids' comparison is read together with the
+        finished loss, so that it costs no wait of its own."""
+        expected = self.num_teachers
         if len(signals) != expected:
             raise LossError(
                 f"the hint loss got {len(signals)} signals, expected {expected}: the hinted teacher"
                 + (" and the model it must stay near to" if expected == 2 else "")
             )
-        if layout.max_student_row >= hidden.shape[0] or layout.max_student_id >= head.vocab_size:
+        if layout.max_student_row >= hidden_RH.shape[0] or layout.max_student_id >= head.vocab_size:
             raise LossError(
                 f"the layout needs row {layout.max_student_row} and id {layout.max_student_id}, but there are "
-                f"{hidden.shape[0]} hidden rows and {head.vocab_size} tokens; hidden states and batch do not fit"
+                f"{hidden_RH.shape[0]} hidden rows and {head.vocab_size} tokens; hidden states and batch do not fit"
             )
-        spec = self.spec
-        for signal in signals:
-            check_scored_ids(signal, layout, "hinted teacher")
-            if not signal.is_topk:
-                continue
-            by_student = spec.divergence.topk is not None and spec.divergence.chosen_by == "student"
-            if len(signals) > 1 or by_student or spec.temperature != 1.0:
-                raise LossError(
-                    "a top-k list serves neither a trust region nor a student-chosen top-k nor a temperature; use a "
-                    "live teacher"
-                )
-
-
-def _no_tokens() -> TokenLayout:
-    empty = torch.zeros(0, dtype=torch.int64)
-    return TokenLayout(empty, empty, torch.zeros(0))
+        differing = self._compare_ids(signals, layout, defer=hidden_RH.device.type != "cpu")
+        divergence = self.spec.divergence
+        by_student = divergence.topk is not None and divergence.chosen_by == "student"
+        unserved = len(signals) > 1 or by_student or self.spec.temperature != 1.0
+        if unserved and any(signal.is_topk for signal in signals):
+            raise LossError(
+                "a top-k list serves neither a trust region nor a student-chosen top-k nor a temperature; use a "
+                "live teacher"
+            )
+        return differing
 
 
 def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:

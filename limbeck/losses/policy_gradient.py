@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout, supervised_tokens
-from limbeck.losses.inputs import MicrobatchLike
-from limbeck.losses.objectives.base import Metrics
-from limbeck.losses.peers import Peers
-from limbeck.losses.signals import Head
-from limbeck.losses.token_logprobs import token_log_probs
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.comm import Comm
+from limbeck.losses.blocks import token_log_probs
+from limbeck.losses.contract import Batch, Counts, Loss
+from limbeck.losses.signals import Head, Signal
 from limbeck.utils.errors import ConfigError, LossError
+from limbeck.utils.metrics import Metrics, Pair
 
 PolicyMode = Literal["auto", "grpo", "dr_grpo", "reward_weighted"]
 Normalisation = Literal["constant", "sequence", "token"]
@@ -108,7 +109,7 @@ def group_advantages(
 
 def policy_token_losses(
     log_probs: Tensor, advantages: Tensor, behavior: Tensor | None, spec: PolicyGradientSpec
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, dict[str, Pair]]:
     """Loss `[N]` of each token and metrics; log_probs, advantages, behavior `[N]`.
 
     behavior: the sampling policy's log-probs; None: the log-likelihood is weighted, without a ratio.
@@ -122,7 +123,7 @@ def policy_token_losses(
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     with torch.no_grad():
         active = (clipped * advantages < ratio * advantages).to(ratio)
-        metrics: Metrics = {
+        metrics: dict[str, Pair] = {
             "clip_fraction": (active.sum(), count),
             "ratio": (ratio.sum(), count),
             # ratio - 1 - log ratio >= 0 estimates KL(behaviour || policy) without bias
@@ -142,7 +143,7 @@ class PolicyInputs:
     count: float
 
 
-class PolicyGradientLossFn:
+class PolicyGradientLossFn(Loss[PolicyInputs]):
     """Policy-gradient loss over the assistant tokens of traces.
 
     loss_fn = PolicyGradientLossFn(PolicyGradientSpec())
@@ -151,17 +152,24 @@ class PolicyGradientLossFn:
     loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch), counts)
     """
 
+    tensor_parallel = True
+    context_parallel = True
+
     def __init__(self, spec: PolicyGradientSpec | None = None) -> None:
+        super().__init__()
         self.spec = PolicyGradientSpec() if spec is None else spec
         self.active = self.spec
 
-    def annotate(self, batch: Any) -> str:
-        """Write `advantages` `[B]` into a global batch and settle the mode, which is returned."""
+    def annotate(self, batch: Batch) -> Batch:
+        """Write `advantages` `[B]` into a global batch and settle the mode (`active`). A batch that has advantages, of
+        groups that reach beyond it, keeps them."""
+        if "advantages" in batch:
+            return batch
         self.active = spec = self.spec.resolved(batch)
         rewards, groups = batch["rewards"], batch["group_index"]
         valid = batch["sample_mask"] > 0
         batch["advantages"] = group_advantages(rewards, groups, valid=valid, std=spec.mode == "grpo", eps=spec.std_eps)
-        return spec.mode
+        return batch
 
     def _weights(self, batch: Mapping[str, Any], sample: Tensor, token: Tensor) -> Tensor:
         weight = batch["sample_mask"].cpu()[sample].double()
@@ -172,7 +180,7 @@ class PolicyGradientLossFn:
             weight = weight / size[sample]
         return weight
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def counts(self, batch: Batch) -> Counts:
         """Local denominator `policy` of a global batch, a float64 scalar to be summed over ranks."""
         start = torch.zeros(len(batch["sample_mask"]), dtype=torch.int64)
         sample, token, _ = supervised_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start)
@@ -184,13 +192,14 @@ class PolicyGradientLossFn:
             total = torch.tensor(sequences * factor, dtype=torch.float64)
         return {"policy": total}
 
-    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None] = ()) -> PolicyInputs:
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PolicyInputs:
         """Supervised tokens of a micro-batch, on the CPU."""
-        batch = microbatch.data_dict
+        batch, start = mb.data_dict, mb.processed_inputs.row_start
+        assert start is not None
         if "advantages" not in batch:
             raise LossError("the batch has no advantages; call annotate(batch) on the global batch before it is split")
         sample, token, rows = supervised_tokens(
-            batch["input_lengths"], batch["token_mask"], batch["sample_mask"], microbatch.processed_inputs.row_start
+            batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start
         )
         weight = self._weights(batch, sample, token).float()
         tokens = TokenLayout(rows, batch["input_ids"].cpu()[sample, token], weight)
@@ -200,33 +209,24 @@ class PolicyGradientLossFn:
         count = float(self.counts(batch)["policy"])
         return PolicyInputs(tokens, batch["advantages"].cpu()[sample], behavior, count)
 
-    def share(self, inputs: PolicyInputs, part: int, parts: int, peers: Peers) -> PolicyInputs:
-        """One of `parts` ranks' share of the tokens. Ratios and clipping work token by token and every weight is known
+    def shard(self, inputs: PolicyInputs, comm: Comm) -> PolicyInputs:
+        """One rank's share of the tokens. Ratios and clipping work token by token and every weight is known
         beforehand, so shares simply add up; the count goes with the first."""
         size = len(inputs.tokens.rows)
-        own = slice(part * size // parts, (part + 1) * size // parts)
-        tokens = TokenLayout(inputs.tokens.rows[own], inputs.tokens.ids[own], inputs.tokens.weight[own])
+        own = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
+        tokens = inputs.tokens.range(own.start, own.stop)
         behavior = None if inputs.behavior is None else inputs.behavior[own]
-        return PolicyInputs(tokens, inputs.advantage[own], behavior, inputs.count if part == 0 else 0.0)
-
-    def check_layout(self, *, context: int, tensor: int) -> None:
-        """Split sequences and vocabularies are both understood."""
+        return PolicyInputs(tokens, inputs.advantage[own], behavior, inputs.count if comm.rank == 0 else 0.0)
 
     def compute(
-        self,
-        hidden: Tensor,
-        head: Head,
-        signals: Sequence[Any],
-        inputs: PolicyInputs,
-        counts: Mapping[str, Tensor],
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PolicyInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
-        log_probs = token_log_probs(hidden, head, inputs.tokens, block_rows=self.active.block_rows)
+        log_probs = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.active.block_rows)
         behavior = None if inputs.behavior is None else inputs.behavior.to(log_probs)
-        losses, metrics = policy_token_losses(log_probs, inputs.advantage.to(log_probs), behavior, self.active)
+        losses, found = policy_token_losses(log_probs, inputs.advantage.to(log_probs), behavior, self.active)
         total = (losses * inputs.tokens.weight.to(log_probs)).sum()
         count = counts["policy"].to(total.device, torch.float64)
         loss = total / count.clamp(min=1e-9).to(total.dtype)
-        metrics = {f"policy/{name}": value for name, value in metrics.items()}
-        metrics["policy/loss"] = (total.detach().double(), torch.zeros_like(count) + inputs.count)
-        return loss, metrics
+        metrics = Metrics({"policy/loss": (total.detach(), inputs.count)})
+        return loss, metrics.add(found, "policy/")

@@ -7,7 +7,7 @@ over a response, computed once by the trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout, build_token_layout, supervised_tokens
-from limbeck.losses.inputs import MicrobatchLike
-from limbeck.losses.objectives.base import Metrics
-from limbeck.losses.peers import ALONE, Peers
-from limbeck.losses.signals import Head
-from limbeck.losses.token_logprobs import token_log_probs
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.comm import Comm
+from limbeck.losses.blocks import token_log_probs
+from limbeck.losses.contract import Batch, Counts, Loss
+from limbeck.losses.signals import Head, Signal
 from limbeck.utils.errors import ConfigError, LossError
+from limbeck.utils.metrics import Metrics
 
 PreferenceKind = Literal["dpo", "ipo", "simpo"]
 
@@ -87,7 +88,7 @@ def preference_pair_losses(
 @dataclass
 class PreferenceInputs:
     """Response tokens of one micro-batch: `row` `[N]`: the batch row of each. chosen, rejected `[P]`: rows of each
-    pair; weight `[P]`; reference `[B]` or None; lengths `[B]` in response tokens. peers: ranks that have the other
+    pair; weight `[P]`; reference `[B]` or None; lengths `[B]` in response tokens. comm: ranks that have the other
     tokens; counted: whether this one speaks for the pairs."""
 
     tokens: TokenLayout
@@ -97,28 +98,33 @@ class PreferenceInputs:
     weight: Tensor
     lengths: Tensor
     reference: Tensor | None
-    peers: Peers = ALONE
+    comm: Comm = field(default_factory=Comm.alone)
     counted: bool = True
 
 
-class PreferenceLossFn:
+class PreferenceLossFn(Loss[PreferenceInputs]):
     """Preference loss over a batch of `ComposerBatch.channel("preference")`.
 
     The batch needs `reference_logprobs` `[B]` (see `response_log_probs`) unless the loss has no reference. Both rows of
     a pair must be in one micro-batch: use micro-batches of an even number of rows.
     """
 
+    tensor_parallel = True
+    context_parallel = True
+
     def __init__(self, spec: PreferenceSpec | None = None) -> None:
+        super().__init__()
         self.spec = PreferenceSpec() if spec is None else spec
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def counts(self, batch: Batch) -> Counts:
         """Local denominator `pairs` of a global batch: the sum of the pairs' weights, float64."""
         chosen = (batch["pair_side"] > 0) & (batch["sample_mask"] > 0)
         return {"pairs": batch["pair_weight"][chosen].double().sum()}
 
-    def prepare(self, microbatch: MicrobatchLike, teacher_row_starts: Sequence[Tensor | None] = ()) -> PreferenceInputs:
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PreferenceInputs:
         """Response tokens and pairs of a micro-batch, on the CPU."""
-        batch, start = microbatch.data_dict, microbatch.processed_inputs.row_start
+        batch, start = mb.data_dict, mb.processed_inputs.row_start
+        assert start is not None
         masks = batch["input_lengths"], batch["token_mask"], batch["sample_mask"]
         tokens = build_token_layout(batch["input_ids"], *masks, start)
         row, _, _ = supervised_tokens(*masks, start)
@@ -132,32 +138,19 @@ class PreferenceLossFn:
         weight = batch["pair_weight"].cpu()[chosen]
         return PreferenceInputs(tokens, row, chosen, rejected, weight, lengths, reference)
 
-    def share(self, inputs: PreferenceInputs, part: int, parts: int, peers: Peers) -> PreferenceInputs:
-        """One of `parts` ranks' share of the tokens. A pair's loss bends with the sum over both responses, so ranks
+    def shard(self, inputs: PreferenceInputs, comm: Comm) -> PreferenceInputs:
+        """One rank's share of the tokens. A pair's loss bends with the sum over both responses, so ranks
         add up their log-probs first; each then follows the gradient to its own tokens, and the first counts."""
-        tokens, size = inputs.tokens, len(inputs.row)
-        own = slice(part * size // parts, (part + 1) * size // parts)
-        return replace(
-            inputs,
-            tokens=TokenLayout(tokens.rows[own], tokens.ids[own], tokens.weight[own]),
-            row=inputs.row[own],
-            peers=peers,
-            counted=part == 0,
-        )
-
-    def check_layout(self, *, context: int, tensor: int) -> None:
-        """Split sequences and vocabularies are both understood."""
+        size = len(inputs.row)
+        own = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
+        tokens = inputs.tokens.range(own.start, own.stop)
+        return replace(inputs, tokens=tokens, row=inputs.row[own], comm=comm, counted=comm.rank == 0)
 
     def compute(
-        self,
-        hidden: Tensor,
-        head: Head,
-        signals: Sequence[Any],
-        inputs: PreferenceInputs,
-        counts: Mapping[str, Tensor],
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PreferenceInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
-        sums = response_log_probs(hidden, head, inputs, block_rows=self.spec.block_rows)
+        sums = response_log_probs(hidden_RH, head, inputs, block_rows=self.spec.block_rows)
         device, dtype = sums.device, sums.dtype
         chosen, rejected = inputs.chosen.to(device), inputs.rejected.to(device)
         lengths = inputs.lengths.to(device, dtype)
@@ -177,13 +170,10 @@ class PreferenceLossFn:
         if not inputs.counted:
             # the gradient alone: the value is the first rank's
             loss, weight = loss - loss.detach(), torch.zeros_like(weight)
-        share = weight.sum().double()
         with torch.no_grad():
-            metrics: Metrics = {
-                "preference/loss": ((losses * weight).sum().double(), share),
-                "preference/margin": ((margin * weight).sum().double(), share),
-                "preference/accuracy": (((margin > 0) * weight).sum().double(), share),
-            }
+            total = weight.sum()
+            values = {"loss": losses, "margin": margin, "accuracy": margin > 0}
+            metrics = Metrics({f"preference/{name}": ((x * weight).sum(), total) for name, x in values.items()})
         return loss, metrics
 
 
@@ -195,20 +185,8 @@ def response_log_probs(hidden: Tensor, head: Head, inputs: PreferenceInputs, *, 
     values = token_log_probs(hidden, head, inputs.tokens, block_rows=block_rows)
     values = values if values.device.type == "mps" else values.double()
     sums = values.new_zeros(len(inputs.lengths)).index_add(0, inputs.row.to(values.device), values)
-    out: Tensor = _OverPeers.apply(sums, inputs.peers)
-    return out
-
-
-class _OverPeers(torch.autograd.Function):
-    """Sum over the ranks; all of them compute the same loss from it, so its gradient is already the whole one."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
-        return peers.sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    # one number per response: all ranks compute the same loss from it
+    return inputs.comm.sum_same_loss(sums)
 
 
 def _pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

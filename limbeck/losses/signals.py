@@ -7,7 +7,7 @@ loss is about to use: a wrong id with a finite loss is the failure to design aga
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -342,6 +342,40 @@ class TopKSignal(Signal):
             topk_logprobs=self.topk_logprobs.index_select(0, rows),
             next_logprob=self.next_logprob.index_select(0, rows),
         )
+
+
+@dataclass
+class TeacherRows:
+    """One teacher's opinion at the rows of its chunks. Several signals of one vocabulary are averaged in their logits.
+
+    rows: the flat rows `[Q]` in each signal; vocab_ids_K: the only ids at which logits are wanted, or None.
+    """
+
+    signals: Sequence[Signal]
+    rows: Sequence[Tensor]
+    mix_weights: Sequence[float] = (1.0,)
+    vocab_ids_K: Tensor | None = None
+
+    def scores(self, start: int, end: int) -> TeacherScores:
+        """At the rows `start:end`, without gradient."""
+        found = self.signals[0].scores(self.rows[0][start:end], self.vocab_ids_K)
+        if len(self.signals) == 1:
+            return found
+        if any(signal.is_topk for signal in self.signals) or found.logits is None:
+            raise LossError("top-k teachers have no logits to average; use live teachers or mode `sum`")
+        mixed = found.logits * self.mix_weights[0]
+        for signal, rows, weight in zip(self.signals[1:], self.rows[1:], self.mix_weights[1:], strict=True):
+            logits = signal.scores(rows[start:end], self.vocab_ids_K).logits
+            assert logits is not None
+            mixed.add_(logits * weight)
+        return replace(found, logits=mixed)
+
+    def blocks(self, block_rows: int) -> Iterator[tuple[slice, TeacherScores]]:
+        """All rows, some at a time."""
+        total = self.rows[0].numel()
+        for start in range(0, total, block_rows):
+            end = min(start + block_rows, total)
+            yield slice(start, end), self.scores(start, end)
 
 
 def check_scored_ids(

@@ -31,9 +31,8 @@ from limbeck.distributed.sharding import (
     scheduler_state,
     shard_model,
 )
-from limbeck.distributed.vocab_parallel import ShardedAxis
 from limbeck.losses.signals import Head
-from limbeck.losses.vocab.axis import WHOLE, VocabAxis
+from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
 from limbeck.models.attention import choose_attention, verify_document_isolation
 from limbeck.models.checkpoint import save_weights
 from limbeck.models.loading import (

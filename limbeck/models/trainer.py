@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
-from limbeck.distributed.attention import ContextPeers
 from limbeck.losses.blocks import deferred_checks
+from limbeck.losses.contract import Loss
 from limbeck.losses.signals import Signal
 from limbeck.utils.errors import ConfigError, DataError, LossError
-from limbeck.utils.metrics import Metrics
+from limbeck.utils.metrics import Metrics, Pair
 from limbeck.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TeacherSource(Protocol):
 def train_on_batches(
     policy: Policy,
     data: BatchedDataDict,
-    loss_fn: Any,
+    loss_fn: Loss[Any],
     teachers: Sequence[TeacherSource],
     *,
     eval_mode: bool,
@@ -74,17 +74,17 @@ def train_on_batches(
         data, sums = announce(data, teachers, policy)
     results = []
     for index in range(max(1, math.ceil(data.size / local))):
-        if not eval_mode and _wants_first_pass(loss_fn):
+        if not eval_mode and loss_fn.needs_first_pass:
             first = Step(policy, timer, eval_mode=True)
             first.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
-            loss_fn.start_step(first.finish()["metrics"])
+            loss_fn.first_pass(first.finish()["metrics"])
         step = Step(policy, timer, eval_mode=eval_mode)
         if index == 0:
             step.add_metrics(sums)
         step.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
         result = step.finish()
-        if not eval_mode and hasattr(loss_fn, "end_step"):
-            loss_fn.end_step(result["metrics"])
+        if not eval_mode:
+            loss_fn.step_end(result["metrics"])
         results.append(result)
     return results[0] if len(results) == 1 else _merge(results)
 
@@ -115,32 +115,23 @@ def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource], student: 
     return data, sums if student.dims.owns_rows else dict.fromkeys(sums, (0.0, 0.0))
 
 
-def _wants_first_pass(loss_fn: Any) -> bool:
-    settings = getattr(loss_fn, "settings", None)
-    return bool(
-        getattr(settings, "dynamic_loss_scaling", False)
-        and getattr(settings, "dynamic_scaling_source", "running") == "first_pass"
-    )
-
-
-def _check_all_trained(policy: Policy, loss_fn: Any) -> None:
+def _check_all_trained(policy: Policy, loss_fn: Loss[Any]) -> None:
     """A learnable part of the loss that no optimizer knows would stay as it is without a word."""
     assert policy.optimizer is not None
     known = {id(p) for group in policy.optimizer.param_groups for p in group["params"]}
-    parameters = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else ()
-    if any(p.requires_grad and id(p) not in known for p in parameters):
+    if any(p.requires_grad and id(p) not in known for p in loss_fn.parameters()):
         raise LossError("the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()")
 
 
-def _check_layout(policy: Policy, loss_fn: Any) -> None:
+def _check_layout(policy: Policy, loss_fn: Loss[Any]) -> None:
     """A loss that does not know of split sequences or vocabularies would give other numbers."""
     shape = policy.dims.shape
-    if shape.same_rows > 1:
-        if not hasattr(loss_fn, "check_layout"):
-            raise ConfigError(
-                f"{type(loss_fn).__name__} knows neither tensor nor context parallelism; set both sizes to 1"
-            )
-        loss_fn.check_layout(context=shape.context, tensor=shape.tensor)
+    for kind, size, known in (
+        ("tensor", shape.tensor, loss_fn.tensor_parallel),
+        ("context", shape.context, loss_fn.context_parallel),
+    ):
+        if size > 1 and not known:
+            raise ConfigError(f"{type(loss_fn).__name__} does not know {kind} parallelism; set its size to 1")
 
 
 def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +193,7 @@ class Step:
     def add(
         self,
         data: BatchedDataDict,
-        loss_fn: Any,
+        loss_fn: Loss[Any],
         teachers: Sequence[TeacherSource] = (),
         *,
         index: int = 0,
@@ -248,7 +239,7 @@ class Step:
         }
 
     def _microbatch(
-        self, mb: ProcessedMicrobatch, loss_fn: Any, teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
+        self, mb: ProcessedMicrobatch, loss_fn: Loss[Any], teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
     ) -> None:
         with torch.set_grad_enabled(not self.eval_mode), deferred_checks() as flags:
             loss, metrics = self._loss(mb, loss_fn, teachers, counts)
@@ -263,8 +254,8 @@ class Step:
         self.done.append(_Done(torch.as_tensor(loss).detach(), flags, mb, again))
 
     def _loss(
-        self, mb: ProcessedMicrobatch, loss_fn: Any, teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
-    ) -> tuple[Tensor, Sums]:
+        self, mb: ProcessedMicrobatch, loss_fn: Loss[Any], teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one micro-batch. What keeps the device busy is queued first: the teachers that are models
         and the student; the host then looks up stored signals and lays out the loss while it works."""
         policy, timer = self.policy, self.timer
@@ -283,15 +274,11 @@ class Step:
         with timer.time("loss"):
             found = [signals[number] for number in range(len(teachers))]
             inputs = loss_fn.prepare(mb, [start for _, start in found])
-            context = policy.dims.context
-            if context.size > 1:
-                inputs = loss_fn.share(inputs, context.rank, context.size, ContextPeers(context))
-            out: tuple[Tensor, Sums] = loss_fn.compute(
-                hidden, policy.head(), [signal for signal, _ in found], inputs, counts
-            )
-        return out
+            if policy.dims.context.size > 1:
+                inputs = loss_fn.shard(inputs, policy.dims.context)
+            return loss_fn.compute(hidden, policy.head(), [signal for signal, _ in found], inputs, counts)
 
-    def add_metrics(self, metrics: Sums) -> None:
+    def add_metrics(self, metrics: Mapping[str, Pair]) -> None:
         """Add (sum, count) pairs to this step's."""
         self.metrics.add(metrics)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.layout import teacher_prefix
 from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
-from limbeck.losses.inputs import teacher_prefix
 from limbeck.losses.signals import HiddenSignal, Signal
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import DataError

@@ -22,7 +22,7 @@ from torch import nn
 from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
 from limbeck.config import dump_yaml, load_config, merge
-from limbeck.losses.fast.kernels import triton_available
+from limbeck.losses.fast import triton_available
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher

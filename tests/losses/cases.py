@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, LogitsSignal, TopKSignal
+from limbeck.losses.vocab.projection import common_pairs
 
 
 @dataclass
@@ -21,6 +22,9 @@ class FakeProjection:
     weights: np.ndarray
     teacher_size: int
     teacher_fingerprint: str = "t"
+
+    def exact_pairs(self) -> tuple[Tensor, Tensor]:
+        return common_pairs(self, 1 - 1e-6)
 
     def dense(self) -> Tensor:
         out = torch.zeros(self.indices.shape[0], self.teacher_size, dtype=torch.float64)

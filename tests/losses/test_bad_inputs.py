@@ -42,12 +42,11 @@ def test_non_finite_logits_name_side_and_row(value: float, mode: str) -> None:
 
 
 def test_non_finite_topk_names_the_row() -> None:
-    loss_fn, models = build(), make_models(BATCH)
+    loss_fn, models = build(mode="alm"), make_models(BATCH)
     row = first_rows(loss_fn)[1]
     (signal,) = models.signals(BATCH, "topk")
     signal.next_logprob[row] = torch.nan
     inputs = loss_fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    loss_fn.settings.mode = "alm"
     with pytest.raises(LossError, match=f"teacher_0: row {row} "):
         loss_fn.compute(models.hidden, Head(23, weight=models.weight), [signal], inputs, loss_fn.counts(BATCH))
 
@@ -55,7 +54,8 @@ def test_non_finite_topk_names_the_row() -> None:
 def test_rows_without_loss_may_hold_anything() -> None:
     loss_fn, models = build(), make_models(BATCH)
     want, _ = run(loss_fn, BATCH, models)
-    used = set(loss_fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])]).plan.rows.tolist())
+    blocks = loss_fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])]).blocks
+    used = {row for block in blocks for row in block.rows_N.tolist()}
     with torch.no_grad():
         for row in set(range(models.hidden.shape[0])) - used:
             models.hidden[row] = torch.nan

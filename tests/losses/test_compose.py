@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.losses.compose import ChannelWeights, WeightSchedule, compose
+from limbeck.losses.weights import ChannelWeights, WeightSchedule, compose
 from limbeck.utils.errors import ConfigError
 
 

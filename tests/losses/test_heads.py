@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
-from limbeck.losses.blocks import Job, Term, row_block_loss
-from limbeck.losses.objectives.base import LeafOut, Mode
-from limbeck.losses.signals import TopKSignal
+from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
+from limbeck.losses.objectives.base import BlockOut, Objective, ObjectiveOptions
+from limbeck.losses.signals import TeacherRows, TopKSignal
 from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
 
@@ -195,24 +195,28 @@ def test_bf16_sums_in_float32() -> None:
 
 
 def test_explicit_gradients_are_used() -> None:
-    """The seam for fused kernels: a leaf may return its own gradient instead of a graph."""
+    """The seam for fused kernels: an objective may return its own gradient instead of a graph."""
     models = make_models(BATCH)
     fn = loss_fn(ce_loss_scale=0.0)
     inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
 
-    def graph(student: Any, block: Any, mode: Mode) -> LeafOut:
-        return LeafOut((student.logits**2).sum(), {})
+    class Graph(Objective):
+        def forward(self, student: Any, chunks: Any, teacher: Any, *learned: Any) -> BlockOut:
+            return BlockOut((student.logits**2).sum(), {})
 
-    def explicit(student: Any, block: Any, mode: Mode) -> LeafOut:
-        return LeafOut((student.logits.detach() ** 2).sum(), {}, grad=2 * student.logits.detach())
+    class Explicit(Objective):
+        def forward(self, student: Any, chunks: Any, teacher: Any, *learned: Any) -> BlockOut:
+            logits = student.logits.detach()
+            return BlockOut((logits**2).sum(), {}, grad_NV=2 * logits)
 
     grads = []
-    for leaf in (graph, explicit):
+    for kind in (Graph, Explicit):
         layout = inputs.layouts[0]
-        term = Term("t", leaf, Mode(), 0.5, 0, layout, models.signals(BATCH), [layout])
+        rows = TeacherRows(models.signals(BATCH), [layout.teacher_rows])
+        term = TeacherTerm("t", kind(ObjectiveOptions()), 0.5, 0, layout, rows)
         head = Head(23, weight=models.weight, softcap=2.0)
-        job = Job(head, inputs.plan, inputs.tokens, 0.1, [term])
-        grads.append(torch.autograd.grad(row_block_loss(job, models.hidden), [models.hidden, models.weight]))
+        run_ = BlockRun(head, inputs.blocks, 0.1, [term])
+        grads.append(torch.autograd.grad(row_block_loss(run_, models.hidden), [models.hidden, models.weight]))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
 

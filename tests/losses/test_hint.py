@@ -184,9 +184,9 @@ def test_shifted_rows_stop_the_run_with_the_explanation() -> None:
     with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
         hint_divergence(right, shifted, valid, spec)
     loss_fn = HintDistillationLossFn(spec)
-    loss_fn.end_step({"hint/loss": (0.3, 1.0)})
+    loss_fn.step_end({"hint/loss": (0.3, 1.0)})
     with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
-        loss_fn.end_step({"hint/loss": (2 * math.log(2) * 0.999, 2.0)})
+        loss_fn.step_end({"hint/loss": (2 * math.log(2) * 0.999, 2.0)})
 
 
 def test_a_signal_of_other_tokens_is_refused() -> None:

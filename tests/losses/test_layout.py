@@ -9,8 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.data.layout import AlignmentTensors, build_chunk_layout, build_identity_layout, build_token_layout
-from limbeck.losses.inputs import build_inputs
+from limbeck.data.layout import (
+    AlignmentTensors,
+    build_chunk_layout,
+    build_identity_layout,
+    build_token_layout,
+    teacher_layout,
+    token_layout,
+)
+from limbeck.losses.blocks import cut_blocks, shard_layouts
 from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, starts
 from tests.losses.reference import chunks_of
@@ -108,43 +115,67 @@ def test_token_layout_equals_loops() -> None:
     assert same.num_chunks == layout.rows.numel()
 
 
+def cut(batch: dict, teachers: int, block_rows: int):
+    start = starts(batch["input_ids"])
+    tokens = token_layout(batch, start)
+    layouts = [
+        teacher_layout(
+            batch,
+            i,
+            same_vocabulary=False,
+            student_row_start=start,
+            teacher_row_start=starts(batch[f"teacher_{i}_input_ids"]),
+            allow_inexact=True,
+        )
+        for i in range(teachers)
+    ]
+    return tokens, layouts, cut_blocks(tokens, layouts, block_rows)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 9999), block_rows=st.integers(1, 40), samples=st.integers(1, 5))
 def test_blocks_cover_everything_once_and_cut_no_chunk(seed: int, block_rows: int, samples: int) -> None:
-    batch = make_batch(samples=samples, seed=seed, teachers=2)
-    s_start = starts(batch["input_ids"])
-    t_starts = [starts(batch[f"teacher_{i}_input_ids"]) for i in range(2)]
-    inputs = build_inputs(batch, s_start, t_starts, [False, False], allow_inexact=True, block_rows=block_rows)
-    plan = inputs.plan
-    carried = set(inputs.tokens.rows.tolist()).union(*(layout.student_rows.tolist() for layout in inputs.layouts))
-    assert plan.rows.tolist() == sorted(carried)
-    assert torch.equal(plan.rows[plan.token_place], inputs.tokens.rows)
-    edges = [span.rows for span in plan.blocks]
-    assert [e[0] for e in edges] == [0, *(e[1] for e in edges[:-1])][: len(edges)]
-    assert (edges[-1][1] if edges else 0) == len(carried)
-    for i, layout in enumerate(inputs.layouts):
-        spans = [span.chunks[i] for span in plan.blocks]
-        for kind, total in (
-            ("chunks", layout.num_chunks),
-            ("student", len(layout.student_rows)),
-            ("teacher", len(layout.teacher_rows)),
-        ):
-            ranges = [getattr(s, kind) for s in spans]
+    tokens, layouts, blocks = cut(make_batch(samples=samples, seed=seed, teachers=2), 2, block_rows)
+    carried = set(tokens.rows.tolist()).union(*(layout.student_rows.tolist() for layout in layouts))
+    assert [row for block in blocks for row in block.rows_N.tolist()] == sorted(carried)
+    assert all(x.tokens[1] == y.tokens[0] for x, y in pairwise(blocks))
+    assert [row for b in blocks for row in b.rows_N[b.token_row_E].tolist()] == tokens.rows.tolist()
+    assert [token for b in blocks for token in b.token_ids_E.tolist()] == tokens.ids.tolist()
+    assert [weight for b in blocks for weight in b.token_weight_E.tolist()] == tokens.weight.tolist()
+    for i, layout in enumerate(layouts):
+        parts = [(block, block.chunks[i]) for block in blocks]
+        for name, total in (("chunks", layout.num_chunks), ("teacher_tokens", len(layout.teacher_rows))):
+            ranges = [getattr(part, name) for _, part in parts]
             assert sum(b - a for a, b in ranges) == total
             assert all(x[1] == y[0] for x, y in pairwise(ranges))
-        for span, chunk_span in zip(plan.blocks, spans, strict=True):
-            place = plan.chunk_place[i][chunk_span.student[0] : chunk_span.student[1]]
-            assert bool(((place >= span.rows[0]) & (place < span.rows[1])).all())
+        assert [row for b, c in parts for row in b.rows_N[c.student_row_M].tolist()] == layout.student_rows.tolist()
+        assert [token for _, c in parts for token in c.student_ids_M.tolist()] == layout.student_ids.tolist()
+        assert [row for _, c in parts for row in c.teacher_row_Q.tolist()] == layout.teacher_rows.tolist()
+        assert [token for _, c in parts for token in c.teacher_ids_Q.tolist()] == layout.teacher_ids.tolist()
+        for _, c in parts:
+            assert c.student_chunk_M[c.student_first_C].tolist() == list(range(c.num_chunks))
+            assert c.teacher_chunk_Q[c.teacher_first_C].tolist() == list(range(c.num_chunks))
+            assert torch.equal(c.student_chunk_M.bincount(minlength=c.num_chunks), c.student_count_C)
+            assert torch.equal(c.teacher_chunk_Q.bincount(minlength=c.num_chunks), c.teacher_count_C)
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 3, 5, 8, 100])
 def test_blocks_keep_to_their_size(block_rows: int) -> None:
-    batch = make_batch(samples=6, seed=2)
-    start, t_start = starts(batch["input_ids"]), starts(batch["teacher_0_input_ids"])
-    inputs = build_inputs(batch, start, [t_start], [False], allow_inexact=True, block_rows=block_rows)
-    (layout,) = inputs.layouts
+    _, (layout,), blocks = cut(make_batch(samples=6, seed=2), 1, block_rows)
     longest = int(layout.student_count.max()), int(layout.teacher_count.max())
-    for span in inputs.plan.blocks:
-        chunk_span = span.chunks[0]
-        assert span.rows[1] - span.rows[0] <= max(block_rows, longest[0])
-        assert chunk_span.teacher[1] - chunk_span.teacher[0] <= max(block_rows, longest[1])
+    for block in blocks:
+        assert block.rows_N.numel() <= max(block_rows, longest[0])
+        assert block.chunks[0].teacher_row_Q.numel() <= max(block_rows, longest[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 9999), parts=st.integers(1, 6), samples=st.integers(1, 5))
+def test_shards_hold_every_token_and_chunk_once(seed: int, parts: int, samples: int) -> None:
+    tokens, layouts, _ = cut(make_batch(samples=samples, seed=seed, teachers=2), 2, 8)
+    shards = [shard_layouts(tokens, layouts, part, parts) for part in range(parts)]
+    assert torch.cat([own.rows for own, _ in shards]).tolist() == tokens.rows.tolist()
+    for i, layout in enumerate(layouts):
+        own = [found[i] for _, found in shards]
+        assert sum(part.num_chunks for part in own) == layout.num_chunks
+        for name in ("student_rows", "student_ids", "teacher_rows", "teacher_ids", "sample", "student_count"):
+            assert torch.cat([getattr(part, name) for part in own]).tolist() == getattr(layout, name).tolist()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout
+from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.policy_gradient import (
     PolicyGradientLossFn,
     PolicyGradientSpec,
     group_advantages,
     policy_token_losses,
 )
-from limbeck.losses.token_logprobs import token_log_probs
 from limbeck.utils.errors import ConfigError, LossError
 from tests.losses.trace_cases import (
     WIDTH,
@@ -65,7 +65,8 @@ def test_value_and_gradient(mode: Any, seed: int) -> None:
     batch = policy_batch(seed=seed)
     hidden, head = hidden_and_head(6 * WIDTH, seed)
     loss_fn = PolicyGradientLossFn(PolicyGradientSpec(mode, divisor=64.0, block_rows=4))
-    assert loss_fn.annotate(batch) == mode
+    loss_fn.annotate(batch)
+    assert loss_fn.active.mode == mode
     counts = loss_fn.counts(batch)
     loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
     expected = reference(batch, naive_log_probs(hidden, head, batch), mode)
@@ -96,11 +97,13 @@ def test_micro_batches_add_up(mode: Any) -> None:
 def test_the_mode_is_named_for_what_it_is() -> None:
     batch = policy_batch()
     loss_fn = PolicyGradientLossFn()
-    assert loss_fn.annotate(dict(batch)) == "dr_grpo"
+    loss_fn.annotate(dict(batch))
+    assert loss_fn.active.mode == "dr_grpo"
     ungrouped = {**batch, "group_index": torch.full((6,), -1)}
     unscored = {**batch, "behavior_valid": torch.zeros_like(batch["behavior_valid"])}
     for lacking, what in ((ungrouped, "groups"), (unscored, "behaviour log-probs")):
-        assert loss_fn.annotate(dict(lacking)) == "reward_weighted"
+        loss_fn.annotate(dict(lacking))
+        assert loss_fn.active.mode == "reward_weighted"
         for mode in ("grpo", "dr_grpo"):
             with pytest.raises(LossError, match=what):
                 PolicyGradientLossFn(PolicyGradientSpec(mode)).annotate(dict(lacking))  # type: ignore[arg-type]

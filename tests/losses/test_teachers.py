@@ -198,10 +198,10 @@ def test_dynamic_scaling_is_one_number_per_step(models: Any) -> None:
     loss, metrics = run(fn, BATCH, models)
     kd, ce = (float(metrics[n][0] / metrics[n][1]) for n in ("kl_loss", "ce_loss"))
     assert float(loss.detach()) == pytest.approx(kd + ce)  # no estimate yet: the ratio is 1
-    fn.end_step(metrics)
+    fn.step_end(metrics)
     again, _ = run(fn, BATCH, models)
     assert float(again.detach()) == pytest.approx(2 * ce)  # sg(CE / KD) KD + CE
-    fn.end_step({"kl_loss": (10 * kd, 1), "ce_loss": (ce, 1)})
+    fn.step_end({"kl_loss": (10 * kd, 1), "ce_loss": (ce, 1)})
     third, _ = run(fn, BATCH, models)
     ratio = ce / (5.5 * kd)
     assert float(third.detach()) == pytest.approx(ratio * kd + ce)
@@ -209,7 +209,7 @@ def test_dynamic_scaling_is_one_number_per_step(models: Any) -> None:
     restored.load_state_dict(fn.state_dict())
     assert restored.scale.ratio() == fn.scale.ratio() == pytest.approx(ratio)
     with pytest.raises(LossError, match="finite"):
-        fn.end_step({"kl_loss": (float("nan"), 1), "ce_loss": (1.0, 1)})
+        fn.step_end({"kl_loss": (float("nan"), 1), "ce_loss": (1.0, 1)})
 
 
 def test_first_pass_scaling(models: Any) -> None:
@@ -217,10 +217,10 @@ def test_first_pass_scaling(models: Any) -> None:
     fn = CrossTokenizerDistillationLossFn(cfg, projections=PROJECTIONS)
     with torch.no_grad():
         _, metrics = run(fn, BATCH, models)
-    fn.start_step(metrics)
+    fn.first_pass(metrics)
     loss, metrics = run(fn, BATCH, models)
     assert float(loss.detach()) == pytest.approx(2 * float(metrics["ce_loss"][0] / metrics["ce_loss"][1]))
-    fn.end_step({"kl_loss": (99.0, 1), "ce_loss": (1.0, 1)})
+    fn.step_end({"kl_loss": (99.0, 1), "ce_loss": (1.0, 1)})
     assert float(run(fn, BATCH, models)[0].detach()) == pytest.approx(float(loss.detach()))
 
 
@@ -272,7 +272,7 @@ def test_no_teacher_is_plain_cross_entropy() -> None:
     ce, tokens = reference.ce(PLAIN, (models.hidden @ models.weight.t()).view(*PLAIN["input_ids"].shape, -1))
     torch.testing.assert_close(loss, ce / tokens)
     assert "kl_loss" not in metrics
-    fn.end_step(metrics)
+    fn.step_end(metrics)
 
 
 def test_misalignment_is_reported_by_the_step() -> None:
@@ -287,6 +287,6 @@ def test_misalignment_is_reported_by_the_step() -> None:
     signal = LogitsSignal(teacher, batch["input_ids"].reshape(-1))
     _, metrics = fn.compute(student, Head.identity(size), [signal], inputs, fn.counts(batch))
     with pytest.warns(UserWarning, match="misaligned"):
-        fn.end_step(metrics)
+        fn.step_end(metrics)
     with pytest.raises(LossError, match="do not belong together"):
-        fn.end_step(metrics)
+        fn.step_end(metrics)

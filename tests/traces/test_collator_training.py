@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from limbeck.losses import DivergenceSpec
-from limbeck.losses.compose import ChannelWeights, compose
 from limbeck.losses.hint import HintDistillationLossFn, HintSpec, ema_update
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn, PreferenceSpec
+from limbeck.losses.weights import ChannelWeights, compose
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
@@ -109,7 +109,8 @@ def test_reward_weighted_training_raises_what_was_rewarded() -> None:
     student = policy()
     channel = collate().channel("policy")
     loss_fn = PolicyGradientLossFn()
-    assert loss_fn.annotate(channel) == "reward_weighted"
+    loss_fn.annotate(channel)
+    assert loss_fn.active.mode == "reward_weighted"
     mask = channel["token_mask"].bool()
 
     def likelihood() -> torch.Tensor:

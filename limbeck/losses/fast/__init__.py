@@ -1,99 +1,93 @@
-"""Which micro-batches the kernels can do. Imports none of them, so it can be asked where Triton is not installed."""
+"""The gate: which micro-batches the kernels can do. Imports none of them, so it can be asked where Triton is not
+installed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from limbeck.losses.blocks import Term
-from limbeck.losses.fast.kernels import triton_available
-from limbeck.losses.fast.order import ColumnPlan, columns_for
-from limbeck.losses.inputs import LossInputs
-from limbeck.losses.objectives import corrected, published
-from limbeck.losses.objectives.base import Leaf
-from limbeck.losses.settings import LossSettings
-from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal
-from limbeck.losses.vocab.projection import VocabMap
+from limbeck.data.layout import ChunkLayout, TokenLayout
+from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
+from limbeck.losses.fast.order import Lanes, lanes_for
+from limbeck.losses.objectives.base import Objective
+from limbeck.losses.signals import Head, HiddenSignal, Signal
 from limbeck.utils.errors import LossError
 
+FastPath = Literal["auto", "off", "force"]
 FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORWARD_ONLY: tuple[Leaf, ...] = (
-    corrected.boundary_kl,
-    corrected.same_vocabulary,
-    published.p_kl,
-    published.common_kl,
-)
 
 
-def device_ready(device: torch.device) -> bool:
-    """Whether the kernels can run on this device."""
-    return device.type == "cuda" and triton_available()
+def triton_available() -> bool:
+    """Whether Triton can be imported, without importing it."""
+    return find_spec("triton") is not None
 
 
-def _plain(head: Head) -> bool:
+def _is_plain(head: Head) -> bool:
     """A bare matrix: no bias, no softcap, no scale, no wrapper, not divided among processes."""
-    bare = head.weight is not None and head.module is None and head.bias is None
-    bare = bare and not head.axis.sharded
-    return bare and not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES  # type: ignore[union-attr]
-
-
-def signal_ready(signal: Signal) -> bool:
-    """Whether the kernels can read this teacher."""
-    return isinstance(signal, TopKSignal) or (isinstance(signal, HiddenSignal) and _plain(signal.head))
-
-
-def student_ready(hidden: Tensor, head: Head) -> bool:
-    """Whether the kernels can read these hidden states and this head."""
-    return hidden.dtype in FAST_TYPES and _plain(head)
-
-
-def term_ready(term: Term) -> bool:
-    """Whether a term has a fast form: one teacher, fixed projection, and a divergence that the kernels know."""
-    mode, spec = term.mode, term.mode.spec
-    if len(term.signals) != 1 or (mode.rest_weight is not None and mode.rest_weight.requires_grad):
+    if head.weight is None or head.module is not None or head.bias is not None or head.axis.sharded:
         return False
-    if term.leaf is corrected.alm:
-        return True
-    top_k = isinstance(term.signals[0], TopKSignal)
-    if top_k:
-        return term.leaf is corrected.boundary_kl
-    known = any(term.leaf is leaf for leaf in _FORWARD_ONLY)
-    bucketed = term.leaf is corrected.same_vocabulary and spec.topk is not None
-    return known and spec.kind == "forward" and spec.entry_clip is None and not bucketed
+    return not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES
 
 
-def plan(settings: LossSettings, maps: Sequence[VocabMap | None], inputs: LossInputs) -> ColumnPlan | None:
-    """Column order of a micro-batch on the CPU, where the kernels may come to be used. maps: one per teacher."""
+def _can_read(signal: Signal) -> bool:
+    return signal.is_topk or (isinstance(signal, HiddenSignal) and _is_plain(signal.head))
+
+
+def _can_do(term: TeacherTerm) -> bool:
+    """One teacher that the kernels can read, with fixed weights, and an objective that they know."""
+    signals = term.teacher.signals
+    if len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
+        return False
+    return _can_read(signals[0]) and term.objective.has_kernels(topk=signals[0].is_topk)
+
+
+def plan_lanes(
+    choice: FastPath,
+    objectives: Sequence[Objective],
+    tokens: TokenLayout,
+    layouts: Sequence[ChunkLayout],
+    block_rows: int | None,
+) -> Lanes | None:
+    """The kernels' order of a micro-batch, on the CPU, where they may come to be used."""
     here = torch.cuda.is_available() and triton_available()
-    if settings.fast_path == "off" or (settings.fast_path == "auto" and not here):
+    if choice == "off" or (choice == "auto" and not here):
         return None
-    first = maps[0] if maps else None
-    sizes = None if first is None else (first.student_size, first.teacher_size)
-    return columns_for(settings.mode, inputs.tokens, inputs.layouts, sizes, settings.block_rows)
+    if not objectives:
+        return lanes_for(("first", "first"), tokens, layouts, None, block_rows)
+    vocab = objectives[0].vocab
+    sizes = None if vocab is None else (vocab.student_size, vocab.teacher_size)
+    return lanes_for(objectives[0].lanes, tokens, layouts, sizes, block_rows)
 
 
-def usable_columns(
-    settings: LossSettings,
-    inputs: LossInputs,
-    hidden: Tensor,
-    head: Head,
-    signals: Sequence[Signal],
-    terms: Sequence[Term],
-) -> ColumnPlan | None:
-    """The column order if the kernels can do this micro-batch; None: the plain path does it."""
-    forced = settings.fast_path == "force"
+def usable_lanes(
+    choice: FastPath, lanes: Lanes | None, hidden_RH: Tensor, head: Head, terms: Sequence[TeacherTerm]
+) -> Lanes | None:
+    """The lanes if the kernels can do this micro-batch; None: the plain path does it."""
+    forced = choice == "force"
     ready = (
-        inputs.columns is not None
-        and (forced or device_ready(hidden.device))
-        and student_ready(hidden, head)
-        and all(signal_ready(s) for s in signals)
-        and all(term_ready(t) for t in terms)
+        lanes is not None
+        and (forced or (hidden_RH.device.type == "cuda" and triton_available()))
+        and hidden_RH.dtype in FAST_TYPES
+        and _is_plain(head)
+        and all(_can_do(term) for term in terms)
     )
     if forced and not ready:
+        names = ", ".join(term.objective.mode for term in terms)
         raise LossError(
-            f"fast_path is 'force' but the kernels do not cover mode {settings.mode!r} with these settings, teachers "
+            f"fast_path is 'force' but the kernels do not cover mode {names!r} with these settings, teachers "
             "and heads; use 'auto'"
         )
-    return inputs.columns if ready else None
+    return lanes if ready else None
+
+
+def run_blocks(run: BlockRun, hidden_RH: Tensor, lanes: Lanes | None) -> Tensor:
+    """Loss of a run, by the kernels where there are lanes. Not yet verified, see `blocks.verify`."""
+    if lanes is None:
+        return row_block_loss(run, hidden_RH, check=False)
+    from limbeck.losses.fast.walk import fast_row_block_loss
+
+    return fast_row_block_loss(run, lanes, hidden_RH)

@@ -1,7 +1,7 @@
-"""The losses on vocabulary-major blocks: what each mode adds to the loss, and the factors of its gradient.
+"""The objectives on vocabulary-major blocks: what each adds to the loss, and the factors of its gradient.
 
 Work over rows x vocabulary is done by the kernels; what is left here is of the size of the rows, in plain torch and
-with the very functions of the reference leaves. Tests hold every mode against its leaf.
+with the very functions of the plain objectives. Tests hold each against its plain form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limbeck.losses.blocks import Term
+from limbeck.losses.blocks import TeacherTerm
 from limbeck.losses.divergences import binary_divergence
 from limbeck.losses.fast.kernels.boundary import boundary_divergence
 from limbeck.losses.fast.kernels.gradient import Paired, Projected
@@ -22,32 +22,40 @@ from limbeck.losses.fast.kernels.pairs import pairs_divergence
 from limbeck.losses.fast.kernels.project import project_columns
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
 from limbeck.losses.fast.kernels.stats import ColumnStats
-from limbeck.losses.fast.kernels.tables import PairTables, identity_pairs, pair_tables, projection_tables
-from limbeck.losses.fast.order import BlockColumns, SideColumns
-from limbeck.losses.objectives import corrected, published
-from limbeck.losses.objectives.base import Mode
+from limbeck.losses.fast.kernels.tables import identity_pairs, pair_tables, projection_tables
+from limbeck.losses.fast.order import BlockLanes, SideLanes
+from limbeck.losses.objectives.base import Objective
+from limbeck.losses.objectives.corrected import (
+    BoundaryKL,
+    ChunkLikelihood,
+    SameVocabulary,
+    rest_floor,
+    target_divergence,
+)
+from limbeck.losses.objectives.published import PKL, CommonKL, Gold, HybridKL
 from limbeck.losses.signals import TopKSignal
+from limbeck.losses.vocab.projection import VocabMap
 
 Sums = dict[str, tuple[Tensor, "Tensor | float"]]
 """Metrics of one block: (sum, count); a count that the host knows stays a number."""
 
 
 @dataclass
-class ColumnLogits:
-    """One side of a block: logits `[V, ld]`, their statistics, and at which of its columns which token was realised.
+class LaneLogits:
+    """One side of a block: logits `[V, ld]`, their statistics, and at which of its lanes which token was realised.
 
-    token_log_probs `[width]`: of the realised tokens at the mode's temperature (0 where a column has none)."""
+    token_log_probs `[width]`: of the realised tokens at the objective's temperature (0 where a lane has none)."""
 
-    side: SideColumns
+    side: SideLanes
     logits: Tensor
     stats: ColumnStats
     token_log_probs: Tensor
 
 
 @dataclass
-class Distilled:
-    """What a mode adds at one block. loss: weighted sum, times temperature squared, before the term's factor. source,
-    aligned, owned: G of the gradient kernel; kd, cp, co `[ld]`: its factors, the term's factor included."""
+class FastOut:
+    """What an objective adds at one block. loss: weighted sum, times temperature squared, before the term's factor.
+    source, aligned, owned: G of the gradient kernel; kd, cp, co `[ld]`: its factors, the term's factor included."""
 
     loss: Tensor
     metrics: Sums
@@ -57,33 +65,33 @@ class Distilled:
     source: Projected | Paired | None = None
     aligned: int = 0
     owned: int = 0
-    lse: Tensor | None = field(default=None)  # in place of the student's own, where columns stand for means
+    lse: Tensor | None = field(default=None)  # in place of the student's own, where lanes stand for means
 
 
-FastMode = Callable[[Term, BlockColumns, ColumnLogits, "ColumnLogits | None", Tensor], Distilled]
-"""(term, columns, student, teacher (None: a top-k list), weight of each chunk `[C]`) -> `Distilled`."""
+FastObjective = Callable[[TeacherTerm, BlockLanes, LaneLogits, "LaneLogits | None", Tensor], FastOut]
+"""(term, lanes, student, teacher (None: a top-k list), weight of each chunk `[C]`) -> `FastOut`."""
 
 
-def _segment_sums(values: Tensor, side: SideColumns) -> Tensor:
-    """Sums of the further columns `[extras, ...]` of each chunk of several tokens: float64 `[M, ...]`."""
+def _segment_sums(values: Tensor, side: SideLanes) -> Tensor:
+    """Sums of the further lanes `[extras, ...]` of each chunk of several tokens: float64 `[M, ...]`."""
     running = F.pad(values.double().cumsum(0), (0, 0) * (values.ndim - 1) + (1, 0))
     end = side.extra_first + side.extra_count
     return running.index_select(0, end) - running.index_select(0, side.extra_first)
 
 
-def chunk_means(values: Tensor, side: SideColumns) -> Tensor:
-    """Means `[M, ...]` over the tokens of each chunk of several, from its columns `[extras, ...]` (kind mean)."""
+def chunk_means(values: Tensor, side: SideLanes) -> Tensor:
+    """Means `[M, ...]` over the tokens of each chunk of several, from its lanes `[extras, ...]` (kind mean)."""
     count = side.extra_count.reshape(-1, *[1] * (values.ndim - 1))
     return (_segment_sums(values, side) / count).to(values.dtype)
 
 
-def _mean_lse(block: ColumnLogits, columns: BlockColumns) -> Tensor:
-    """Log-sum-exp of each column, with a chunk's mean in the columns that stand for means: `[ld]`."""
-    if not columns.multi:
+def _mean_lse(block: LaneLogits, lanes: BlockLanes) -> Tensor:
+    """Log-sum-exp of each lane, with a chunk's mean in the lanes that stand for means: `[ld]`."""
+    if not lanes.multi:
         return block.stats.lse_tau
     out, side = block.stats.lse_tau.clone(), block.side
-    extra = out[columns.chunks : columns.chunks + side.extras]
-    out[columns.single : columns.chunks] = chunk_means(extra, side)
+    extra = out[lanes.chunks : lanes.chunks + side.extras]
+    out[lanes.single : lanes.chunks] = chunk_means(extra, side)
     return out
 
 
@@ -91,56 +99,57 @@ def _padded(values: Tensor, ld: int) -> Tensor:
     return F.pad(values, (0, ld - values.shape[0]))
 
 
-def _chunk_log_probs(block: ColumnLogits, columns: BlockColumns, start: int) -> Tensor:
+def _chunk_log_probs(block: LaneLogits, lanes: BlockLanes, start: int) -> Tensor:
     """Chain-rule log-probability of the chunks from `start` on (all of several tokens from `single` on)."""
-    out = block.token_log_probs[start : columns.chunks].clone()
-    if columns.multi:
-        extra = block.token_log_probs[columns.chunks : columns.chunks + block.side.extras]
-        out[columns.single - start :] += _segment_sums(extra, block.side).to(out.dtype)
+    out = block.token_log_probs[start : lanes.chunks].clone()
+    if lanes.multi:
+        extra = block.token_log_probs[lanes.chunks : lanes.chunks + block.side.extras]
+        out[lanes.single - start :] += _segment_sums(extra, block.side).to(out.dtype)
     return out
 
 
 def _chunk_term(
-    term: Term, columns: BlockColumns, student: ColumnLogits, log_t: Tensor, weight: Tensor, start: int, factor: float
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, log_t: Tensor, weight: Tensor, start: int, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """(binary divergences of the chunks from `start` on, their gradient with respect to each column's realised
+    """(binary divergences of the chunks from `start` on, their gradient with respect to each lane's realised
     token's log-probability `[ld]`); factor: of the term in the total, without the chunks' weights."""
     with torch.enable_grad():
-        log_s = _chunk_log_probs(student, columns, start).requires_grad_()
-        rows = binary_divergence(log_s, log_t.to(log_s.dtype), term.mode.spec)
+        log_s = _chunk_log_probs(student, lanes, start).requires_grad_()
+        rows = binary_divergence(log_s, log_t.to(log_s.dtype), term.objective.spec)
         (slope,) = torch.autograd.grad((rows * weight[start:]).sum(), log_s)
     slope = slope * (term.factor * factor)
     out = slope.new_zeros(student.logits.shape[1])
-    out[start : columns.chunks] = slope
-    if columns.multi:
+    out[start : lanes.chunks] = slope
+    if lanes.multi:
         extras = student.side.extras
-        out[columns.chunks : columns.chunks + extras] = slope.index_select(0, student.side.owner - start)
+        out[lanes.chunks : lanes.chunks + extras] = slope.index_select(0, student.side.owner - start)
     return rows.detach(), out
 
 
-def _teacher_tokens(term: Term, columns: BlockColumns, teacher: ColumnLogits | None, start: int) -> Tensor:
+def _teacher_tokens(term: TeacherTerm, lanes: BlockLanes, teacher: LaneLogits | None, start: int) -> Tensor:
     if teacher is None:
-        signal, side = term.signals[0], columns.teacher
+        (signal,), side = term.teacher.signals, lanes.teacher
         assert isinstance(signal, TopKSignal)
         assert side is not None
         tokens = signal.next_logprob.index_select(0, side.rows).float()
-        teacher = ColumnLogits(side, tokens, ColumnStats(tokens, tokens, tokens), tokens)
-    return _chunk_log_probs(teacher, columns, start)
+        teacher = LaneLogits(side, tokens, ColumnStats(tokens, tokens, tokens), tokens)
+    return _chunk_log_probs(teacher, lanes, start)
 
 
 def boundary(
-    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
-) -> Distilled:
-    """`corrected.boundary_kl`: whole distributions (forward), or a top-k list (any direction)."""
-    mode, count, ld = term.mode, columns.chunks, student.logits.shape[1]
-    tau = mode.temperature
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+) -> FastOut:
+    """`BoundaryKL`: whole distributions (forward), or a top-k list (any direction)."""
+    objective, count, ld = term.objective, lanes.chunks, student.logits.shape[1]
+    assert isinstance(objective, BoundaryKL)
+    tau, chunk_weight = objective.temperature, objective.options.chunk_weight
     # the realised tokens' teacher logits are read before the divergence overwrites them
-    log_t = _teacher_tokens(term, columns, teacher, columns.single) if columns.multi else weight[:0]
-    tables = projection_tables(mode.map)
+    log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
+    tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
     complex_mass = project_columns(student.logits, lse, tables.complex, tables, tau)
     if teacher is None:
-        rows, right, unreached, residual, cp = _top_k(term, columns, student, complex_mass, weight)
+        rows, right, unreached, residual, cp = _top_k(term, objective.vocab, lanes, student, complex_mass, weight)
         kd = residual.new_ones(count, dtype=torch.float32) / tau
     else:
         out = boundary_divergence(
@@ -151,7 +160,7 @@ def boundary(
         kd = weight * (term.factor * tau)
         cp, residual = kd * out.student_term, teacher.logits
     owner = torch.arange(ld, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
-    result = Distilled(
+    result = FastOut(
         (rows * weight).sum() * tau**2,
         {"boundary_kl": ((rows * weight).sum(), count), "proj_accuracy": (right, count)},
         _padded(kd, ld),
@@ -162,23 +171,23 @@ def boundary(
     )
     result.metrics["unreached_mass"] = (unreached, count)
     chunk_kl = rows.new_zeros(())
-    if columns.multi:
-        chunk_rows, slope = _chunk_term(term, columns, student, log_t, weight, columns.single, mode.chunk_weight * tau)
-        chunk_kl = (chunk_rows * weight[columns.single :]).sum()
-        result.loss = result.loss + chunk_kl * (mode.chunk_weight * tau**2)
+    if lanes.multi:
+        chunk_rows, slope = _chunk_term(term, lanes, student, log_t, weight, lanes.single, chunk_weight * tau)
+        chunk_kl = (chunk_rows * weight[lanes.single :]).sum()
+        result.loss = result.loss + chunk_kl * (chunk_weight * tau**2)
         result.cp -= slope
         result.co += slope
-    result.metrics["chunk_kl"] = (chunk_kl, float(columns.multi))
+    result.metrics["chunk_kl"] = (chunk_kl, float(lanes.multi))
     return result
 
 
 def _top_k(
-    term: Term, columns: BlockColumns, student: ColumnLogits, complex_mass: Tensor, weight: Tensor
+    term: TeacherTerm, vocab: VocabMap, lanes: BlockLanes, student: LaneLogits, complex_mass: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(rows, right guesses, unreached mass, R `[V_t + 1, ld]`, `sum q R` `[C]`) against a top-k list."""
-    mode, count, ld = term.mode, columns.chunks, student.logits.shape[1]
-    vocab, tables, tau = mode.map, projection_tables(mode.map), mode.temperature
-    signal, side = term.signals[0], columns.teacher
+    count, ld = lanes.chunks, student.logits.shape[1]
+    tables, tau = projection_tables(vocab), term.objective.temperature
+    (signal,), side = term.teacher.signals, lanes.teacher
     assert isinstance(signal, TopKSignal)
     assert side is not None
     first = side.rows[:count]
@@ -195,8 +204,8 @@ def _top_k(
         mass = mass + complex_mass.reshape(-1)[place.clamp(min=0) * ld + at].masked_fill(place < 0, 0)
     with torch.enable_grad():
         q = (mass * member).requires_grad_()
-        tail, floor = (1 - target.sum(-1)).clamp(min=0), corrected.rest_floor(q.dtype)
-        rows = corrected.target_divergence(target, member, q, tail, 1 - q.sum(-1), floor, mode.spec)
+        tail, floor = (1 - target.sum(-1)).clamp(min=0), rest_floor(q.dtype)
+        rows = target_divergence(target, member, q, tail, 1 - q.sum(-1), floor, term.objective.spec)
         (slope,) = torch.autograd.grad((rows * weight).sum(), q)
     slope = slope * member * (-term.factor * tau**2)
     # empty places and unreached tokens have no slope; they are sent to a row of their own, behind the vocabulary
@@ -207,98 +216,93 @@ def _top_k(
 
 
 def chunks_only(
-    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
-) -> Distilled:
-    """`corrected.alm`."""
-    log_t, tau = _teacher_tokens(term, columns, teacher, 0), term.mode.temperature
-    rows, slope = _chunk_term(term, columns, student, log_t, weight, 0, tau)
-    return Distilled((rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+) -> FastOut:
+    """`ChunkLikelihood`."""
+    log_t, tau = _teacher_tokens(term, lanes, teacher, 0), term.objective.temperature
+    rows, slope = _chunk_term(term, lanes, student, log_t, weight, 0, tau)
+    return FastOut((rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
 
 
 def p_kl(
-    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
-) -> Distilled:
-    """`published.p_kl`, forward; the teacher's logits hold only the columns K."""
-    mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+) -> FastOut:
+    """`PKL`, forward; the teacher's logits hold only its ids K."""
+    objective, count, single, ld = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
+    assert isinstance(objective, PKL)
     assert teacher is not None
-    assert mode.columns is not None
-    tau, tables, side = mode.temperature, projection_tables(mode.map), student.side
-    mass = project_columns(student.logits, student.stats.lse_tau, mode.columns, tables, tau)
+    ids_K = term.teacher.vocab_ids_K
+    assert ids_K is not None
+    tau, tables, side = objective.temperature, projection_tables(objective.vocab), student.side
+    mass = project_columns(student.logits, student.stats.lse_tau, ids_K, tables, tau)
     own = mass[:, single : count + side.extras].clone()
     mean_over_chunks(mass, single, count, side.extra_first.int(), side.extra_count.int())
     total = mass.sum(0)
-    out = p_kl_divergence(mass, teacher.logits, _mean_lse(teacher, columns), total, count, tau)
+    out = p_kl_divergence(mass, teacher.logits, _mean_lse(teacher, lanes), total, count, tau)
     owner = torch.cat((torch.arange(count, device=mass.device), side.owner))
-    kd = (weight * (term.factor * tau) / side.count).index_select(0, owner)
+    kd = (weight * (term.factor * tau) / side.count_C).index_select(0, owner)
     shift = out.shift.index_select(0, owner)
     term_cp = _padded(out.student_term, owner.numel())
-    if columns.multi:
+    if lanes.multi:
         chosen = mass.index_select(1, owner[single:])
         term_cp[single:] = (own * chosen).sum(0) - shift[single:] * own.sum(0)
-    return Distilled(
+    return FastOut(
         (out.rows * weight).sum() * tau**2,
         {"proj_accuracy": (out.right.sum(), count)},
         _padded(kd, ld),
         _padded(kd * term_cp, ld),
         mass.new_zeros(ld),
-        Projected(mass, tables.within(mode.columns, mode.map.teacher_size), tables, _padded(owner, ld).int(),
+        Projected(mass, tables.within(ids_K, objective.vocab.teacher_size), tables, _padded(owner, ld).int(),
                   _padded(shift, ld)),
         aligned=count,
         owned=count + side.extras,
     )  # fmt: skip
 
 
-def _pairs_of(mode: Mode, student: ColumnLogits) -> PairTables:
-    """Tables of the mode's pairs, kept on it for the micro-batch's other blocks."""
-    kept: PairTables | None = getattr(mode, "_pair_tables", None)
-    if kept is None:
-        size, device = student.logits.shape[0], student.logits.device
-        if mode.common is None or mode.uncommon is None:
-            kept = identity_pairs(size, device)
-        else:
-            kept = pair_tables(mode.common, mode.uncommon, size)
-        mode._pair_tables = kept  # type: ignore[attr-defined]
-    return kept
-
-
 def pairs(
-    term: Term, columns: BlockColumns, student: ColumnLogits, teacher: ColumnLogits | None, weight: Tensor
-) -> Distilled:
-    """`published.common_kl` (gold, H-KL), forward, and `corrected.same_vocabulary`, forward."""
-    mode, count, single, ld = term.mode, columns.chunks, columns.single, student.logits.shape[1]
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+) -> FastOut:
+    """`CommonKL` (gold, H-KL), forward, and `SameVocabulary`, forward."""
+    objective, count, single, ld = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert teacher is not None
-    tau, tables = mode.temperature, _pairs_of(mode, student)
-    lse_s, lse_t = _mean_lse(student, columns), _mean_lse(teacher, columns)
+    common = objective.pairs if isinstance(objective, CommonKL) else None
+    if common is None:
+        tables = identity_pairs(student.logits.shape[0], student.logits.device)
+    else:
+        tables = pair_tables(common, student.logits.shape[0], teacher.logits.shape[0])
+    tau = objective.temperature
+    lse_s, lse_t = _mean_lse(student, lanes), _mean_lse(teacher, lanes)
     out = pairs_divergence(student.logits, teacher.logits, lse_s, lse_t, tables, count, tau)
     rows, mass, rest = out.rows, -out.kept, None
     metrics: Sums = {"proj_accuracy": (out.right.sum(), count)}
     if tables.rest_student.numel() + tables.rest_teacher.numel():
         rest = sorted_rest(
             student.logits, teacher.logits, lse_s, lse_t, tables.rest_student, tables.rest_teacher, count,
-            mode.uncommon_topk, tau,
+            objective.options.uncommon_topk, tau,
         )  # fmt: skip
         rows, mass = rows + rest.rows, mass + rest.mass
-    if mode.common is not None:
+    if common is not None:
         l1 = rows.new_zeros(()) if rest is None else (rest.rows * weight).sum()
         metrics["common_kl"], metrics["uncommon_l1"] = ((out.rows * weight).sum(), count), (l1, count)
     kd = weight * (term.factor * tau)
     own = -kd * mass
     cp = rows.new_zeros(ld)
     cp[:single] = own[:single]
-    if columns.multi:
-        shared = (own / student.side.count).index_select(0, student.side.owner)
+    if lanes.multi:
+        shared = (own / student.side.count_C).index_select(0, student.side.owner)
         cp[count : count + student.side.extras] = shared
-    return Distilled(
+    return FastOut(
         (rows * weight).sum() * tau**2, metrics, _padded(kd, ld), cp, torch.zeros_like(cp),
         Paired(teacher.logits, lse_t, tables, rest), aligned=count, lse=lse_s,
     )  # fmt: skip
 
 
-FAST_MODES: dict[Callable[..., object], FastMode] = {
-    corrected.boundary_kl: boundary,
-    corrected.alm: chunks_only,
-    corrected.same_vocabulary: pairs,
-    published.p_kl: p_kl,
-    published.common_kl: pairs,
+FAST_OBJECTIVES: dict[type[Objective], FastObjective] = {
+    BoundaryKL: boundary,
+    ChunkLikelihood: chunks_only,
+    SameVocabulary: pairs,
+    PKL: p_kl,
+    Gold: pairs,
+    HybridKL: pairs,
 }
-"""Fast form of each reference leaf."""
+"""Fast form of each objective that has one."""

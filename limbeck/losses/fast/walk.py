@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from limbeck.losses.blocks import Job, Term
+from limbeck.losses.blocks import BlockRun, TeacherTerm
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, write_gradient
 from limbeck.losses.fast.kernels.scale import scaled
 from limbeck.losses.fast.kernels.stats import column_stats
-from limbeck.losses.fast.objectives import FAST_MODES, ColumnLogits, Distilled, Sums, chunk_means
-from limbeck.losses.fast.order import BlockColumns, SideColumns
-from limbeck.losses.objectives import published
+from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, Sums, chunk_means
+from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes
 from limbeck.losses.signals import HiddenSignal, compute_dtype
 
 
@@ -43,12 +42,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
 class _Pass:
     """One walk over the blocks."""
 
-    def __init__(self, job: Job, hidden: Tensor, needs: Sequence[bool]) -> None:
-        assert job.columns is not None
-        assert job.head.weight is not None
-        self.job, self.hidden, self.blocks = job, hidden.detach(), job.columns.blocks
-        self.weight = job.head.weight.detach()
-        self.size = job.head.vocab_size
+    def __init__(self, run: BlockRun, lanes: Lanes, hidden: Tensor, needs: Sequence[bool]) -> None:
+        assert run.head.weight is not None
+        self.work, self.hidden, self.blocks = run, hidden.detach(), lanes.lanes
+        self.weight = run.head.weight.detach()
+        self.size = run.head.vocab_size
         self.with_grad = any(needs)
         grad_type = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         self.hidden_grad = torch.zeros_like(self.hidden, dtype=grad_type) if needs[0] else None
@@ -67,21 +65,22 @@ class _Pass:
 
     def _teacher_weight(self) -> Tensor | None:
         """The teacher's head, or its rows at P-KL's columns, which are chosen here."""
-        if not self.job.terms or not isinstance(self.job.terms[0].signals[0], HiddenSignal):
+        if not self.work.terms:
             return None
-        term = self.job.terms[0]
-        signal = term.signals[0]
-        assert isinstance(signal, HiddenSignal)
+        (term,) = self.work.terms
+        (signal,) = term.teacher.signals
+        if not isinstance(signal, HiddenSignal):
+            return None
         assert signal.head.weight is not None
         weight = signal.head.weight.detach()[: signal.vocab_size]
-        if term.leaf is not published.p_kl:
+        if not term.objective.chooses_ids:
             return weight
-        if term.mode.columns is None:
-            term.mode.columns = self._top_columns(signal, weight, term)
-        return weight.index_select(0, term.mode.columns)
+        if term.teacher.vocab_ids_K is None:
+            term.teacher.vocab_ids_K = self._top_ids(signal, weight, term)
+        return weight.index_select(0, term.teacher.vocab_ids_K)
 
-    def _top_columns(self, signal: HiddenSignal, weight: Tensor, term: Term) -> Tensor:
-        """`teacher_scores.top_columns` on vocabulary-major blocks."""
+    def _top_ids(self, signal: HiddenSignal, weight: Tensor, term: TeacherTerm) -> Tensor:
+        """`PKL.choose_ids` on vocabulary-major blocks."""
         rows = term.layout.teacher_rows
         best = torch.full((weight.shape[0],), -torch.inf, device=weight.device)
         step = max((padded(b.teacher.width) for b in self.blocks if b.teacher is not None), default=1)
@@ -91,8 +90,8 @@ class _Pass:
             some = torch.cat((some, some[-1:].expand(padded(some.numel()) - some.numel())))
             inputs = signal.hidden.detach().index_select(0, some).to(weight.dtype)
             best = torch.maximum(best, self._product("teacher", weight, inputs).amax(1).float())
-        best = self.job.peers.maximum(best)
-        return best.topk(min(term.mode.vocab_topk, best.numel())).indices.sort().values
+        best = self.work.comm.max(best)
+        return best.topk(min(term.objective.options.vocab_topk, best.numel())).indices.sort().values
 
     # ---- one side of a block ----
 
@@ -106,7 +105,7 @@ class _Pass:
         out = self.buffers[name][:numel].view(weight.shape[0], inputs.shape[0])
         return torch.mm(weight, inputs.t(), out=out)
 
-    def _inputs(self, hidden: Tensor, side: SideColumns, block: BlockColumns, dtype: torch.dtype) -> Tensor:
+    def _inputs(self, hidden: Tensor, side: SideLanes, block: BlockLanes, dtype: torch.dtype) -> Tensor:
         """Hidden states of the columns `[ld, h]`; zeros in padding."""
         out = hidden.new_empty(side.padded, hidden.shape[1], dtype=dtype)
         out[: side.width] = hidden.index_select(0, side.rows)
@@ -117,8 +116,8 @@ class _Pass:
         return out
 
     def _side(
-        self, name: str, weight: Tensor, inputs: Tensor, side: SideColumns, tau: float, *, whole: bool = True
-    ) -> ColumnLogits:
+        self, name: str, weight: Tensor, inputs: Tensor, side: SideLanes, tau: float, *, whole: bool = True
+    ) -> LaneLogits:
         """Logits and statistics of one side; whole: every token has its row, so realised tokens can be looked up."""
         logits = self._product(name, weight, inputs)
         stats = column_stats(logits, tau)
@@ -127,7 +126,7 @@ class _Pass:
             at = torch.arange(side.width, device=logits.device)
             picked = logits.reshape(-1)[side.ids.clamp(min=0) * logits.shape[1] + at].float() / tau
             tokens = (picked - stats.lse_tau[: side.width]).masked_fill(side.ids < 0, 0.0)
-        return ColumnLogits(side, logits, stats, tokens)
+        return LaneLogits(side, logits, stats, tokens)
 
     # ---- blocks ----
 
@@ -138,9 +137,9 @@ class _Pass:
         self._metrics()
         return total
 
-    def _block(self, block: BlockColumns, *, first: bool) -> Tensor:
-        term = self.job.terms[0] if self.job.terms and block.chunks else None
-        tau = 1.0 if term is None else term.mode.temperature
+    def _block(self, block: BlockLanes, *, first: bool) -> Tensor:
+        term = self.work.terms[0] if self.work.terms and block.chunks else None
+        tau = 1.0 if term is None else term.objective.temperature
         inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
         student = self._side("student", self.weight[: self.size], inputs, block.student, tau)
         total, ce = self._cross_entropy(block, student, tau)
@@ -165,7 +164,7 @@ class _Pass:
         self._through_head(block, inputs, student.logits, first=first)
         return total
 
-    def _cross_entropy(self, block: BlockColumns, student: ColumnLogits, tau: float) -> tuple[Tensor, Tensor]:
+    def _cross_entropy(self, block: BlockLanes, student: LaneLogits, tau: float) -> tuple[Tensor, Tensor]:
         """(loss, gradient factor of each column's p) of cross-entropy; the loss is in float64."""
         width = block.student.width
         log_p = student.token_log_probs
@@ -177,25 +176,24 @@ class _Pass:
             right = (student.stats.argmax[:width] == block.label) * block.ce_weight
             weight = block.ce_weight.sum()
             self._add("", {"ce": (loss, weight), "accuracy": (right.sum(), weight)})
-        return loss.double() * self.job.token_factor, block.ce_weight * self.job.token_factor
+        return loss.double() * self.work.token_factor, block.ce_weight * self.work.token_factor
 
-    def _distil(self, term: Term, block: BlockColumns, student: ColumnLogits) -> Distilled:
+    def _distil(self, term: TeacherTerm, block: BlockLanes, student: LaneLogits) -> FastOut:
         assert block.teacher is not None
-        teacher, signal = None, term.signals[0]
+        teacher, (signal,) = None, term.teacher.signals
         if isinstance(signal, HiddenSignal):
             assert self.teacher_weight is not None
             inputs = self._inputs(signal.hidden.detach(), block.teacher, block, self.teacher_weight.dtype)
-            whole = term.leaf is not published.p_kl
-            tau = term.mode.temperature
+            whole, tau = not term.objective.chooses_ids, term.objective.temperature
             teacher = self._side("teacher", self.teacher_weight, inputs, block.teacher, tau, whole=whole)
         weight = student.stats.lse.new_ones(block.chunks)
-        if term.chunk_weight is not None:
-            weight = term.chunk_weight.index_select(0, block.order).float()
-        out = FAST_MODES[term.leaf](term, block, student, teacher, weight)
+        if term.chunk_weight_C is not None:
+            weight = term.chunk_weight_C.index_select(0, block.order_C).float()
+        out = FAST_OBJECTIVES[type(term.objective)](term, block, student, teacher, weight)
         self._add(f"{term.name}/", {"kl": (out.loss, block.chunks), **out.metrics})
         return out
 
-    def _through_head(self, block: BlockColumns, inputs: Tensor, grad: Tensor, *, first: bool) -> None:
+    def _through_head(self, block: BlockLanes, inputs: Tensor, grad: Tensor, *, first: bool) -> None:
         if self.weight_grad is not None:
             add_product(self.weight_grad[: self.size], grad, inputs, first=first)
         if self.hidden_grad is None:
@@ -204,7 +202,7 @@ class _Pass:
         into = grad.t() @ self.weight[: self.size]
         rows, into = side.rows, into[: side.width]
         if side.mean and block.multi:
-            shared = into[: block.chunks].float() / side.count[:, None]
+            shared = into[: block.chunks].float() / side.count_C[:, None]
             extra = into[block.chunks : block.chunks + side.extras]
             extra.copy_(extra.float() + shared.index_select(0, side.owner))
             for start, end in ((0, block.single), (block.chunks, side.width)):
@@ -228,7 +226,7 @@ class _Pass:
             total = _sum([next(values) for _ in entries])
             known = sum(count for _, count in entries if not isinstance(count, Tensor))
             unknown = [next(counts) for _, count in entries if isinstance(count, Tensor)]
-            self.job.metrics[name] = (total, _sum(unknown) if unknown else torch.full_like(total, known))
+            self.work.metrics[name] = (total, _sum(unknown) if unknown else torch.full_like(total, known))
 
 
 def _sum(values: list[Tensor]) -> Tensor:
@@ -242,8 +240,8 @@ class FastRowBlockLoss(torch.autograd.Function):
     """`blocks.RowBlockLoss` by kernels; params: the head's weight where it wants a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
-        work = _Pass(job, hidden, ctx.needs_input_grad[1:])
+    def forward(ctx: Any, run: BlockRun, lanes: Lanes, hidden: Tensor, *params: Tensor) -> Tensor:
+        work = _Pass(run, lanes, hidden, ctx.needs_input_grad[2:])
         with torch.no_grad():
             total = work.run()
         ctx.grads = [work.hidden_grad, *([work.weight_grad] if params else [])]
@@ -253,4 +251,10 @@ class FastRowBlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.grads, ctx.dtypes, strict=True)
-        return None, *(None if grad is None else scaled(grad, outer[0], dtype) for grad, dtype in pairs)
+        return None, None, *(None if grad is None else scaled(grad, outer[0], dtype) for grad, dtype in pairs)
+
+
+def fast_row_block_loss(run: BlockRun, lanes: Lanes, hidden_RH: Tensor) -> Tensor:
+    """`blocks.row_block_loss` without its check; the caller verifies."""
+    out: Tensor = FastRowBlockLoss.apply(run, lanes, hidden_RH, *run.head.parameters())
+    return out

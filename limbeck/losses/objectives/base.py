@@ -1,28 +1,32 @@
-"""What a leaf loss sees: the student's logits of one block, one teacher's share of that block, and the mode's settings.
+"""What an objective is: a rule that turns the chunks of one teacher in a block of rows into a sum.
 
-A leaf is a pure function `(BlockLogits, TeacherBlock, Mode) -> LeafOut`. It may return an explicit gradient with
-respect to the block's logits (a fused kernel would); otherwise its loss carries a graph and autograd is asked.
+Shapes: `N` rows of a block, `C` chunks, `M`/`Q` chunk tokens of student and teacher, `V`/`U` their vocabularies, `K`
+chosen ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from limbeck.distributed.comm import Comm
 from limbeck.losses.divergences import DivergenceSpec
-from limbeck.losses.signals import TeacherScores
+from limbeck.losses.signals import TeacherRows, TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
-from limbeck.losses.vocab.projection import VocabMap
-from limbeck.utils.errors import LossError
+from limbeck.losses.vocab.projection import ProjectionLike, ShardedMap, VocabMap
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Named (sum, count) pairs, detached."""
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Metrics of one block: named (sum, count) pairs, detached."""
+
+Lane = Literal["first", "mean"]
+"""What stands for a chunk in the kernels' order: the row of its first token, or the mean of its rows."""
 
 
 class BlockLogits:
-    """Student logits `[n, V_s]` of one block of rows; log-probabilities are computed once per temperature.
+    """Student logits `[N, V]` of one block of rows; log-probabilities are computed once per temperature.
 
     axis: where the columns lie; on a sharded one, logits and log-probabilities are those of this rank's columns.
     """
@@ -38,50 +42,65 @@ class BlockLogits:
         return self._log_probs[temperature]
 
 
-@dataclass
-class TeacherBlock:
+@dataclass(frozen=True)
+class ChunkBlock:
     """The chunks of one teacher that lie in a block; all indices are local to the block.
 
-    student_row `[ns]`: place among the block's rows; `*_first` `[C]`: index into the token arrays of a chunk's first
-    token; `*_count` `[C]`; weight `[C]`: what each chunk counts (1 unless teachers are weighted by score).
+    chunks, teacher_tokens: half-open ranges of them in the micro-batch's layout. student_row_M: place among the
+    block's rows; teacher_row_Q: flat row of the signal; `*_first_C`: index into the token arrays of a chunk's first
+    token.
     """
 
-    num_chunks: int
-    student_row: Tensor
-    student_chunk: Tensor
-    student_ids: Tensor
-    student_first: Tensor
-    student_count: Tensor
-    teacher_chunk: Tensor
-    teacher_ids: Tensor
-    teacher_first: Tensor
-    teacher_count: Tensor
-    weight: Tensor
-    scores: TeacherScores
+    chunks: tuple[int, int]
+    teacher_tokens: tuple[int, int]
+    teacher_row_Q: Tensor
+    student_row_M: Tensor
+    student_chunk_M: Tensor
+    student_ids_M: Tensor
+    student_first_C: Tensor
+    student_count_C: Tensor
+    teacher_chunk_Q: Tensor
+    teacher_ids_Q: Tensor
+    teacher_first_C: Tensor
+    teacher_count_C: Tensor
+    weight_C: Tensor | None = None  # what each chunk counts; None: 1
 
     @property
-    def multi(self) -> Tensor:
-        """bool `[C]`: more than one token on a side."""
-        return (self.student_count > 1) | (self.teacher_count > 1)
+    def num_chunks(self) -> int:
+        return self.chunks[1] - self.chunks[0]
 
-    def student_boundary(self, log_probs: Tensor) -> Tensor:
-        """Rows of `[n, V]` at which the student predicts each chunk's first token: `[C, V]`."""
-        if self.num_chunks == log_probs.shape[0]:  # every row is the start of a chunk: they are in order already
-            return log_probs
-        return log_probs.index_select(0, self.student_row.index_select(0, self.student_first))
+    @property
+    def multi_C(self) -> Tensor:
+        """bool: more than one token on a side."""
+        return (self.student_count_C > 1) | (self.teacher_count_C > 1)
+
+    def weighted(self, values_C: Tensor) -> Tensor:
+        """Values times what their chunks count."""
+        return values_C if self.weight_C is None else values_C * self.weight_C.to(values_C.dtype)
+
+    def count(self, like: Tensor) -> Tensor:
+        """Number of chunks as a scalar."""
+        return like.new_full((), float(self.num_chunks))
+
+    def student_boundary(self, values_NV: Tensor) -> Tensor:
+        """Rows at which the student predicts each chunk's first token: `[C, V]`."""
+        if self.num_chunks == values_NV.shape[0]:  # every row is the start of a chunk: they are in order already
+            return values_NV
+        return values_NV.index_select(0, self.student_row_M.index_select(0, self.student_first_C))
 
     def student_tokens(self, student: BlockLogits, temperature: float) -> Tensor:
-        """Log-probabilities `[ns]` of the realised student tokens."""
-        return student.axis.pick(student.log_probs(temperature), self.student_row, self.student_ids)
+        """Log-probabilities `[M]` of the realised student tokens."""
+        return student.axis.pick(student.log_probs(temperature), self.student_row_M, self.student_ids_M)
 
-    def student_mean(self, values: Tensor) -> Tensor:
-        """Mean of `[n, V]` over each chunk's student rows: `[C, V]`."""
-        rows = values if self.student_row.numel() == values.shape[0] else values.index_select(0, self.student_row)
-        return chunk_mean(rows, self.student_chunk, self.student_count)
+    def student_mean(self, values_NV: Tensor) -> Tensor:
+        """Mean over each chunk's student rows: `[C, V]`."""
+        every = self.student_row_M.numel() == values_NV.shape[0]
+        values_MV = values_NV if every else values_NV.index_select(0, self.student_row_M)
+        return chunk_mean(values_MV, self.student_chunk_M, self.student_count_C)
 
-    def teacher_mean(self, values: Tensor) -> Tensor:
-        """Mean of `[nt, V]` over each chunk's teacher rows: `[C, V]`."""
-        return chunk_mean(values, self.teacher_chunk, self.teacher_count)
+    def teacher_mean(self, values_QU: Tensor) -> Tensor:
+        """Mean over each chunk's teacher rows: `[C, U]`."""
+        return chunk_mean(values_QU, self.teacher_chunk_Q, self.teacher_count_C)
 
 
 def chunk_sum(values: Tensor, chunk: Tensor, num_chunks: int) -> Tensor:
@@ -96,62 +115,97 @@ def chunk_mean(values: Tensor, chunk: Tensor, count: Tensor) -> Tensor:
 
 
 @dataclass
-class Mode:
-    """Settings of one teacher's loss in one micro-batch, and the tables that it needs."""
+class BlockOut:
+    """Result of an objective on one block. `loss`: sum over chunks, by weight. `grad_NV`: its gradient with respect to
+    the block's logits where the objective computes it itself; `loss` then needs no graph."""
+
+    loss: Tensor
+    metrics: Sums
+    grad_NV: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """Settings of objectives, see `limbeck.losses.distillation.CrossTokenizerDistillationLossConfig`."""
 
     temperature: float = 1.0
     spec: DivergenceSpec = field(default_factory=DivergenceSpec)
     chunk_weight: float = 1.0
-    vocab: VocabMap | None = None
-    rest_weight: Tensor | None = None  # [m] weights of vocab's multi-piece entries; a leaf of the block's graph
-    columns: Tensor | None = None  # [K] P-KL: the micro-batch's teacher columns
-    common: tuple[Tensor, Tensor] | None = None  # gold, H-KL: paired student and teacher ids
-    uncommon: tuple[Tensor, Tensor] | None = None  # their complements
     vocab_topk: int = 8192
     uncommon_topk: int = 8192
-
-    @property
-    def map(self) -> VocabMap:
-        if self.vocab is None:
-            raise LossError("this loss needs a projection between the vocabularies; give one for this teacher")
-        return self.vocab
-
-    def common_columns(self, log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor, VocabAxis]:
-        """Both sides at the common pairs `[C, P]`, and the axis on which those lie."""
-        pairs = getattr(self.vocab, "pairs", None)
-        if pairs is not None:
-            return pairs.exchange(log_s), log_t.index_select(1, pairs.teacher), pairs.axis
-        if self.common is None:
-            raise LossError("gold and H-KL need the common token pairs of a projection")
-        return log_s.index_select(1, self.common[0]), log_t.index_select(1, self.common[1]), WHOLE
-
-    def uncommon_columns(self, log_s: Tensor, log_t: Tensor) -> list[tuple[Tensor, VocabAxis]]:
-        """Each side's columns that are in no pair, and the axis on which they lie."""
-        pairs = getattr(self.vocab, "pairs", None)
-        if pairs is not None:
-            rest = zip((log_s, log_t), pairs.rest, strict=True)
-            return [(values.index_select(1, ids), axis) for values, (ids, axis) in rest]
-        if self.uncommon is None:
-            raise LossError("gold and H-KL need the common token pairs of a projection")
-        return [(v.index_select(1, ids), WHOLE) for v, ids in zip((log_s, log_t), self.uncommon, strict=True)]
+    learnable: bool = False
 
 
-@dataclass
-class LeafOut:
-    """Result of a leaf on one block. `loss`: sum over chunks or tokens, by weight. `grad`: its gradient with respect
-    to the block's logits where the leaf computes it itself; `loss` then needs no graph."""
+class Objective(nn.Module, ABC):
+    """How one teacher's chunks in a block become a sum. Owns its vocabulary tables and learnable weights.
 
-    loss: Tensor
-    metrics: Metrics
-    grad: Tensor | None = None
+    A new one is a file beside this one and an entry of `limbeck.losses.objectives.OBJECTIVES`.
+
+    Attributes:
+        mode: its name in run files.
+        as_published: kept for comparison; such an objective has no JSD form, needs whole distributions, and takes
+            chunks whose bytes differ unless `exact_token_match_only` is set.
+        lanes: what its kernels work on, student and teacher; None: there are none.
+        chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
+        vocab: the map between the vocabularies; None where both sides share one.
+    """
+
+    mode: ClassVar[str]
+    as_published: ClassVar[bool] = False
+    lanes: ClassVar[tuple[Lane, Lane] | None] = None
+    chooses_ids: ClassVar[bool] = False
+    vocab: VocabMap | None
+
+    def __init__(self, options: ObjectiveOptions) -> None:
+        super().__init__()
+        self.vocab = None
+        self.options, self.temperature, self.spec = options, options.temperature, options.spec
+
+    def fit(self, student_size: int, teacher_size: int) -> None:
+        """Cut the tables to the heads' sizes, or refuse them."""
+
+    def learned(self) -> tuple[Tensor, ...]:
+        """Tensors made of this objective's parameters, once per micro-batch; `forward` gets them as leaves of the
+        block's graph."""
+        return ()
+
+    def choose_ids(self, teacher: TeacherRows, block_rows: int, comm: Comm) -> Tensor | None:
+        """Teacher ids `[K]` at which a micro-batch's logits are wanted; None: all. Once per micro-batch, on every rank
+        of `comm`, which have its rows."""
+        return None
+
+    def has_kernels(self, *, topk: bool) -> bool:
+        """Whether the kernels know this objective with its settings, for logits or (topk) for a top-k list."""
+        return self.lanes is not None and not topk and self.spec.kind == "forward" and self.spec.entry_clip is None
+
+    @abstractmethod
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        """The loss of a block's chunks and its metrics; learned: what `learned` gave."""
+
+    def out(self, rows_C: Tensor, chunks: ChunkBlock, **metrics: tuple[Tensor, Tensor]) -> BlockOut:
+        """Weighted sum of per-chunk losses times temperature squared, with the metric `kl` beside the others."""
+        loss = chunks.weighted(rows_C).sum() * self.temperature**2
+        detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
+        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached})
 
 
-Leaf = Callable[[BlockLogits, TeacherBlock, Mode], LeafOut]
+class ProjectedObjective(Objective):
+    """An objective between two vocabularies, with a projection from the student's to the teacher's."""
 
+    vocab: VocabMap
 
-def leaf_out(rows: Tensor, block: TeacherBlock, mode: Mode, **metrics: tuple[Tensor, Tensor]) -> LeafOut:
-    """Weighted sum of per-chunk losses `[C]` times temperature squared, with the metric `kl` beside the others."""
-    loss = (rows * block.weight).sum() * mode.temperature**2
-    count = loss.new_full((), float(block.num_chunks))
-    detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
-    return LeafOut(loss, {"kl": (loss.detach(), count), **detached})
+    def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
+        super().__init__(options)
+        self.vocab = VocabMap(projection, teacher_size or projection.teacher_size, learnable=options.learnable)
+
+    def fit(self, student_size: int, teacher_size: int) -> None:
+        self.vocab.fit(student_size, teacher_size)
+
+    def learned(self) -> tuple[Tensor, ...]:
+        return () if self.vocab.log_weight is None else (self.vocab.rest_weight(),)
+
+    def map_between(self, student: BlockLogits, teacher: TeacherScores) -> VocabMap | ShardedMap:
+        """The map between columns as they lie on both sides."""
+        # a list, or logits at chosen ids, lie on no shard, so any split of the teacher's vocabulary will do
+        split = teacher.axis.sharded or not student.axis.sharded
+        return self.vocab.between(student.axis, teacher.axis if split else student.axis.like(self.vocab.teacher_size))

@@ -21,8 +21,16 @@ from limbeck.losses.divergences import (
     divergence_rows,
     tail_log_prob,
 )
-from limbeck.losses.objectives.base import BlockLogits, LeafOut, Mode, TeacherBlock, chunk_sum, leaf_out
+from limbeck.losses.objectives.base import (
+    BlockLogits,
+    BlockOut,
+    ChunkBlock,
+    Objective,
+    ProjectedObjective,
+    chunk_sum,
+)
 from limbeck.losses.objectives.published import sorted_l1
+from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 
 TINY = 1e-12
@@ -74,135 +82,170 @@ def target_divergence(
     return rows * mass
 
 
-def _projected(
-    probs_s: Tensor,
-    target: Tensor,
-    ids: Tensor | None,
-    tail_t: Tensor | None,
-    mode: Mode,
-    axes: tuple[VocabAxis, VocabAxis],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss rows, right guesses, unreached teacher mass) of student probabilities `[C, V_s]` against `target`.
-
-    ids None: target `[C, V_t]` is the whole distribution. Otherwise target `[C, K]` belongs to columns ids `[C, K]`
-    (a target of 0 marks an unused place) and tail_t `[C]` is the teacher's mass elsewhere. axes: the student's and the
-    teacher's.
-    """
-    vocab, axis = mode.map, WHOLE
-    if ids is None:
-        q = vocab.project_all(probs_s, mode.rest_weight)
-        member = vocab.reachable[None].expand_as(target)
-        rest_s, floor, axis = axes[0].sum(probs_s * (~vocab.mapped)), TINY, axes[1]
-    else:
-        member = vocab.reaches(ids) & (target > 0)
-        q = vocab.project_at(probs_s, ids, mode.rest_weight) * member
-        rest_s, floor = 1 - q.sum(-1), rest_floor(q.dtype)
-    rows = target_divergence(target, member, q, tail_t, rest_s, floor, mode.spec, axis)
-    with torch.no_grad():
-        right = (axis.argmax(q) == axis.argmax(target)).sum().to(q)
-        unreached = axis.sum(target.masked_fill(member, 0)).sum()
-    return rows, right, unreached
-
-
-def chunk_log_probs(student: BlockLogits, block: TeacherBlock, temperature: float) -> tuple[Tensor, Tensor]:
+def chunk_log_probs(
+    student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Chain-rule log-probability of each chunk's realised tokens under student and teacher: `[C]` each."""
-    log_s = block.student_tokens(student, temperature)
-    log_t = block.scores.log_prob_of(block.teacher_ids, temperature).to(log_s.dtype)
+    log_M = chunks.student_tokens(student, temperature)
+    log_Q = teacher.log_prob_of(chunks.teacher_ids_Q, temperature).to(log_M.dtype)
     return (
-        chunk_sum(log_s, block.student_chunk, block.num_chunks),
-        chunk_sum(log_t, block.teacher_chunk, block.num_chunks),
+        chunk_sum(log_M, chunks.student_chunk_M, chunks.num_chunks),
+        chunk_sum(log_Q, chunks.teacher_chunk_Q, chunks.num_chunks),
     )
 
 
-def _count(block: TeacherBlock, like: Tensor) -> Tensor:
-    return like.new_full((), float(block.num_chunks))
+class DistributionObjective(ProjectedObjective):
+    """Compares a teacher's distribution with the projected student's."""
+
+    def projected(
+        self,
+        probs_CV: Tensor,
+        target: Tensor,
+        ids_CK: Tensor | None,
+        tail_C: Tensor | None,
+        student: BlockLogits,
+        teacher: TeacherScores,
+        learned: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss `[C]`, right guesses, unreached teacher mass) of student probabilities against `target`.
+
+        ids_CK None: target `[C, U]` is the whole distribution. Otherwise target `[C, K]` belongs to these columns (a
+        target of 0 marks an unused place) and tail_C is the teacher's mass elsewhere.
+        """
+        vocab, axis = self.map_between(student, teacher), WHOLE
+        weight_M = learned[0] if learned else None
+        if ids_CK is None:
+            q = vocab.project_all(probs_CV, weight_M)
+            member = vocab.reachable[None].expand_as(target)
+            rest_C, floor, axis = student.axis.sum(probs_CV * (~vocab.mapped)), TINY, teacher.axis
+        else:
+            member = vocab.reaches(ids_CK) & (target > 0)
+            q = vocab.project_at(probs_CV, ids_CK, weight_M) * member
+            rest_C, floor = 1 - q.sum(-1), rest_floor(q.dtype)
+        rows_C = target_divergence(target, member, q, tail_C, rest_C, floor, self.spec, axis)
+        with torch.no_grad():
+            right = (axis.argmax(q) == axis.argmax(target)).sum().to(q)
+            unreached = axis.sum(target.masked_fill(member, 0)).sum()
+        return rows_C, right, unreached
 
 
-def boundary_kl(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
+class BoundaryKL(DistributionObjective):
     """KL of the teacher's next-token distribution to the projected student at each chunk's start, where both have
     read the same text; plus, for chunks of several tokens on a side, the binary KL of the chunk's probability."""
-    tau, axes = mode.temperature, (student.axis, block.scores.axis)
-    probs_s = block.student_boundary(student.log_probs(tau)).exp()
-    if block.scores.is_topk:
-        ids, log_t = (x.index_select(0, block.teacher_first) for x in block.scores.topk())
-        target = log_t.to(probs_s.dtype).exp()
-        rows, right, unreached = _projected(probs_s, target, ids, (1 - target.sum(-1)).clamp(min=0), mode, axes)
-    else:
-        target = block.scores.log_probs(tau).index_select(0, block.teacher_first).exp()
-        rows, right, unreached = _projected(probs_s, target, None, None, mode, axes)
-    log_s, log_t = chunk_log_probs(student, block, tau)
-    multi = block.multi.to(rows.dtype)
-    chunk_rows = binary_divergence(log_s, log_t, mode.spec) * multi
-    count = _count(block, rows)
-    return leaf_out(
-        rows + mode.chunk_weight * chunk_rows,
-        block,
-        mode,
-        boundary_kl=((rows * block.weight).sum(), count),
-        chunk_kl=((chunk_rows * block.weight).sum(), multi.sum()),
-        proj_accuracy=(right, count),
-        unreached_mass=(unreached, count),
-    )
+
+    mode = "boundary_kl"
+    lanes = ("first", "first")
+
+    def has_kernels(self, *, topk: bool) -> bool:
+        return topk or super().has_kernels(topk=topk)
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        tau = self.temperature
+        probs_CV = chunks.student_boundary(student.log_probs(tau)).exp()
+        if teacher.is_topk:
+            ids_CK, log_CK = (x.index_select(0, chunks.teacher_first_C) for x in teacher.topk())
+            target = log_CK.to(probs_CV.dtype).exp()
+            tail_C = (1 - target.sum(-1)).clamp(min=0)
+            rows_C, right, unreached = self.projected(probs_CV, target, ids_CK, tail_C, student, teacher, learned)
+        else:
+            target = teacher.log_probs(tau).index_select(0, chunks.teacher_first_C).exp()
+            rows_C, right, unreached = self.projected(probs_CV, target, None, None, student, teacher, learned)
+        log_s, log_t = chunk_log_probs(student, chunks, teacher, tau)
+        multi_C = chunks.multi_C.to(rows_C.dtype)
+        chunk_C = binary_divergence(log_s, log_t, self.spec) * multi_C
+        count = chunks.count(rows_C)
+        return self.out(
+            rows_C + self.options.chunk_weight * chunk_C,
+            chunks,
+            boundary_kl=(chunks.weighted(rows_C).sum(), count),
+            chunk_kl=(chunks.weighted(chunk_C).sum(), multi_C.sum()),
+            proj_accuracy=(right, count),
+            unreached_mass=(unreached, count),
+        )
 
 
-def p_kl_norm(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
+class NormalisedPKL(DistributionObjective):
     """P-KL with distributions on both sides: mean probabilities over the chunk, the chunk's own top `vocab_topk`
     teacher columns, everything else in the rest bucket. Independent of batch neighbours."""
-    tau, axes = mode.temperature, (student.axis, block.scores.axis)
-    probs_s = block.student_mean(student.log_probs(tau).exp())
-    size = mode.map.teacher_size
-    if block.scores.is_topk:
-        ids, log_t = block.scores.topk()
-        dense = probs_s.new_zeros(ids.shape[0], size).scatter_add_(1, ids, log_t.to(probs_s.dtype).exp())
-        target = block.teacher_mean(dense)
-    else:
-        target = block.teacher_mean(block.scores.log_probs(tau).exp())
-    if mode.vocab_topk < size or block.scores.is_topk:
-        target, chosen = block.scores.axis.topk(target, mode.vocab_topk)
-        tail = (1 - target.sum(-1)).clamp(min=0)
-        rows, right, unreached = _projected(probs_s, target, chosen, tail, mode, axes)
-    else:
-        rows, right, unreached = _projected(probs_s, target, None, None, mode, axes)
-    count = _count(block, rows)
-    return leaf_out(rows, block, mode, proj_accuracy=(right, count), unreached_mass=(unreached, count))
+
+    mode = "p_kl_norm"
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        tau, size, most = self.temperature, self.vocab.teacher_size, self.options.vocab_topk
+        probs_CV = chunks.student_mean(student.log_probs(tau).exp())
+        if teacher.is_topk:
+            ids, log_t = teacher.topk()
+            dense = probs_CV.new_zeros(ids.shape[0], size).scatter_add_(1, ids, log_t.to(probs_CV.dtype).exp())
+            target = chunks.teacher_mean(dense)
+        else:
+            target = chunks.teacher_mean(teacher.log_probs(tau).exp())
+        if most < size or teacher.is_topk:
+            target, ids_CK = teacher.axis.topk(target, most)
+            tail_C = (1 - target.sum(-1)).clamp(min=0)
+            rows_C, right, unreached = self.projected(probs_CV, target, ids_CK, tail_C, student, teacher, learned)
+        else:
+            rows_C, right, unreached = self.projected(probs_CV, target, None, None, student, teacher, learned)
+        count = chunks.count(rows_C)
+        return self.out(rows_C, chunks, proj_accuracy=(right, count), unreached_mass=(unreached, count))
 
 
-def alm(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
+class ChunkLikelihood(ProjectedObjective):
     """Chunk likelihoods only: binary divergence between both models' probability of each chunk."""
-    log_s, log_t = chunk_log_probs(student, block, mode.temperature)
-    return leaf_out(binary_divergence(log_s, log_t, mode.spec), block, mode)
+
+    mode = "alm"
+    lanes = ("first", "first")
+
+    def has_kernels(self, *, topk: bool) -> bool:
+        return True
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        log_s, log_t = chunk_log_probs(student, chunks, teacher, self.temperature)
+        return self.out(binary_divergence(log_s, log_t, self.spec), chunks)
 
 
-def uld(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
+class SortedProbabilities(ProjectedObjective):
     """L1 distance of the sorted probabilities at each chunk's start: the `uncommon_topk` largest, then both tails."""
-    tau = mode.temperature
-    probs_s = block.student_boundary(student.log_probs(tau)).exp()
-    if block.scores.is_topk:
-        target = block.scores.topk()[1].index_select(0, block.teacher_first).to(probs_s.dtype).exp()
-        k = min(mode.uncommon_topk, target.shape[1])
-    else:
-        target = block.scores.log_probs(tau).index_select(0, block.teacher_first).exp()
-        k = min(mode.uncommon_topk, max(block.scores.axis.width(target), student.axis.width(probs_s)))
-    top_s, top_t = student.axis.topk(probs_s, k)[0], block.scores.axis.topk(target, k)[0]
-    tails = (top_s.sum(-1) - top_t.sum(-1)).abs()
-    return leaf_out(sorted_l1(top_s, top_t, k) + tails, block, mode)
+
+    mode = "uld"
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        tau, most = self.temperature, self.options.uncommon_topk
+        probs_CV = chunks.student_boundary(student.log_probs(tau)).exp()
+        if teacher.is_topk:
+            target = teacher.topk()[1].index_select(0, chunks.teacher_first_C).to(probs_CV.dtype).exp()
+            k = min(most, target.shape[1])
+        else:
+            target = teacher.log_probs(tau).index_select(0, chunks.teacher_first_C).exp()
+            k = min(most, max(teacher.axis.width(target), student.axis.width(probs_CV)))
+        top_s, top_t = student.axis.topk(probs_CV, k)[0], teacher.axis.topk(target, k)[0]
+        tails = (top_s.sum(-1) - top_t.sum(-1)).abs()
+        return self.out(sorted_l1(top_s, top_t, k) + tails, chunks)
 
 
-def same_vocabulary(student: BlockLogits, block: TeacherBlock, mode: Mode) -> LeafOut:
+class SameVocabulary(Objective):
     """Direct divergence per position for a teacher with the student's own vocabulary; no projection."""
-    tau = mode.temperature
-    axis, log_s = student.axis, block.student_boundary(student.log_probs(tau))
-    if block.scores.is_topk:
-        ids, log_t = block.scores.topk()
-        empty = torch.isneginf(log_t)
-        log_t = log_t.to(log_s.dtype).masked_fill(empty, ABSENT)
-        guess, best = axis.argmax(log_s), ids.gather(1, log_t.argmax(-1, keepdim=True)).squeeze(1)
-        log_s = axis.gather(log_s, ids).masked_fill(empty, ABSENT)
-        log_s = torch.cat((log_s, tail_log_prob(log_s)), -1)
-        log_t = torch.cat((log_t, tail_log_prob(log_t)), -1)
-        rows = divergence_entries(log_s, log_t, mode.spec).sum(-1)
-    else:
-        log_t = block.scores.log_probs(tau)
-        guess, best = axis.argmax(log_s), axis.argmax(log_t)
-        rows = divergence_rows(log_s, log_t, mode.spec, axis)
-    return leaf_out(rows, block, mode, proj_accuracy=((guess == best).sum().to(rows), _count(block, rows)))
+
+    mode = "same_vocabulary"
+    lanes = ("mean", "mean")
+
+    def has_kernels(self, *, topk: bool) -> bool:
+        return super().has_kernels(topk=topk) and self.spec.topk is None
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        tau = self.temperature
+        axis, log_s = student.axis, chunks.student_boundary(student.log_probs(tau))
+        if teacher.is_topk:
+            ids_CK, log_t = teacher.topk()
+            empty = torch.isneginf(log_t)
+            log_t = log_t.to(log_s.dtype).masked_fill(empty, ABSENT)
+            guess, best = axis.argmax(log_s), ids_CK.gather(1, log_t.argmax(-1, keepdim=True)).squeeze(1)
+            log_s = axis.gather(log_s, ids_CK).masked_fill(empty, ABSENT)
+            log_s = torch.cat((log_s, tail_log_prob(log_s)), -1)
+            log_t = torch.cat((log_t, tail_log_prob(log_t)), -1)
+            rows_C = divergence_entries(log_s, log_t, self.spec).sum(-1)
+        else:
+            log_t = teacher.log_probs(tau)
+            guess, best = axis.argmax(log_s), axis.argmax(log_t)
+            rows_C = divergence_rows(log_s, log_t, self.spec, axis)
+        right = (guess == best).sum().to(rows_C)
+        return self.out(rows_C, chunks, proj_accuracy=(right, chunks.count(rows_C)))

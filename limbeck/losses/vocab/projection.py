@@ -3,21 +3,28 @@
 W is never dense and never a sparse matrix product. Most student tokens have one teacher token with weight 1 and are
 that token's only such source: those entries are a gather. The remaining non-zeros (tokens of several pieces, and
 collisions) are added onto the few columns that they touch.
+
+Between vocabularies that are split over T tensor-parallel ranks, a projection of n rows onto all teacher columns moves
+n x V / T x (1 - 1/T) numbers per rank and direction: each student column travels only to the rank that holds the
+teacher columns it maps to (an all-to-all; a reduce-scatter of partial sums would move n x U x (1 - 1/T), T times as
+much).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
 from limbeck.utils.errors import ProjectionError
 
 
-class ProjectionLike(Protocol):
-    """What a projection must offer: indices int `[V_s, k]` (-1: empty) and weights float `[V_s, k]`."""
+class Entries(Protocol):
+    """A sparse map: indices int `[V, k]` (-1: empty) and weights float `[V, k]`."""
 
     @property
     def indices(self) -> np.ndarray: ...
@@ -25,7 +32,23 @@ class ProjectionLike(Protocol):
     def weights(self) -> np.ndarray: ...
 
 
-def _nonzeros(projection: ProjectionLike) -> tuple[Tensor, Tensor, Tensor]:
+class ProjectionLike(Entries, Protocol):
+    """What a loss reads of a `limbeck.projection.Projection`."""
+
+    @property
+    def teacher_size(self) -> int: ...
+    @property
+    def teacher_fingerprint(self) -> str: ...
+    def exact_pairs(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class _Entries:
+    indices: np.ndarray
+    weights: np.ndarray
+
+
+def _nonzeros(projection: Entries) -> tuple[Tensor, Tensor, Tensor]:
     indices = torch.from_numpy(np.asarray(projection.indices).astype(np.int64))
     weights = torch.from_numpy(np.asarray(projection.weights).astype(np.float64))
     if indices.shape != weights.shape or indices.ndim != 2:
@@ -43,7 +66,7 @@ def _nonzeros(projection: ProjectionLike) -> tuple[Tensor, Tensor, Tensor]:
     return student, indices[student, place], weights[student, place]
 
 
-def common_pairs(projection: ProjectionLike, threshold: float) -> tuple[Tensor, Tensor]:
+def common_pairs(projection: Entries, threshold: float) -> tuple[Tensor, Tensor]:
     """One-to-one pairs (student ids, teacher ids) whose row's largest weight reaches `threshold`.
 
     A teacher token claimed by several student tokens goes to the larger weight, then to the lower student id.
@@ -148,8 +171,10 @@ class VocabMap(nn.Module):
     mapped: Tensor  # [V_s] bool
     fixed_weight: Tensor  # [m]
 
-    def __init__(self, projection: ProjectionLike, teacher_size: int, *, learnable: bool = False) -> None:
+    def __init__(self, projection: Entries, teacher_size: int, *, learnable: bool = False) -> None:
         super().__init__()
+        self._sharded: dict[Any, ShardedMap] = {}
+        self.kernel_tables: tuple[Any, Any] | None = None  # what the kernels made of this map, and for which sizes
         student, teacher, weight = _nonzeros(projection)
         self.student_size = int(np.asarray(projection.indices).shape[0])
         self.teacher_size = teacher_size
@@ -241,3 +266,213 @@ class VocabMap(nn.Module):
         rest_weight = self.rest_weight() if rest_weight is None else rest_weight
         out: Tensor = _ProjectAt.apply(probs, rest_weight, self, columns)
         return out
+
+    def between(self, student: VocabAxis, teacher: VocabAxis) -> VocabMap | ShardedMap:
+        """This map between columns as they lie on both sides' axes; itself where nothing is split."""
+        if not isinstance(student, ShardedAxis):
+            return self
+        assert isinstance(teacher, ShardedAxis)
+        key = (student.bounds, teacher.bounds, self.mapped.device)
+        if key not in self._sharded:
+            self._sharded[key] = ShardedMap(self, student, teacher)
+        return self._sharded[key]
+
+
+class CommonPairs(nn.Module):
+    """Tokens that both vocabularies have: paired student and teacher ids `[P]`, and each side's other ids."""
+
+    student: Tensor
+    teacher: Tensor
+
+    def __init__(self, student: Tensor, teacher: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("student", student, persistent=False)
+        self.register_buffer("teacher", teacher, persistent=False)
+        self._rest: tuple[Any, tuple[Tensor, Tensor]] | None = None
+        self._sharded: dict[Any, _ShardedPairs] = {}
+        self.kernel_tables: tuple[Any, Any] | None = None  # what the kernels made of these pairs, and for which sizes
+
+    def rest(self, student_size: int, teacher_size: int) -> tuple[Tensor, Tensor]:
+        """Each side's ids that are in no pair, ascending; computed once per device and size."""
+        key = (self.student.device, student_size, teacher_size)
+        if self._rest is None or self._rest[0] != key:
+            found = []
+            for used, size in ((self.student, student_size), (self.teacher, teacher_size)):
+                free = torch.ones(size, dtype=torch.bool, device=used.device)
+                free[used] = False
+                found.append(free.nonzero().squeeze(1))
+            self._rest = key, (found[0], found[1])
+        return self._rest[1]
+
+    def columns(
+        self, log_s: Tensor, log_t: Tensor, axes: tuple[VocabAxis, VocabAxis]
+    ) -> tuple[tuple[Tensor, Tensor, VocabAxis], list[tuple[Tensor, VocabAxis]]]:
+        """(both sides at the pairs `[C, P]` and the axis on which those lie; each side at its other ids, with its axis)
+        of values `[C, V]`, `[C, U]` on the student's and the teacher's axes."""
+        student, teacher = axes
+        sizes = student.width(log_s), teacher.width(log_t)
+        if isinstance(student, ShardedAxis) and isinstance(teacher, ShardedAxis):
+            key = (student.bounds, teacher.bounds, log_s.device)
+            if key not in self._sharded:
+                self._sharded[key] = _ShardedPairs(self, self.rest(*sizes), student, teacher)
+            return self._sharded[key].columns(log_s, log_t)
+        common = log_s.index_select(1, self.student), log_t.index_select(1, self.teacher), WHOLE
+        rest = zip((log_s, log_t), self.rest(*sizes), strict=True)
+        return common, [(values.index_select(1, ids), WHOLE) for values, ids in rest]
+
+
+class _ShardedPairs:
+    """Common pairs on the rank of their teacher column, and both sides' other ids where they lie."""
+
+    def __init__(self, pairs: CommonPairs, rest: tuple[Tensor, Tensor], axis: ShardedAxis, target: ShardedAxis) -> None:
+        student, teacher = pairs.student, pairs.teacher
+        self.exchange = ColumnExchange(student, teacher, axis, target)
+        own = self.exchange.own
+        order = torch.searchsorted(student[own].sort().values, self.exchange.arrived)
+        self.teacher = teacher[own][student[own].argsort()[order]] - target.start
+        goal = _owner(teacher, target)
+        counts = torch.bincount(goal, minlength=axis.comm.size).tolist()
+        self.axis = ShardedAxis.of_counts(axis.comm, counts)
+        self.rest: list[tuple[Tensor, ShardedAxis]] = []
+        for ids, side in zip(rest, (axis, target), strict=True):
+            home = _owner(ids, side)
+            counts = torch.bincount(home, minlength=axis.comm.size).tolist()
+            self.rest.append((ids[home == axis.comm.rank] - side.start, ShardedAxis.of_counts(axis.comm, counts)))
+
+    def columns(
+        self, log_s: Tensor, log_t: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, VocabAxis], list[tuple[Tensor, VocabAxis]]]:
+        common = self.exchange(log_s), log_t.index_select(1, self.teacher), self.axis
+        rest = zip((log_s, log_t), self.rest, strict=True)
+        return common, [(values.index_select(1, ids), axis) for values, (ids, axis) in rest]
+
+
+class _Exchange(torch.autograd.Function):
+    """Student columns `[n, local]` to the ranks that need them: `[n, received]`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, plan: ColumnExchange) -> Tensor:
+        ctx.plan, ctx.width = plan, values.shape[1]
+        sent = values.index_select(1, plan.send).t().contiguous()
+        # tensor-parallel ranks, per block and direction: each student column to the ranks whose columns it maps to
+        return plan.comm.all_to_all(sent, plan.sent, plan.received).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        plan = ctx.plan
+        back = plan.comm.all_to_all(grads[0].t().contiguous(), plan.received, plan.sent)
+        out = grads[0].new_zeros(grads[0].shape[0], ctx.width)
+        return out.index_add_(1, plan.send, back.t()), None
+
+
+class ColumnExchange:
+    """Which student columns go where. student, teacher `[m]`: ids of the entries of a map.
+
+    `arrived`: ids of the student columns that this rank gets, in order; `own`: which entries end here.
+    """
+
+    def __init__(self, student: Tensor, teacher: Tensor, axis: ShardedAxis, target: ShardedAxis) -> None:
+        self.comm = axis.comm
+        home, goal = _owner(student, axis), _owner(teacher, target)
+        send, arrived = [], []
+        for other in range(axis.comm.size):
+            send.append(student[(home == axis.comm.rank) & (goal == other)].unique())
+            arrived.append(student[(home == other) & (goal == axis.comm.rank)].unique())
+        self.sent, self.received = [s.numel() for s in send], [a.numel() for a in arrived]
+        self.send, self.arrived = torch.cat(send) - axis.start, torch.cat(arrived)
+        self.own = (goal == axis.comm.rank).nonzero().squeeze(1)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        out: Tensor = _Exchange.apply(values, self)
+        return out
+
+
+def _owner(ids: Tensor, axis: ShardedAxis) -> Tensor:
+    ends = torch.tensor([end for _, end in axis.bounds], device=ids.device)
+    return torch.searchsorted(ends, ids, right=True)
+
+
+class ShardedMap:
+    """`VocabMap` on shards: the same calls, with columns as they lie on the ranks.
+
+    Weights `[m]` of a learnable map are whole on every rank. Each call uses an entry on one rank only, so the gradients
+    that the ranks find for them are parts of a sum; the block loss adds them up once per micro-batch.
+    """
+
+    def __init__(self, vocab: VocabMap, axis: ShardedAxis, target: ShardedAxis) -> None:
+        self.axis, self.target, self.whole = axis, target, vocab
+        self.student_size, self.teacher_size = vocab.student_size, vocab.teacher_size
+        student, teacher, entry = _entries(vocab)
+        self.exchange = ColumnExchange(student, teacher, axis, target)
+        own = self.exchange.own
+        place = torch.searchsorted(self.exchange.arrived.sort().values, student[own])
+        place = self.exchange.arrived.argsort()[place]
+        width = target.end - target.start
+        self.onto_own = _Part.of(place, teacher[own] - target.start, entry[own], self.exchange.arrived.numel(), width)
+        here = ((student >= axis.start) & (student < axis.end)).nonzero().squeeze(1)
+        self.onto_any = _Part.of(
+            student[here] - axis.start, teacher[here], entry[here], axis.end - axis.start, vocab.teacher_size
+        )
+        self._reachable = vocab.reachable
+        self.reachable = vocab.reachable[target.start : target.end]
+        self.mapped = vocab.mapped[axis.start : axis.end]
+
+    def reaches(self, ids: Tensor) -> Tensor:
+        """bool, like ids: some student token maps to this teacher token, whichever rank holds it."""
+        return self._reachable[ids]
+
+    def project_all(self, probs: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+        """W^T p at this rank's teacher columns: probs `[n, V_s / T]` -> `[n, V_t / T]`."""
+        arrived = self.exchange(probs)
+        if self.onto_own is None:
+            return arrived.new_zeros(probs.shape[0], self.target.end - self.target.start)
+        return self.onto_own.map.project_all(arrived, self.onto_own.weight(self.whole, rest_weight))
+
+    def project_at(self, probs: Tensor, columns: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+        """W^T p at columns `[K]` or `[n, K]`, the same on every rank."""
+        if self.onto_any is None:
+            return self.axis.total(probs.new_zeros(probs.shape[0], columns.shape[-1]))
+        weight = self.onto_any.weight(self.whole, rest_weight)
+        return self.axis.total(self.onto_any.map.project_at(probs, columns, weight))
+
+
+def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
+    """All entries of a map: student id, teacher id, and place among its weights `[m]` (-1: a plain gather)."""
+    teacher = vocab.has_source.bool().nonzero().squeeze(1)
+    student = vocab.source_or_zero[teacher]
+    weighted = torch.arange(vocab.rest_student.numel(), device=student.device)
+    return (
+        torch.cat((student, vocab.rest_student)),
+        torch.cat((teacher, vocab.rest_teacher)),
+        torch.cat((torch.full_like(student, -1), weighted)),
+    )
+
+
+@dataclass
+class _Part:
+    """A map of some entries of another; `entries` `[m']`: which of the other's weights it takes."""
+
+    map: VocabMap
+    entries: Tensor
+
+    @classmethod
+    def of(cls, student: Tensor, teacher: Tensor, entry: Tensor, rows: int, columns: int) -> _Part | None:
+        """None without any entry."""
+        if not student.numel():
+            return None
+        order = student.argsort(stable=True)
+        entry = entry[order]
+        at_row = student[order].cpu()
+        rank = torch.arange(order.numel()) - torch.searchsorted(at_row, at_row)
+        indices = np.full((rows, int(rank.max()) + 1), -1)
+        weights = np.zeros(indices.shape)
+        at = (at_row.numpy(), rank.numpy())
+        indices[at] = teacher[order].cpu().numpy()
+        # real weights come with each call; these only say what is a gather
+        weights[at] = np.where(entry.cpu().numpy() < 0, 1.0, 0.5 / indices.shape[1])
+        part = VocabMap(_Entries(indices, weights), columns).to(student.device)
+        return cls(part, entry[entry >= 0])
+
+    def weight(self, whole: VocabMap, given: Tensor | None) -> Tensor:
+        """The weights of this part's entries, out of all."""
+        return (whole.rest_weight() if given is None else given).index_select(0, self.entries)

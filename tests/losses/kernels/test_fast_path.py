@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from limbeck.distributed.comm import Comm
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head
-from limbeck.losses.peers import Peers
 from limbeck.utils.errors import LossError
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
 
@@ -103,21 +103,23 @@ def test_several_blocks_add_up() -> None:
     assert error(cut[1][1].weight.grad, whole[1][1].weight.grad) < 2e-6
 
 
-class Both(Peers):
+class Both(Comm):
     """Two ranks in turn: each first brings what it has, then learns what both have brought."""
 
-    def __init__(self) -> None:
-        self.brought: list[Tensor] = []
+    def __init__(self, rank: int, brought: list[Tensor]) -> None:
+        super().__init__(None)
+        self.rank, self.size, self.brought = rank, 2, brought
 
-    def maximum(self, values: Tensor) -> Tensor:
-        self.brought.append(values)
+    def max(self, x: Tensor) -> Tensor:
+        self.brought.append(x)
         return torch.stack(self.brought[:2]).amax(0)
 
 
 def test_shares_of_two_ranks_choose_the_columns_of_the_whole() -> None:
     batch = make_batch(samples=4, seed=3)
     options = {"mode": "p_kl", "vocab_topk": 6}
-    whole, peers, models = both(options, batch)[0], Both(), make_models(batch, V_S, V_T, dtype=torch.float32)
+    whole, models = both(options, batch)[0], make_models(batch, V_S, V_T, dtype=torch.float32)
+    brought: list[Tensor] = []
     loss_fn = CrossTokenizerDistillationLossFn(
         {**options, "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
     )
@@ -125,7 +127,7 @@ def test_shares_of_two_ranks_choose_the_columns_of_the_whole() -> None:
     rest = models.signals(batch), loss_fn.counts(batch)
 
     def share(part: int) -> Tensor:
-        own = loss_fn.share(inputs, part, 2, peers)
+        own = loss_fn.shard(inputs, Both(part, brought))
         return loss_fn.compute(models.hidden, Head(V_S, weight=models.weight), rest[0], own, rest[1])[0]
 
     first = [share(part) for part in (0, 1)]

@@ -8,8 +8,6 @@ lands in padding is finite and is given a factor of 0.
 Each module names the plain torch code that says what it computes. Import these modules only where Triton is installed.
 """
 
-from importlib.util import find_spec
-
 COLUMNS = 128
 """Columns that one program handles; buffers are padded to a multiple of it."""
 
@@ -17,8 +15,3 @@ COLUMNS = 128
 def padded(columns: int) -> int:
     """Columns rounded up to what the kernels work on; at least one tile."""
     return max(-(-columns // COLUMNS), 1) * COLUMNS
-
-
-def triton_available() -> bool:
-    """Whether Triton can be imported, without importing it."""
-    return find_spec("triton") is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from limbeck.losses.vocab.projection import VocabMap
+from limbeck.losses.vocab.projection import CommonPairs, VocabMap
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,9 @@ def projection_tables(vocab: VocabMap) -> ProjectionTables:
     """Tables of a map with fixed weights, on its device; kept on the map until its size or device changes."""
     device = vocab.reachable.device
     key = (vocab.student_size, vocab.teacher_size, device)
-    kept = getattr(vocab, "_kernel_tables", None)
-    if kept is None or kept[0] != key:
-        kept = (key, _build(vocab))
-        vocab._kernel_tables = kept  # type: ignore[assignment]
-    tables: ProjectionTables = kept[1]
+    if vocab.kernel_tables is None or vocab.kernel_tables[0] != key:
+        vocab.kernel_tables = key, _build(vocab)
+    tables: ProjectionTables = vocab.kernel_tables[1]
     return tables
 
 
@@ -109,14 +108,20 @@ class PairTables:
     pair: Tensor
 
 
-def pair_tables(common: tuple[Tensor, Tensor], uncommon: tuple[Tensor, Tensor], student_size: int) -> PairTables:
-    """Tables of common pairs and their complements, on their device."""
-    student, teacher = (x.to(torch.int32) for x in common)
-    pair = torch.full((student_size,), -1, dtype=torch.int32, device=student.device)
-    pair[common[0]] = teacher
-    return PairTables(student, teacher, uncommon[0].to(torch.int32), uncommon[1].to(torch.int32), pair)
+def pair_tables(pairs: CommonPairs, student_size: int, teacher_size: int) -> PairTables:
+    """Tables of common pairs and their complements, on their device; kept on them until size or device change."""
+    key = (student_size, teacher_size, pairs.student.device)
+    if pairs.kernel_tables is None or pairs.kernel_tables[0] != key:
+        student, teacher = pairs.student.to(torch.int32), pairs.teacher.to(torch.int32)
+        rest = [ids.to(torch.int32) for ids in pairs.rest(student_size, teacher_size)]
+        pair = torch.full((student_size,), -1, dtype=torch.int32, device=student.device)
+        pair[pairs.student] = teacher
+        pairs.kernel_tables = key, PairTables(student, teacher, rest[0], rest[1], pair)
+    tables: PairTables = pairs.kernel_tables[1]
+    return tables
 
 
+@functools.lru_cache(maxsize=8)
 def identity_pairs(size: int, device: torch.device) -> PairTables:
     """Pairs of a teacher that shares the student's vocabulary."""
     ids = torch.arange(size, dtype=torch.int32, device=device)
