@@ -246,7 +246,7 @@ def test_learnable_projection_has_the_right_gradient(mode: str, kind: str) -> No
     assert "teachers.0.vocab.log_weight" in fn.state_dict()
     frozen = CrossTokenizerDistillationLossFn({"mode": mode}, projections=PROJECTIONS[:1])
     assert list(frozen.parameters()) == []
-    assert set(frozen.state_dict()) == {"scale.distillation", "scale.cross_entropy", "scale.steps"}
+    assert set(frozen.state_dict()) == {"scale.distillation", "scale.cross_entropy", "scale.steps", "guard.seen"}
 
 
 def test_published_call_equals_compute() -> None:
@@ -290,3 +290,17 @@ def test_misalignment_is_reported_by_the_step() -> None:
         fn.step_end(metrics)
     with pytest.raises(LossError, match="do not belong together"):
         fn.step_end(metrics)
+
+
+def test_a_resumed_run_remembers_how_long_jsd_was_at_its_maximum() -> None:
+    settings = {"direction": "jsd", "jsd_patience": 2}
+    worst = {"kl_loss": (0.69, 1.0), "ce_loss": (1.0, 1.0)}
+    first, resumed = (CrossTokenizerDistillationLossFn(settings, projections=[None]) for _ in range(2))
+    with pytest.warns(UserWarning, match="misaligned"):
+        first.step_end(worst)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(LossError, match="for 2 steps"):
+        resumed.step_end(worst)
+    old = {name: value for name, value in first.state_dict().items() if name != "guard.seen"}
+    resumed.load_state_dict(old)  # a checkpoint of an earlier version
+    assert resumed.guard.seen == 0
