@@ -19,9 +19,8 @@ from limbeck.losses.fast.kernels.boundary import boundary_divergence
 from limbeck.losses.fast.kernels.gradient import Paired, Projected
 from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
 from limbeck.losses.fast.kernels.pairs import pairs_divergence
-from limbeck.losses.fast.kernels.project import project_columns
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.fast.kernels.stats import ColumnStats
+from limbeck.losses.fast.kernels.stats import ColumnStats, project_columns
 from limbeck.losses.fast.kernels.tables import identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
 from limbeck.losses.objectives.base import Objective

@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 
 from limbeck.losses.blocks import BlockRun, TeacherTerm
 from limbeck.losses.fast.kernels import padded
-from limbeck.losses.fast.kernels.gradient import Factors, write_gradient
-from limbeck.losses.fast.kernels.scale import scaled
+from limbeck.losses.fast.kernels.gradient import Factors, scaled, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
 from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, Sums, chunk_means
 from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes

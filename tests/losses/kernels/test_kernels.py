@@ -7,11 +7,14 @@ import torch
 
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels import sorted_l1 as kernel
-from limbeck.losses.fast.kernels.gradient import Factors, Paired, Projected, gradient_reference, write_gradient
-from limbeck.losses.fast.kernels.project import project_columns, project_columns_reference
-from limbeck.losses.fast.kernels.scale import scaled
+from limbeck.losses.fast.kernels.gradient import Factors, Paired, Projected, gradient_reference, scaled, write_gradient
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.fast.kernels.stats import column_stats, column_stats_reference
+from limbeck.losses.fast.kernels.stats import (
+    column_stats,
+    column_stats_reference,
+    project_columns,
+    project_columns_reference,
+)
 from limbeck.losses.fast.kernels.tables import identity_pairs, projection_tables
 from limbeck.losses.objectives.published import sorted_l1
 from limbeck.losses.vocab.projection import VocabMap

@@ -44,6 +44,10 @@ def _student_mass(s_ptr, q_ptr, source, place, ld, col, width, scale, base):
     return q + tl.exp2(s * scale - base)
 
 
+# Reads the teacher's logits at reachable columns once and overwrites them with r; reads a student logit, or a row of
+# `complex_mass`, for each. Over the teacher's columns and not the student's tokens: then q is whole when it is needed,
+# and the sums stay in registers. Programs split the columns, since there are too few tiles of lanes to fill a GPU;
+# their parts are added outside.
 @triton.jit
 def _boundary_kernel(
     s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,

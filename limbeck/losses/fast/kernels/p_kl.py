@@ -30,6 +30,8 @@ class PKlOut(NamedTuple):
     right: Tensor
 
 
+# Reads q and the teacher's logits at K once, overwrites q with R. K is small and dense, so tiles of BV tokens by BN
+# lanes are read in order, without a table; programs split K, and parts are added outside.
 @triton.jit
 def _p_kl_kernel(
     q_ptr, t_ptr, lse_ptr, sum_ptr, out_ptr, arg_ptr, size, ld_q, ld_t, out_ld, per_split, inv_tau,
@@ -102,6 +104,8 @@ def p_kl_divergence(
     return PKlOut(rows, shift, term, chosen[0] == chosen[1])
 
 
+# Reads the lanes of a chunk's tokens once, writes its own lane once. Over chunks and not over lanes: lanes of several
+# tokens are few, and a chunk's sum needs no atomic addition.
 @triton.jit
 def _chunk_mean_kernel(
     x_ptr, first_ptr, count_ptr, size, ld, start, extras, chunks, BV: tl.constexpr, BN: tl.constexpr

@@ -27,6 +27,8 @@ class PairsOut(NamedTuple):
     right: Tensor
 
 
+# Reads both sides' logits at each pair once, writes sums per lane and part. Pair by pair: a pair's two rows of memory
+# are read whole by neighbouring lanes, wherever the two tokens lie in their vocabularies.
 @triton.jit
 def _pairs_kernel(
     s_ptr, t_ptr, lse_s_ptr, lse_t_ptr, student_ptr, teacher_ptr, out_ptr, arg_ptr,

@@ -57,6 +57,9 @@ def bin_of(log2_p):
     return tl.minimum(tl.maximum(-log2_p * _PER_OCTAVE, 0.0), _BINS - 1.0).to(tl.int32)
 
 
+# Reads each listed token's logits once; adds one integer per entry (count and mass together) to its bin, [BINS, width].
+# Atomic, since the bin depends on the value; neighbouring lanes add to neighbouring places, and integers make the sum
+# independent of the order.
 @triton.jit
 def _histogram_kernel(
     x_ptr, lse_ptr, ids_ptr, limit_ptr, out_ptr, number, ld, width, per_split, stride, inv_tau, BN: tl.constexpr
@@ -77,6 +80,7 @@ def _histogram_kernel(
         tl.atomic_add(out_ptr + place * width + col, one, mask=place <= limit, sem="relaxed")
 
 
+# Reads the sample's counts once, from the largest bin down, writes one bin number per lane.
 @triton.jit
 def _limit_kernel(counts_ptr, limit_ptr, ld, need, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
     """The bin in which the `need`-th largest entry of each column lies."""
@@ -105,6 +109,8 @@ def _area(above, count, mass, low, high, k):
     return tl.minimum(above, k) * (high - low) + kept * tl.where(kept < count, excess, mean - low), share
 
 
+# Reads both histograms once, from the largest bin down, since A(x) is a running count; writes the slope of every bin
+# (the gradient kernel looks it up) and two numbers per lane.
 @triton.jit
 def _area_kernel(
     s_ptr, t_ptr, slope_ptr, rows_ptr, mass_ptr, ld, k, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr

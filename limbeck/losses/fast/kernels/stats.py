@@ -1,6 +1,7 @@
-"""Log-sum-exp, maximum and its place over the vocabulary, in one read of the logits.
+"""What every objective reads of a block's logits: log-sum-exp, maximum and its place over the vocabulary, and the
+student's probability on chosen teacher columns, `q[i] = sum_s W[s, column_i] p(s)`.
 
-Reference: `column_stats_reference`.
+References: `column_stats_reference`, `project_columns_reference`, and `VocabMap.project_at`, whose layout is row-major.
 """
 
 # mypy: allow-untyped-defs
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.fast.kernels import COLUMNS
+from limbeck.losses.fast.kernels.tables import ProjectionTables
 
 MAX_SPLITS = 256
 WIDE, WIDE_WARPS = 512, 2
@@ -43,6 +45,9 @@ def _load(x_ptr, at, end, ld, col):
     return tl.load(x_ptr + offset, mask=(at < end)[:, None], other=float("-inf")).to(tl.float32)
 
 
+# Reads every logit once; writes four numbers per lane and part of the vocabulary. Programs split the vocabulary, since
+# there are too few tiles of lanes to fill a GPU; each keeps BV running results and joins them at its end, so the loop
+# over tokens exchanges nothing between threads.
 @triton.jit
 def _partial_kernel(
     x_ptr, top_ptr, sum_ptr, scaled_ptr, arg_ptr, size, ld, per_split, inv_tau,
@@ -90,6 +95,8 @@ def _partial_kernel(
         tl.store(scaled_ptr + out, tl.sum(scaled * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0))
 
 
+# Reads the parts once, writes each lane's results once. A kernel of its own, because a part must be rescaled to the
+# largest maximum of all parts, which is known only when the last of them is done.
 @triton.jit
 def _combine_kernel(
     top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, ld, inv_tau,
@@ -136,3 +143,66 @@ def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnSt
     lse = wide.logsumexp(0)
     lse_tau = lse if temperature == 1.0 else (wide / temperature).logsumexp(0)
     return ColumnStats(lse, lse_tau, wide.argmax(0).int())
+
+
+@triton.jit
+def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, ld, col, scale, base):
+    some = entry < last
+    safe = tl.minimum(entry, last - 1)
+    student = tl.load(student_ptr + safe)
+    weight = tl.where(some, tl.load(weight_ptr + safe), 0.0)
+    x = tl.load(x_ptr + student.to(tl.int64) * ld + col, mask=col < tl.where(some, ld, 0), other=float("-inf"))
+    return weight, x.to(tl.float32) * scale - base
+
+
+# Reads the logits of a teacher column's student tokens, writes the column once. One program per column and tile of
+# lanes walks through the column's list: neighbouring lanes read neighbouring memory whatever the tokens are, four
+# entries are under way at a time, and no two programs add to one place. The longest lists come first in
+# `tables.complex`.
+@triton.jit
+def _project_kernel(
+    x_ptr, lse_ptr, out_ptr, column_ptr, offset_ptr, student_ptr, weight_ptr, ld, inv_tau, BN: tl.constexpr
+):
+    row = tl.program_id(0)
+    col = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = col < ld
+    column = tl.load(column_ptr + row)
+    first = tl.load(offset_ptr + column)
+    last = tl.load(offset_ptr + column + 1)
+    scale = inv_tau * LOG2E
+    base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
+    total = tl.zeros([BN], tl.float32)
+    for e in range(first, last, 4):
+        w0, x0 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e, last, ld, col, scale, base)
+        w1, x1 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 1, last, ld, col, scale, base)
+        w2, x2 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 2, last, ld, col, scale, base)
+        w3, x3 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 3, last, ld, col, scale, base)
+        total += w0 * tl.exp2(x0) + w1 * tl.exp2(x1) + w2 * tl.exp2(x2) + w3 * tl.exp2(x3)
+    tl.store(out_ptr + row.to(tl.int64) * ld + col, total, mask=inside)
+
+
+def project_columns(
+    logits: Tensor, lse: Tensor, columns: Tensor, tables: ProjectionTables, temperature: float = 1.0
+) -> Tensor:
+    """Mass of teacher columns `[K]` under student logits `[V_s, ld]` with log-sum-exp `[ld]`: float32 `[K, ld]`."""
+    ld = logits.shape[1]
+    out = torch.empty(columns.numel(), ld, dtype=torch.float32, device=logits.device)
+    if columns.numel():
+        _project_kernel[(columns.numel(), -(-ld // WIDE))](
+            logits, lse, out, columns, tables.offsets, tables.students, tables.weights, ld, 1 / temperature,
+            BN=WIDE, num_warps=WIDE_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def project_columns_reference(
+    logits: Tensor, lse: Tensor, columns: Tensor, tables: ProjectionTables, temperature: float = 1.0
+) -> Tensor:
+    """The same in plain torch."""
+    probs = (logits.float() / temperature - lse).exp()
+    offsets = tables.offsets.tolist()
+    rows = [
+        (probs[tables.students[a:b].long()] * tables.weights[a:b, None]).sum(0)
+        for a, b in ((offsets[c], offsets[c + 1]) for c in columns.tolist())
+    ]
+    return torch.stack(rows) if rows else probs.new_empty(0, logits.shape[1])
