@@ -41,7 +41,7 @@ Sums = dict[str, tuple[Tensor, "Tensor | float"]]
 
 @dataclass
 class LaneLogits:
-    """One side of a block: logits `[V, ld]`, their statistics, and at which of its lanes which token was realised.
+    """One side of a block: logits `[V, L]`, their statistics, and at which of its lanes which token was realised.
 
     token_log_probs `[width]`: of the realised tokens at the objective's temperature (0 where a lane has none)."""
 
@@ -54,13 +54,14 @@ class LaneLogits:
 @dataclass
 class FastOut:
     """What an objective adds at one block. loss: weighted sum, times temperature squared, before the term's factor.
-    source, aligned, owned: G of the gradient kernel; kd, cp, co `[ld]`: its factors, the term's factor included."""
+    source, aligned, owned: G of the gradient kernel; slope_coef, prob_coef, label_coef `[L]`: its factors, the term's
+    factor included."""
 
     loss: Tensor
     metrics: Sums
-    kd: Tensor
-    cp: Tensor
-    co: Tensor
+    slope_coef: Tensor
+    prob_coef: Tensor
+    label_coef: Tensor
     source: Projected | Paired | None = None
     aligned: int = 0
     owned: int = 0
@@ -85,7 +86,7 @@ def chunk_means(values: Tensor, side: SideLanes) -> Tensor:
 
 
 def _mean_lse(block: LaneLogits, lanes: BlockLanes) -> Tensor:
-    """Log-sum-exp of each lane, with a chunk's mean in the lanes that stand for means: `[ld]`."""
+    """Log-sum-exp of each lane, with a chunk's mean in the lanes that stand for means: `[L]`."""
     if not lanes.multi:
         return block.stats.lse_tau
     out, side = block.stats.lse_tau.clone(), block.side
@@ -94,8 +95,8 @@ def _mean_lse(block: LaneLogits, lanes: BlockLanes) -> Tensor:
     return out
 
 
-def _padded(values: Tensor, ld: int) -> Tensor:
-    return F.pad(values, (0, ld - values.shape[0]))
+def _padded(values: Tensor, num_lanes: int) -> Tensor:
+    return F.pad(values, (0, num_lanes - values.shape[0]))
 
 
 def _chunk_log_probs(block: LaneLogits, lanes: BlockLanes, start: int) -> Tensor:
@@ -111,7 +112,7 @@ def _chunk_term(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, log_t: Tensor, weight: Tensor, start: int, factor: float
 ) -> tuple[Tensor, Tensor]:
     """(binary divergences of the chunks from `start` on, their gradient with respect to each lane's realised
-    token's log-probability `[ld]`); factor: of the term in the total, without the chunks' weights."""
+    token's log-probability `[L]`); factor: of the term in the total, without the chunks' weights."""
     with torch.enable_grad():
         log_s = _chunk_log_probs(student, lanes, start).requires_grad_()
         rows = binary_divergence(log_s, log_t.to(log_s.dtype), term.objective.spec)
@@ -139,31 +140,31 @@ def boundary(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
     """`BoundaryKL`: whole distributions (forward), or a top-k list (any direction)."""
-    objective, count, ld = term.objective, lanes.chunks, student.logits.shape[1]
+    objective, count, num_lanes = term.objective, lanes.chunks, student.logits.shape[1]
     assert isinstance(objective, BoundaryKL)
     tau, chunk_weight = objective.temperature, objective.options.chunk_weight
     # the realised tokens' teacher logits are read before the divergence overwrites them
     log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
     tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
-    complex_mass = project_columns(student.logits, lse, tables.complex, tables, tau)
+    multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
     if teacher is None:
-        rows, right, unreached, residual, cp = _top_k(term, objective.vocab, lanes, student, complex_mass, weight)
-        kd = residual.new_ones(count, dtype=torch.float32) / tau
+        rows, right, unreached, residual, prob_coef = _top_k(term, objective.vocab, lanes, student, multi_mass, weight)
+        slope_coef = residual.new_ones(count, dtype=torch.float32) / tau
     else:
         out = boundary_divergence(
-            student.logits, teacher.logits, lse, teacher.stats.lse_tau, complex_mass, tables, count, tau
+            student.logits, teacher.logits, lse, teacher.stats.lse_tau, multi_mass, tables, count, tau
         )
         rows, unreached = out.rows, (1 - out.kept).sum()
         right = (out.argmax == teacher.stats.argmax[:count]).sum()
-        kd = weight * (term.factor * tau)
-        cp, residual = kd * out.student_term, teacher.logits
-    owner = torch.arange(ld, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
+        slope_coef = weight * (term.factor * tau)
+        prob_coef, residual = slope_coef * out.student_term, teacher.logits
+    owner = torch.arange(num_lanes, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
     result = FastOut(
         (rows * weight).sum() * tau**2,
         {"boundary_kl": ((rows * weight).sum(), count), "proj_accuracy": (right, count)},
-        _padded(kd, ld),
-        _padded(cp, ld),
+        _padded(slope_coef, num_lanes),
+        _padded(prob_coef, num_lanes),
         torch.zeros_like(lse),
         Projected(residual, tables.index, tables, owner),
         aligned=count,
@@ -174,17 +175,17 @@ def boundary(
         chunk_rows, slope = _chunk_term(term, lanes, student, log_t, weight, lanes.single, chunk_weight * tau)
         chunk_kl = (chunk_rows * weight[lanes.single :]).sum()
         result.loss = result.loss + chunk_kl * (chunk_weight * tau**2)
-        result.cp -= slope
-        result.co += slope
+        result.prob_coef -= slope
+        result.label_coef += slope
     result.metrics["chunk_kl"] = (chunk_kl, float(lanes.multi))
     return result
 
 
 def _top_k(
-    term: TeacherTerm, vocab: VocabMap, lanes: BlockLanes, student: LaneLogits, complex_mass: Tensor, weight: Tensor
+    term: TeacherTerm, vocab: VocabMap, lanes: BlockLanes, student: LaneLogits, multi_mass: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(rows, right guesses, unreached mass, R `[V_t + 1, ld]`, `sum q R` `[C]`) against a top-k list."""
-    count, ld = lanes.chunks, student.logits.shape[1]
+    """(rows, right guesses, unreached mass, R `[U + 1, L]`, `sum q R` `[C]`) against a top-k list."""
+    count, num_lanes = lanes.chunks, student.logits.shape[1]
     tables, tau = projection_tables(vocab), term.objective.temperature
     (signal,), side = term.teacher.signals, lanes.teacher
     assert isinstance(signal, TopKSignal)
@@ -197,10 +198,10 @@ def _top_k(
     member = vocab.reachable[ids] & (target > 0)
     at = torch.arange(count, device=ids.device)[:, None]
     source, place = tables.source[ids].long(), tables.place[ids].long()
-    picked = student.logits.reshape(-1)[source.clamp(min=0) * ld + at].float() / tau
+    picked = student.logits.reshape(-1)[source.clamp(min=0) * num_lanes + at].float() / tau
     mass = (picked - student.stats.lse_tau[:count, None]).exp().masked_fill(source < 0, 0)
-    if complex_mass.numel():
-        mass = mass + complex_mass.reshape(-1)[place.clamp(min=0) * ld + at].masked_fill(place < 0, 0)
+    if multi_mass.numel():
+        mass = mass + multi_mass.reshape(-1)[place.clamp(min=0) * num_lanes + at].masked_fill(place < 0, 0)
     with torch.enable_grad():
         q = (mass * member).requires_grad_()
         tail, floor = (1 - target.sum(-1)).clamp(min=0), rest_floor(q.dtype)
@@ -208,7 +209,7 @@ def _top_k(
         (slope,) = torch.autograd.grad((rows * weight).sum(), q)
     slope = slope * member * (-term.factor * tau**2)
     # empty places and unreached tokens have no slope; they are sent to a row of their own, behind the vocabulary
-    residual = torch.zeros(vocab.teacher_size + 1, ld, dtype=student.logits.dtype, device=ids.device)
+    residual = torch.zeros(vocab.teacher_size + 1, num_lanes, dtype=student.logits.dtype, device=ids.device)
     residual[ids.masked_fill(~member, vocab.teacher_size), at] = slope.to(residual.dtype)
     right = (q.argmax(-1) == target.argmax(-1)).sum()
     return rows.detach(), right, target.masked_fill(member, 0).sum(), residual, (slope * q.detach()).sum(-1) / tau
@@ -227,7 +228,7 @@ def p_kl(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
     """`PKL`, forward; the teacher's logits hold only its ids K."""
-    objective, count, single, ld = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
+    objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert isinstance(objective, PKL)
     assert teacher is not None
     ids_K = term.teacher.vocab_ids_K
@@ -239,20 +240,20 @@ def p_kl(
     total = mass.sum(0)
     out = p_kl_divergence(mass, teacher.logits, _mean_lse(teacher, lanes), total, count, tau)
     owner = torch.cat((torch.arange(count, device=mass.device), side.owner))
-    kd = (weight * (term.factor * tau) / side.count_C).index_select(0, owner)
+    slope_coef = (weight * (term.factor * tau) / side.count_C).index_select(0, owner)
     shift = out.shift.index_select(0, owner)
-    term_cp = _padded(out.student_term, owner.numel())
+    own_term = _padded(out.student_term, owner.numel())
     if lanes.multi:
         chosen = mass.index_select(1, owner[single:])
-        term_cp[single:] = (own * chosen).sum(0) - shift[single:] * own.sum(0)
+        own_term[single:] = (own * chosen).sum(0) - shift[single:] * own.sum(0)
     return FastOut(
         (out.rows * weight).sum() * tau**2,
         {"proj_accuracy": (out.right.sum(), count)},
-        _padded(kd, ld),
-        _padded(kd * term_cp, ld),
-        mass.new_zeros(ld),
-        Projected(mass, tables.within(ids_K, objective.vocab.teacher_size), tables, _padded(owner, ld).int(),
-                  _padded(shift, ld)),
+        _padded(slope_coef, num_lanes),
+        _padded(slope_coef * own_term, num_lanes),
+        mass.new_zeros(num_lanes),
+        Projected(mass, tables.within(ids_K, objective.vocab.teacher_size), tables, _padded(owner, num_lanes).int(),
+                  _padded(shift, num_lanes)),
         aligned=count,
         owned=count + side.extras,
     )  # fmt: skip
@@ -262,7 +263,7 @@ def pairs(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
     """`CommonKL` (gold, H-KL), forward, and `SameVocabulary`, forward."""
-    objective, count, single, ld = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
+    objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert teacher is not None
     common = objective.pairs if isinstance(objective, CommonKL) else None
     if common is None:
@@ -283,15 +284,15 @@ def pairs(
     if common is not None:
         l1 = rows.new_zeros(()) if rest is None else (rest.rows * weight).sum()
         metrics["common_kl"], metrics["uncommon_l1"] = ((out.rows * weight).sum(), count), (l1, count)
-    kd = weight * (term.factor * tau)
-    own = -kd * mass
-    cp = rows.new_zeros(ld)
-    cp[:single] = own[:single]
+    slope_coef = weight * (term.factor * tau)
+    own = -slope_coef * mass
+    prob_coef = rows.new_zeros(num_lanes)
+    prob_coef[:single] = own[:single]
     if lanes.multi:
         shared = (own / student.side.count_C).index_select(0, student.side.owner)
-        cp[count : count + student.side.extras] = shared
+        prob_coef[count : count + student.side.extras] = shared
     return FastOut(
-        (rows * weight).sum() * tau**2, metrics, _padded(kd, ld), cp, torch.zeros_like(cp),
+        (rows * weight).sum() * tau**2, metrics, _padded(slope_coef, num_lanes), prob_coef, torch.zeros_like(prob_coef),
         Paired(teacher.logits, lse_t, tables, rest), aligned=count, lse=lse_s,
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ class _Pass:
     # ---- one side of a block ----
 
     def _product(self, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
-        """Logits `[V, ld]` of inputs `[ld, h]`, in memory that all blocks share."""
+        """Logits `[V, L]` of inputs `[num_lanes, h]`, in memory that all blocks share."""
         numel = weight.shape[0] * inputs.shape[0]
         if name not in self.buffers or self.buffers[name].numel() < numel:
             widest = max(max(b.student.padded, b.teacher.padded if b.teacher else 0) for b in self.blocks)
@@ -105,7 +105,7 @@ class _Pass:
         return torch.mm(weight, inputs.t(), out=out)
 
     def _inputs(self, hidden: Tensor, side: SideLanes, block: BlockLanes, dtype: torch.dtype) -> Tensor:
-        """Hidden states of the columns `[ld, h]`; zeros in padding."""
+        """Hidden states of the columns `[num_lanes, h]`; zeros in padding."""
         out = hidden.new_empty(side.padded, hidden.shape[1], dtype=dtype)
         out[: side.width] = hidden.index_select(0, side.rows)
         out[side.width :] = 0
@@ -142,20 +142,28 @@ class _Pass:
         inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
         student = self._side("student", self.weight[: self.size], inputs, block.student, tau)
         total, ce = self._cross_entropy(block, student, tau)
-        ld = inputs.shape[0]
-        cp, co = pad(torch.stack((ce, -ce)), (0, ld - ce.shape[0]))
-        one = cp if tau != 1.0 else None
+        num_lanes = inputs.shape[0]
+        prob_coef, label_coef = pad(torch.stack((ce, -ce)), (0, num_lanes - ce.shape[0]))
+        one = prob_coef if tau != 1.0 else None
         out = None if term is None else self._distil(term, block, student)
         if out is not None and term is not None:
             total = total + out.loss.double() * term.factor
         if not self.with_grad:
             return total
-        label = pad(block.label, (0, ld - block.label.shape[0]), value=-1).int()
+        label = pad(block.label, (0, num_lanes - block.label.shape[0]), value=-1).int()
         if out is None:
-            factors = Factors(cp, cp if one is None else torch.zeros_like(cp), one, co, label)
+            factors = Factors(
+                prob_coef, prob_coef if one is None else torch.zeros_like(prob_coef), one, label_coef, label
+            )
             write_gradient(student.logits, student.stats.lse_tau, student.stats.lse, factors, tau)
         else:
-            factors = Factors(out.kd, out.cp if one is not None else out.cp + cp, one, out.co + co, label)
+            factors = Factors(
+                out.slope_coef,
+                out.prob_coef if one is not None else out.prob_coef + prob_coef,
+                one,
+                out.label_coef + label_coef,
+                label,
+            )
             lse = student.stats.lse_tau if out.lse is None else out.lse
             write_gradient(
                 student.logits, lse, student.stats.lse, factors, tau, out.source, aligned=out.aligned, owned=out.owned

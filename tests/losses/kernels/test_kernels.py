@@ -87,31 +87,33 @@ def test_project_columns() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def factors(ld: int, seed: int, *, scaled_too: bool) -> Factors:
+def factors(num_lanes: int, seed: int, *, scaled_too: bool) -> Factors:
     gen = torch.Generator().manual_seed(seed)
-    kd, cp, one, co = torch.randn(4, ld, generator=gen)
-    label = torch.randint(-1, 40, (ld,), generator=gen, dtype=torch.int32)
-    return Factors(kd, cp, one if scaled_too else None, co, label)
+    slope_coef, prob_coef, one, label_coef = torch.randn(4, num_lanes, generator=gen)
+    label = torch.randint(-1, 40, (num_lanes,), generator=gen, dtype=torch.int32)
+    return Factors(slope_coef, prob_coef, one if scaled_too else None, label_coef, label)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("owned", [False, True])
 def test_gradient_through_a_projection(owned: bool, temperature: float) -> None:
     tables, x = projection_tables(VocabMap(make_projection(45, 37), 37)), logits(45, 700)
-    ld, chunks = x.shape[1], 600
+    num_lanes, chunks = x.shape[1], 600
     gen = torch.Generator().manual_seed(1)
-    residual, stats = torch.rand(37, ld, generator=gen), column_stats(x, temperature)
-    owner = torch.arange(ld, dtype=torch.int32)
+    residual, stats = torch.rand(37, num_lanes, generator=gen), column_stats(x, temperature)
+    owner = torch.arange(num_lanes, dtype=torch.int32)
     shift = None
     if owned:
-        owner[chunks:] = torch.randint(0, chunks, (ld - chunks,), generator=gen, dtype=torch.int32)
-        shift = torch.rand(ld, generator=gen)
-    given = factors(ld, 2, scaled_too=temperature != 1.0)
+        owner[chunks:] = torch.randint(0, chunks, (num_lanes - chunks,), generator=gen, dtype=torch.int32)
+        shift = torch.rand(num_lanes, generator=gen)
+    given = factors(num_lanes, 2, scaled_too=temperature != 1.0)
     if not owned:
-        given.kd[chunks:] = 0
+        given.slope_coef[chunks:] = 0
     source = Projected(residual, tables.index, tables, owner, shift)
     wanted = gradient_reference(x, stats.lse_tau, stats.lse, given, temperature, source)
-    write_gradient(x, stats.lse_tau, stats.lse, given, temperature, source, aligned=chunks, owned=ld if owned else 0)
+    write_gradient(
+        x, stats.lse_tau, stats.lse, given, temperature, source, aligned=chunks, owned=num_lanes if owned else 0
+    )
     torch.testing.assert_close(x, wanted, rtol=2e-5, atol=2e-6)
 
 

@@ -36,22 +36,22 @@ class BoundaryOut(NamedTuple):
 
 
 @triton.jit
-def _student_mass(s_ptr, q_ptr, source, place, ld, col, width, scale, base):
+def _student_mass(s_ptr, q_ptr, source, place, lanes, col, width, scale, base):
     """q of one teacher token: a gathered probability, or the row that was summed for it."""
-    s_at = s_ptr + source.to(tl.int64) * ld + col
+    s_at = s_ptr + source.to(tl.int64) * lanes + col
     s = tl.load(s_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
-    q = tl.load(q_ptr + place.to(tl.int64) * ld + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
+    q = tl.load(q_ptr + place.to(tl.int64) * lanes + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
     return q + tl.exp2(s * scale - base)
 
 
 # Reads the teacher's logits at reachable columns once and overwrites them with r; reads a student logit, or a row of
-# `complex_mass`, for each. Over the teacher's columns and not the student's tokens: then q is whole when it is needed,
+# `multi_mass`, for each. Over the teacher's columns and not the student's tokens: then q is whole when it is needed,
 # and the sums stay in registers. Programs split the columns, since there are too few tiles of lanes to fill a GPU;
 # their parts are added outside.
 @triton.jit
 def _boundary_kernel(
     s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
-    number, ld_s, ld_t, width, per_split, inv_tau,
+    number, lanes_s, lanes_t, width, per_split, inv_tau,
     SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -72,16 +72,16 @@ def _boundary_kernel(
         also = col < tl.where(second, width, 0)
         v0 = tl.load(reached_ptr + i)
         v1 = tl.load(reached_ptr + tl.minimum(i + 1, end - 1))
-        at0 = t_ptr + v0.to(tl.int64) * ld_t + col
-        at1 = t_ptr + v1.to(tl.int64) * ld_t + col
+        at0 = t_ptr + v0.to(tl.int64) * lanes_t + col
+        at1 = t_ptr + v1.to(tl.int64) * lanes_t + col
         log0 = tl.load(at0, mask=inside, other=0.0).to(tl.float32) * scale - base_t
         log1 = tl.load(at1, mask=also, other=float("-inf")).to(tl.float32) * scale - base_t
         source0 = tl.load(source_ptr + v0)
         source1 = tl.load(source_ptr + v1)
         place0 = tl.load(place_ptr + v0)
         place1 = tl.load(place_ptr + v1)
-        q0 = _student_mass(s_ptr, q_ptr, source0, place0, ld_s, col, width, scale, base_s)
-        q1 = _student_mass(s_ptr, q_ptr, source1, place1, ld_s, col, width, scale, base_s)
+        q0 = _student_mass(s_ptr, q_ptr, source0, place0, lanes_s, col, width, scale, base_s)
+        q1 = _student_mass(s_ptr, q_ptr, source1, place1, lanes_s, col, width, scale, base_s)
         gap0 = log0 - tl.log2(q0 + TINY)
         gap1 = tl.where(also, log1 - tl.log2(q1 + TINY), 0.0)
         p0 = tl.exp2(log0)
@@ -111,21 +111,21 @@ def boundary_divergence(
     teacher: Tensor,
     lse_student: Tensor,
     lse_teacher: Tensor,
-    complex_mass: Tensor,
+    multi_mass: Tensor,
     tables: ProjectionTables,
     chunks: int,
     temperature: float = 1.0,
 ) -> BoundaryOut:
-    """student `[V_s, ld_s]`, teacher `[V_t, ld_t]`: logits whose first `chunks` columns belong together; the teacher's
-    are overwritten with r there. lse_* `[ld]` at the temperature; complex_mass `[c, ld_s]`: `project_columns` of
-    `tables.complex`."""
+    """student `[V, L_s]`, teacher `[U, L_t]`: logits whose first `chunks` columns belong together; the teacher's
+    are overwritten with r there. lse_* `[L]` at the temperature; multi_mass `[c, L_s]`: `project_columns` of
+    `tables.multi_source`."""
     size, number = teacher.shape[0], tables.reached.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(splits, width, dtype=torch.int32, device=student.device)
     _boundary_kernel[(-(-width // WIDE), splits)](
-        student, teacher, complex_mass, lse_student, lse_teacher, tables.reached, tables.source,
+        student, teacher, multi_mass, lse_student, lse_teacher, tables.reached, tables.source,
         tables.place, sums, arg, number, student.shape[1], teacher.shape[1], width, -(-number // splits),
         1 / temperature, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip

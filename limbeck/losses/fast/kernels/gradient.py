@@ -1,10 +1,10 @@
 """Gradient with respect to the student's logits, written over them.
 
-Every loss of this package has, at one column of the batch and for student token s, the gradient
+Every loss of this package has, at one lane and for student token s, the gradient
 
-    kd * G(s) + cp * p_tau(s) + cp_one * p_1(s) + co * [s == label]
+    slope_coef * G(s) + prob_coef * p_tau(s) + prob1_coef * p_1(s) + label_coef * [s == label]
 
-with four numbers per column. `NONE`: G = 0 (cross-entropy, chunk terms). `PROJECT`: G = -p_tau(s) sum_t W[s, t] R[t],
+with four numbers per lane. `NONE`: G = 0 (cross-entropy, chunk terms). `PROJECT`: G = -p_tau(s) sum_t W[s, t] R[t],
 for losses on the projected student. `PAIRS`: G = -p_T(pair of s) for common tokens, and for the others
 p_tau(s) * slope[bin of p_tau(s)], the slope of the sorted L1 term.
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, Rest, bin_of
+from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, TailL1, bin_of
 from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS
 from limbeck.losses.fast.kernels.tables import PairTables, ProjectionTables
 
@@ -37,20 +37,20 @@ PAIRS = tl.constexpr(2)
 
 @dataclass
 class Factors:
-    """Per column `[ld]`, float32: `kd`, `cp`, `cp_one` (None where the temperature is 1: part of cp) and `co`; `label`
-    int32, -1 for none."""
+    """Per lane `[L]`, float32: the four numbers above (prob1_coef is None where the temperature is 1: it is part of
+    prob_coef then); `label` int32, -1 for none."""
 
-    kd: Tensor
-    cp: Tensor
-    cp_one: Tensor | None
-    co: Tensor
+    slope_coef: Tensor
+    prob_coef: Tensor
+    prob1_coef: Tensor | None
+    label_coef: Tensor
     label: Tensor
 
 
 @dataclass
 class Projected:
-    """G of losses on the projected student. residual `[K, ld]`: R; index `[k, V_s]`: rows of R (-1: none); owner
-    `[ld]` int32: column of R that belongs to a column of the logits; shift `[ld]`: taken from each entry of R."""
+    """G of losses on the projected student. residual `[K, L]`: R; index `[k, V]`: rows of R (-1: none); owner
+    `[L]` int32: column of R that belongs to a column of the logits; shift `[L]`: taken from each entry of R."""
 
     residual: Tensor
     index: Tensor
@@ -61,53 +61,55 @@ class Projected:
 
 @dataclass
 class Paired:
-    """G of losses on common pairs: teacher logits `[V_t, ld_t]`, their log-sum-exp, and the sorted rest (None where
+    """G of losses on common pairs: teacher logits `[U, L_t]`, their log-sum-exp, and the sorted rest (None where
     every token is common)."""
 
     teacher: Tensor
     lse: Tensor
     tables: PairTables
-    rest: Rest | None
+    rest: TailL1 | None
 
 
 @triton.jit
-def _entry(r_ptr, index_ptr, weight_ptr, at, r_ld, r_col, col, width, shift, SHIFT: tl.constexpr):
+def _entry(r_ptr, index_ptr, weight_ptr, at, r_lanes, r_col, col, width, shift, SHIFT: tl.constexpr):
     """One entry of W's row times R, less the shift."""
     index = tl.load(index_ptr + at)
     weight = tl.load(weight_ptr + at)
     some = col < tl.where(index >= 0, width, 0)
-    r = tl.load(r_ptr + index.to(tl.int64) * r_ld + r_col, mask=some, other=0.0).to(tl.float32)
+    r = tl.load(r_ptr + index.to(tl.int64) * r_lanes + r_col, mask=some, other=0.0).to(tl.float32)
     if SHIFT:
         r = tl.where(index >= 0, r - shift, 0.0)
     return weight * r
 
 
 @triton.jit
-def _slope(t_ptr, slope_ptr, pair, z, t_ld, slope_ld, col, width, scale, base, base_t, REST: tl.constexpr):
+def _slope(t_ptr, slope_ptr, pair, z, t_lanes, slope_lanes, col, width, scale, base, base_t, REST: tl.constexpr):
     """G of a loss on common pairs for one student token."""
-    at = t_ptr + pair.to(tl.int64) * t_ld + col
+    at = t_ptr + pair.to(tl.int64) * t_lanes + col
     t = tl.load(at, mask=col < tl.where(pair >= 0, width, 0), other=float("-inf")).to(tl.float32)
     out = -tl.exp2(t * scale - base_t)
     if REST:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if pair < 0:
             log_p = z * scale - base
-            place = slope_ptr + bin_of(log_p) * slope_ld + col
+            place = slope_ptr + bin_of(log_p) * slope_lanes + col
             out = tl.load(place, mask=col < width, other=0.0).to(tl.float32) * tl.exp2(log_p)
     return out
 
 
 @triton.jit
-def _finish(at, v, z, kd, g, cp, cp_one, co, label, scale, base, base_one, inside, MODE: tl.constexpr,
-            SCALED: tl.constexpr):  # fmt: skip
+def _finish(
+    at, v, z, slope_coef, g, prob_coef, prob1_coef, label_coef, label, scale, base, base_one, inside,
+    MODE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Put the parts of one student token's gradient together and store it over its logits."""
     p = tl.exp2(z * scale - base)
-    grad = cp * p + tl.where(label == v, co, 0.0)
+    grad = prob_coef * p + tl.where(label == v, label_coef, 0.0)
     if SCALED:
-        grad += cp_one * tl.exp2(z * LOG2E - base_one)
+        grad += prob1_coef * tl.exp2(z * LOG2E - base_one)
     if MODE == PROJECT:
-        grad -= kd * p * g
+        grad -= slope_coef * p * g
     if MODE == PAIRS:
-        grad += kd * g
+        grad += slope_coef * g
     tl.store(at, grad.to(at.dtype.element_ty), mask=inside)
 
 
@@ -116,29 +118,29 @@ def _finish(at, v, z, kd, g, cp, cp_one, co, label, scale, base, base_one, insid
 # the logits' memory is what this costs; STEPS tokens per program keep the lanes' factors in registers.
 @triton.jit
 def _gradient_kernel(
-    s_ptr, lse_ptr, lse_one_ptr, kd_ptr, cp_ptr, one_ptr, co_ptr, label_ptr,
+    s_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr, prob1_coef_ptr, label_coef_ptr, label_ptr,
     r_ptr, index_ptr, weight_ptr, entries_ptr, owner_ptr, shift_ptr,
     t_ptr, lse_t_ptr, pair_ptr, slope_ptr,
-    size, ld, width, r_ld, t_ld, slope_ld, first_tile, inv_tau,
+    size, lanes, width, r_lanes, t_lanes, slope_lanes, first_tile, inv_tau,
     MODE: tl.constexpr, SCALED: tl.constexpr, OWNER: tl.constexpr, SHIFT: tl.constexpr, REST: tl.constexpr,
     STEPS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = (first_tile + tl.program_id(0)) * BN + tl.arange(0, BN)
-    inside = col < ld
+    inside = col < lanes
     scale = inv_tau * LOG2E
     base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
-    cp = tl.load(cp_ptr + col, mask=inside, other=0.0)
-    co = tl.load(co_ptr + col, mask=inside, other=0.0)
+    prob_coef = tl.load(prob_coef_ptr + col, mask=inside, other=0.0)
+    label_coef = tl.load(label_coef_ptr + col, mask=inside, other=0.0)
     label = tl.load(label_ptr + col, mask=inside, other=-1)
-    base_one, cp_one, kd, shift, base_t, r_col = base, cp, cp, cp, base, col
+    base_one, prob1_coef, slope_coef, shift, base_t, r_col = base, prob_coef, prob_coef, prob_coef, base, col
     if SCALED:
         base_one = tl.load(lse_one_ptr + col, mask=inside, other=0.0) * LOG2E
-        cp_one = tl.load(one_ptr + col, mask=inside, other=0.0)
+        prob1_coef = tl.load(prob1_coef_ptr + col, mask=inside, other=0.0)
     if MODE != NONE:
-        kd = tl.load(kd_ptr + col, mask=inside, other=0.0)
+        slope_coef = tl.load(slope_coef_ptr + col, mask=inside, other=0.0)
     if OWNER:
         r_col = tl.load(owner_ptr + col, mask=inside, other=0)
-        width = ld
+        width = lanes
     if SHIFT:
         shift = tl.load(shift_ptr + col, mask=inside, other=0.0)
     if MODE == PAIRS:
@@ -147,26 +149,32 @@ def _gradient_kernel(
     for v in range(first, tl.minimum(first + STEPS, size), 2):
         # two tokens at a time: all their loads come before the first store, which would hold them up
         other = tl.minimum(v + 1, size - 1)
-        at0 = s_ptr + v * ld.to(tl.int64) + col
-        at1 = s_ptr + other * ld.to(tl.int64) + col
+        at0 = s_ptr + v * lanes.to(tl.int64) + col
+        at1 = s_ptr + other * lanes.to(tl.int64) + col
         z0 = tl.load(at0, mask=inside, other=0.0).to(tl.float32)
         z1 = tl.load(at1, mask=inside, other=0.0).to(tl.float32)
         g0, g1 = z0, z1
         if MODE == PROJECT:
-            g0 = _entry(r_ptr, index_ptr, weight_ptr, v, r_ld, r_col, col, width, shift, SHIFT)
-            g1 = _entry(r_ptr, index_ptr, weight_ptr, other, r_ld, r_col, col, width, shift, SHIFT)
+            g0 = _entry(r_ptr, index_ptr, weight_ptr, v, r_lanes, r_col, col, width, shift, SHIFT)
+            g1 = _entry(r_ptr, index_ptr, weight_ptr, other, r_lanes, r_col, col, width, shift, SHIFT)
             for j in range(1, tl.load(entries_ptr + v)):
-                g0 += _entry(r_ptr, index_ptr, weight_ptr, j * size + v, r_ld, r_col, col, width, shift, SHIFT)
+                g0 += _entry(r_ptr, index_ptr, weight_ptr, j * size + v, r_lanes, r_col, col, width, shift, SHIFT)
             for j in range(1, tl.load(entries_ptr + other)):
-                g1 += _entry(r_ptr, index_ptr, weight_ptr, j * size + other, r_ld, r_col, col, width, shift, SHIFT)
+                g1 += _entry(r_ptr, index_ptr, weight_ptr, j * size + other, r_lanes, r_col, col, width, shift, SHIFT)
         if MODE == PAIRS:
             pair0 = tl.load(pair_ptr + v)
             pair1 = tl.load(pair_ptr + other)
-            g0 = _slope(t_ptr, slope_ptr, pair0, z0, t_ld, slope_ld, col, width, scale, base, base_t, REST)
-            g1 = _slope(t_ptr, slope_ptr, pair1, z1, t_ld, slope_ld, col, width, scale, base, base_t, REST)
-        _finish(at0, v, z0, kd, g0, cp, cp_one, co, label, scale, base, base_one, inside, MODE, SCALED)
+            g0 = _slope(t_ptr, slope_ptr, pair0, z0, t_lanes, slope_lanes, col, width, scale, base, base_t, REST)
+            g1 = _slope(t_ptr, slope_ptr, pair1, z1, t_lanes, slope_lanes, col, width, scale, base, base_t, REST)
+        _finish(
+            at0, v, z0, slope_coef, g0, prob_coef, prob1_coef, label_coef,
+            label, scale, base, base_one, inside, MODE, SCALED,
+        )  # fmt: skip
         if v + 1 < size:
-            _finish(at1, v + 1, z1, kd, g1, cp, cp_one, co, label, scale, base, base_one, inside, MODE, SCALED)
+            _finish(
+                at1, v + 1, z1, slope_coef, g1, prob_coef, prob1_coef, label_coef,
+                label, scale, base, base_one, inside, MODE, SCALED,
+            )  # fmt: skip
 
 
 def _launch(
@@ -176,31 +184,32 @@ def _launch(
     first, last = tiles
     if first >= last:
         return
-    size, ld = logits.shape
+    size, lanes = logits.shape
     unused = lse
     args: dict[str, object] = dict.fromkeys(
         ("r_ptr", "index_ptr", "weight_ptr", "entries_ptr", "owner_ptr", "shift_ptr", "t_ptr", "lse_t_ptr", "pair_ptr",
          "slope_ptr"), unused,
     )  # fmt: skip
-    args |= {"r_ld": ld, "t_ld": ld, "slope_ld": ld, "width": ld}
+    args |= {"r_lanes": lanes, "t_lanes": lanes, "slope_lanes": lanes, "width": lanes}
     mode, shift, rest = NONE, False, False
     if isinstance(source, Projected):
         mode, shift = PROJECT, source.shift is not None
         args |= {"r_ptr": source.residual, "index_ptr": source.index, "weight_ptr": source.tables.weight}
-        args |= {"entries_ptr": source.tables.entries, "owner_ptr": source.owner, "r_ld": source.residual.shape[1]}
-        args["width"] = min(ld, source.residual.shape[1])
+        args |= {"entries_ptr": source.tables.entries, "owner_ptr": source.owner, "r_lanes": source.residual.shape[1]}
+        args["width"] = min(lanes, source.residual.shape[1])
         args["shift_ptr"] = source.shift if shift else unused
     elif source is not None:
         mode, rest = PAIRS, source.rest is not None
-        args |= {"t_ptr": source.teacher, "lse_t_ptr": source.lse, "t_ld": source.teacher.shape[1]}
-        args |= {"pair_ptr": source.tables.pair, "width": min(ld, source.teacher.shape[1])}
+        args |= {"t_ptr": source.teacher, "lse_t_ptr": source.lse, "t_lanes": source.teacher.shape[1]}
+        args |= {"pair_ptr": source.tables.pair, "width": min(lanes, source.teacher.shape[1])}
         if source.rest is not None:
             width = source.rest.slope.shape[1]
-            args |= {"slope_ptr": source.rest.slope, "slope_ld": width, "width": min(ld, width)}
+            args |= {"slope_ptr": source.rest.slope, "slope_lanes": width, "width": min(lanes, width)}
     _gradient_kernel[(last - first, -(-size // STEPS))](
-        logits, lse, lse_one, factors.kd, factors.cp, unused if factors.cp_one is None else factors.cp_one, factors.co,
-        factors.label, size=size, ld=ld, first_tile=first, inv_tau=1 / temperature, **args,
-        MODE=mode, SCALED=factors.cp_one is not None, OWNER=owner, SHIFT=shift, REST=rest,
+        logits, lse, lse_one, factors.slope_coef, factors.prob_coef,
+        unused if factors.prob1_coef is None else factors.prob1_coef, factors.label_coef, factors.label,
+        size=size, lanes=lanes, first_tile=first, inv_tau=1 / temperature, **args,
+        MODE=mode, SCALED=factors.prob1_coef is not None, OWNER=owner, SHIFT=shift, REST=rest,
         STEPS=STEPS, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
 
@@ -216,10 +225,10 @@ def write_gradient(
     aligned: int = 0,
     owned: int = 0,
 ) -> None:
-    """Overwrite logits `[V_s, ld]` with their gradient.
+    """Overwrite logits `[V, L]` with their gradient.
 
-    lse, lse_one `[ld]`: at the temperature and at 1. Columns below `aligned` have G at the column of the same number,
-    those from there to `owned` at their owner's, the others have none (and a factor `kd` of 0).
+    lse, lse_one `[L]`: at the temperature and at 1. Lanes below `aligned` have G at the lane of the same number,
+    those from there to `owned` at their owner's, the others have none (and a slope_coef of 0).
     """
     tiles = -(-logits.shape[1] // WIDE)
     # where columns of both kinds meet in a tile, all of it goes through owners
@@ -239,20 +248,20 @@ def gradient_reference(
     temperature: float = 1.0,
     source: Projected | Paired | None = None,
 ) -> Tensor:
-    """The same in plain torch, float32, not in place; every column has a `source` (a factor `kd` of 0 takes it out)."""
+    """The same in plain torch, float32, not in place; every lane has a `source` (a slope_coef of 0 takes it out)."""
     z = logits.float()
     p = (z / temperature - lse).exp()
-    out = factors.cp * p
-    if factors.cp_one is not None:
-        out = out + factors.cp_one * (z - lse_one).exp()
-    out = out + factors.co * (torch.arange(z.shape[0], device=z.device)[:, None] == factors.label)
+    out = factors.prob_coef * p
+    if factors.prob1_coef is not None:
+        out = out + factors.prob1_coef * (z - lse_one).exp()
+    out = out + factors.label_coef * (torch.arange(z.shape[0], device=z.device)[:, None] == factors.label)
     if isinstance(source, Projected):
         total = torch.zeros_like(z)
         for index, weight in zip(source.index, source.tables.weight, strict=True):
             r = source.residual[index.clamp(min=0).long()][:, source.owner.long()].float()
             r = r if source.shift is None else r - source.shift
             total += weight[:, None] * r * (index >= 0)[:, None]
-        out = out - factors.kd * p * total
+        out = out - factors.slope_coef * p * total
     elif source is not None:
         pair = source.tables.pair
         common = (source.teacher[pair.clamp(min=0).long()].float() / temperature - source.lse).exp()
@@ -260,7 +269,7 @@ def gradient_reference(
         if source.rest is not None:
             bins = (-p.log2() * PER_OCTAVE).floor().clamp(0, BINS - 1).long()
             rest = source.rest.slope.float().gather(0, bins) * p
-        out = out + factors.kd * torch.where((pair >= 0)[:, None], -common, rest)
+        out = out + factors.slope_coef * torch.where((pair >= 0)[:, None], -common, rest)
     return out
 
 

@@ -34,7 +34,7 @@ class PKlOut(NamedTuple):
 # lanes are read in order, without a table; programs split K, and parts are added outside.
 @triton.jit
 def _p_kl_kernel(
-    q_ptr, t_ptr, lse_ptr, sum_ptr, out_ptr, arg_ptr, size, ld_q, ld_t, out_ld, per_split, inv_tau,
+    q_ptr, t_ptr, lse_ptr, sum_ptr, out_ptr, arg_ptr, size, lanes_q, lanes_t, out_lanes, per_split, inv_tau,
     SPLITS: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -51,8 +51,8 @@ def _p_kl_kernel(
     for v in range(start, end, BV):
         at = v + tl.arange(0, BV)
         inside = (at < end)[:, None]
-        q_at = q_ptr + at.to(tl.int64)[:, None] * ld_q + col[None, :]
-        t_at = t_ptr + at.to(tl.int64)[:, None] * ld_t + col[None, :]
+        q_at = q_ptr + at.to(tl.int64)[:, None] * lanes_q + col[None, :]
+        t_at = t_ptr + at.to(tl.int64)[:, None] * lanes_t + col[None, :]
         q = tl.load(q_at, mask=inside, other=-1.0)
         t = tl.load(t_at, mask=inside, other=-1e30).to(tl.float32)
         arg_q = tl.where(q > best_q, at[:, None], arg_q)
@@ -66,8 +66,8 @@ def _p_kl_kernel(
         slope = p / (share + EPS)
         dot += slope * share
         tl.store(q_at, slope * scale, mask=inside)
-    part = SPLITS * out_ld
-    out = tl.program_id(1) * out_ld + col
+    part = SPLITS * out_lanes
+    out = tl.program_id(1) * out_lanes + col
     top_q = tl.max(best_q, 0)
     top_t = tl.max(best_t, 0)
     tl.store(out_ptr + out, tl.sum(rows, 0))
@@ -81,8 +81,8 @@ def _p_kl_kernel(
 def p_kl_divergence(
     mass: Tensor, teacher: Tensor, lse: Tensor, total: Tensor, chunks: int, temperature: float = 1.0
 ) -> PKlOut:
-    """mass `[K, ld_q]`: each chunk's q, overwritten with R; teacher `[K, ld_t]`: its logits at K (of a chunk's mean
-    row); lse `[ld_t]`: mean log-sum-exp within K; total `[ld_q]`: sum of q over K. The first `chunks` columns count."""
+    """mass `[K, L_q]`: each chunk's q, overwritten with R; teacher `[K, L_t]`: its logits at K (of a chunk's mean
+    row); lse `[L_t]`: mean log-sum-exp within K; total `[L_q]`: sum of q over K. The first `chunks` columns count."""
     tiles, size = -(-chunks // COLUMNS), mass.shape[0]
     width = tiles * COLUMNS
     splits = splits_for(size)
@@ -108,7 +108,7 @@ def p_kl_divergence(
 # tokens are few, and a chunk's sum needs no atomic addition.
 @triton.jit
 def _chunk_mean_kernel(
-    x_ptr, first_ptr, count_ptr, size, ld, start, extras, chunks, BV: tl.constexpr, BN: tl.constexpr
+    x_ptr, first_ptr, count_ptr, size, lanes, start, extras, chunks, BV: tl.constexpr, BN: tl.constexpr
 ):
     chunk = tl.program_id(0) * BN + tl.arange(0, BN)
     at = (tl.program_id(1) * BV + tl.arange(0, BV)).to(tl.int64)
@@ -116,16 +116,16 @@ def _chunk_mean_kernel(
     inside = (at < size)[:, None] & real[None, :]
     first = tl.load(first_ptr + chunk, mask=real, other=0)
     count = tl.load(count_ptr + chunk, mask=real, other=0)
-    place = x_ptr + at[:, None] * ld + (start + chunk)[None, :]
+    place = x_ptr + at[:, None] * lanes + (start + chunk)[None, :]
     total = tl.load(place, mask=inside, other=0.0)
     for j in range(tl.max(count, 0)):
         more = inside & (j < count)[None, :]
-        total += tl.load(x_ptr + at[:, None] * ld + (extras + first + j)[None, :], mask=more, other=0.0)
+        total += tl.load(x_ptr + at[:, None] * lanes + (extras + first + j)[None, :], mask=more, other=0.0)
     tl.store(place, total / (count + 1).to(tl.float32)[None, :], mask=inside)
 
 
 def mean_over_chunks(values: Tensor, start: int, extras: int, first: Tensor, count: Tensor) -> None:
-    """Replace the columns `start + m` of values `[K, ld]` by the mean of themselves and `count[m]` more columns, those
+    """Replace the columns `start + m` of values `[K, L]` by the mean of themselves and `count[m]` more columns, those
     from `extras + first[m]` on. first, count: int32 `[M]`."""
     if count.numel():
         grid = (-(-count.numel() // 32), -(-values.shape[0] // 16))

@@ -32,7 +32,7 @@ class PairsOut(NamedTuple):
 @triton.jit
 def _pairs_kernel(
     s_ptr, t_ptr, lse_s_ptr, lse_t_ptr, student_ptr, teacher_ptr, out_ptr, arg_ptr,
-    number, ld_s, ld_t, width, per_split, inv_tau,
+    number, lanes_s, lanes_t, width, per_split, inv_tau,
     SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -51,8 +51,8 @@ def _pairs_kernel(
     for i in range(start, end):
         student = tl.load(student_ptr + i).to(tl.int64)
         teacher = tl.load(teacher_ptr + i).to(tl.int64)
-        s = tl.load(s_ptr + student * ld_s + col, mask=inside, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + teacher * ld_t + col, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + student * lanes_s + col, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + teacher * lanes_t + col, mask=inside, other=0.0).to(tl.float32)
         log_t = t * scale - base_t
         p = tl.exp2(log_t)
         rows += p * (log_t - (s * scale - base_s))
@@ -80,7 +80,7 @@ def pairs_divergence(
     chunks: int,
     temperature: float = 1.0,
 ) -> PairsOut:
-    """Over the first `chunks` columns of student `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits."""
+    """Over the first `chunks` columns of student `[V, L_s]` and teacher `[U, L_t]` logits."""
     number = tables.student.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)

@@ -43,7 +43,7 @@ _MASS_BITS = tl.constexpr((1 << 44) - 1)
 _MASS_UNIT = tl.constexpr(float(1 << 24))
 
 
-class Rest(NamedTuple):
+class TailL1(NamedTuple):
     """Per column `[C]`: the distance and `sum_s slope(s) p(s)`; slope bfloat16 `[BINS, width]`: d distance / d p."""
 
     rows: Tensor
@@ -62,7 +62,7 @@ def bin_of(log2_p):
 # independent of the order.
 @triton.jit
 def _histogram_kernel(
-    x_ptr, lse_ptr, ids_ptr, limit_ptr, out_ptr, number, ld, width, per_split, stride, inv_tau, BN: tl.constexpr
+    x_ptr, lse_ptr, ids_ptr, limit_ptr, out_ptr, number, lanes, width, per_split, stride, inv_tau, BN: tl.constexpr
 ):
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -72,7 +72,7 @@ def _histogram_kernel(
     limit = tl.load(limit_ptr + col, mask=inside, other=-1)
     for i in range(start, tl.minimum(start + per_split, number)):
         token = tl.load(ids_ptr + i * stride).to(tl.int64)
-        log_p = tl.load(x_ptr + token * ld + col, mask=inside, other=0.0).to(tl.float32) * scale - base
+        log_p = tl.load(x_ptr + token * lanes + col, mask=inside, other=0.0).to(tl.float32) * scale - base
         place = bin_of(log_p)
         part = tl.exp2(log_p + place.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
         units = tl.minimum(part, 1.0) * _MASS_UNIT + 0.5
@@ -82,13 +82,13 @@ def _histogram_kernel(
 
 # Reads the sample's counts once, from the largest bin down, writes one bin number per lane.
 @triton.jit
-def _limit_kernel(counts_ptr, limit_ptr, ld, need, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+def _limit_kernel(counts_ptr, limit_ptr, lanes, need, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
     """The bin in which the `need`-th largest entry of each column lies."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     above = tl.zeros([BN], tl.float32)
     limit = tl.zeros([BN], tl.int32)
     for b in range(0, BINS, BB):
-        at = (b + tl.arange(0, BB))[:, None] * ld + col[None, :]
+        at = (b + tl.arange(0, BB))[:, None] * lanes + col[None, :]
         count = (tl.load(counts_ptr + at) >> _COUNT_SHIFT).to(tl.float32)
         running = tl.cumsum(count, 0) + above[None, :]
         limit += tl.sum((running < need).to(tl.int32), 0)
@@ -113,7 +113,7 @@ def _area(above, count, mass, low, high, k):
 # (the gradient kernel looks it up) and two numbers per lane.
 @triton.jit
 def _area_kernel(
-    s_ptr, t_ptr, slope_ptr, rows_ptr, mass_ptr, ld, k, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr
+    s_ptr, t_ptr, slope_ptr, rows_ptr, mass_ptr, lanes, k, BINS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr
 ):
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     above_s = tl.zeros([BN], tl.float32)
@@ -123,7 +123,7 @@ def _area_kernel(
     unit = 1.0 / _MASS_UNIT
     for b in range(0, BINS, BB):
         place = b + tl.arange(0, BB)
-        at = place[:, None] * ld + col[None, :]
+        at = place[:, None] * lanes + col[None, :]
         high = tl.exp2(-place.to(tl.float32) / _PER_OCTAVE)[:, None]
         low = tl.where(place == BINS - 1, 0.0, tl.exp2(-(place + 1).to(tl.float32) / _PER_OCTAVE))[:, None]
         packed_s = tl.load(s_ptr + at)
@@ -183,9 +183,9 @@ def sorted_rest(
     chunks: int,
     k: int,
     temperature: float = 1.0,
-) -> Rest:
+) -> TailL1:
     """Distance of the k largest probabilities of the tokens ids_* (int32) in the first `chunks` columns of student
-    `[V_s, ld_s]` and teacher `[V_t, ld_t]` logits, with its slope for the gradient."""
+    `[V, L_s]` and teacher `[U, L_t]` logits, with its slope for the gradient."""
     width = -(-chunks // COLUMNS) * COLUMNS
     counts_s = _histogram(student, lse_student, ids_student, width, k, temperature)
     counts_t = _histogram(teacher, lse_teacher, ids_teacher, width, k, temperature)
@@ -194,4 +194,4 @@ def sorted_rest(
     _area_kernel[(width // LANES,)](
         counts_s, counts_t, slope, rows[0], rows[1], width, float(k), BINS=BINS, BB=STEP, BN=LANES, num_warps=4
     )
-    return Rest(rows[0, :chunks], rows[1, :chunks], slope)
+    return TailL1(rows[0, :chunks], rows[1, :chunks], slope)

@@ -31,7 +31,7 @@ def splits_for(size: int, least: int = 32) -> int:
 
 
 class ColumnStats(NamedTuple):
-    """Of logits `[V, ld]`, `[ld]` each: log-sum-exp at temperature 1 and at tau (the same tensor where tau is 1), and
+    """Of logits `[V, L]`, `[L]` each: log-sum-exp at temperature 1 and at tau (the same tensor where tau is 1), and
     the lowest id that has the largest logit (int32)."""
 
     lse: Tensor
@@ -40,8 +40,8 @@ class ColumnStats(NamedTuple):
 
 
 @triton.jit
-def _load(x_ptr, at, end, ld, col):
-    offset = at.to(tl.int64)[:, None] * ld + col[None, :]
+def _load(x_ptr, at, end, lanes, col):
+    offset = at.to(tl.int64)[:, None] * lanes + col[None, :]
     return tl.load(x_ptr + offset, mask=(at < end)[:, None], other=float("-inf")).to(tl.float32)
 
 
@@ -50,7 +50,7 @@ def _load(x_ptr, at, end, ld, col):
 # over tokens exchanges nothing between threads.
 @triton.jit
 def _partial_kernel(
-    x_ptr, top_ptr, sum_ptr, scaled_ptr, arg_ptr, size, ld, per_split, inv_tau,
+    x_ptr, top_ptr, sum_ptr, scaled_ptr, arg_ptr, size, lanes, per_split, inv_tau,
     SCALED: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -63,10 +63,10 @@ def _partial_kernel(
     scaled = tl.zeros([BV, BN], tl.float32)
     for v in range(start, end, 4 * BV):
         at = v + rows
-        x0 = _load(x_ptr, at, end, ld, col)
-        x1 = _load(x_ptr, at + BV, end, ld, col)
-        x2 = _load(x_ptr, at + 2 * BV, end, ld, col)
-        x3 = _load(x_ptr, at + 3 * BV, end, ld, col)
+        x0 = _load(x_ptr, at, end, lanes, col)
+        x1 = _load(x_ptr, at + BV, end, lanes, col)
+        x2 = _load(x_ptr, at + 2 * BV, end, lanes, col)
+        x3 = _load(x_ptr, at + 3 * BV, end, lanes, col)
         old = top
         arg = tl.where(x0 > top, at[:, None], arg)
         top = tl.maximum(top, x0)
@@ -87,7 +87,7 @@ def _partial_kernel(
             scaled += tl.exp2((x0 - top) * tau2) + tl.exp2((x1 - top) * tau2)
             scaled += tl.exp2((x2 - top) * tau2) + tl.exp2((x3 - top) * tau2)
     best = tl.max(top, 0)
-    out = tl.program_id(1) * ld + col
+    out = tl.program_id(1) * lanes + col
     tl.store(top_ptr + out, best)
     tl.store(sum_ptr + out, tl.sum(total * tl.exp2((top - best[None, :]) * LOG2E), 0))
     tl.store(arg_ptr + out, tl.min(tl.where(top == best[None, :], arg, 2147483647), 0))
@@ -99,11 +99,11 @@ def _partial_kernel(
 # largest maximum of all parts, which is known only when the last of them is done.
 @triton.jit
 def _combine_kernel(
-    top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, ld, inv_tau,
+    top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, lanes, inv_tau,
     SCALED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = tl.arange(0, SPLITS)[:, None] * ld + col[None, :]
+    at = tl.arange(0, SPLITS)[:, None] * lanes + col[None, :]
     top = tl.load(top_ptr + at)
     best = tl.max(top, 0)
     total = tl.sum(tl.load(sum_ptr + at) * tl.exp2((top - best[None, :]) * LOG2E), 0)
@@ -115,23 +115,23 @@ def _combine_kernel(
 
 
 def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
-    """Statistics of every column of logits `[V, ld]` (any floating type; computed in float32)."""
-    size, ld = logits.shape
+    """Statistics of every column of logits `[V, L]` (any floating type; computed in float32)."""
+    size, lanes = logits.shape
     scaled = temperature != 1.0
     splits = splits_for(size)
-    parts = logits.new_empty(4 if scaled else 3, splits, ld, dtype=torch.float32)
+    parts = logits.new_empty(4 if scaled else 3, splits, lanes, dtype=torch.float32)
     arg = parts[-1].view(torch.int32)
-    lse = torch.empty(ld, dtype=torch.float32, device=logits.device)
+    lse = torch.empty(lanes, dtype=torch.float32, device=logits.device)
     lse_tau = torch.empty_like(lse) if scaled else lse
-    place = torch.empty(ld, dtype=torch.int32, device=logits.device)
+    place = torch.empty(lanes, dtype=torch.int32, device=logits.device)
     step = 4 * 8
     per_split = -(-size // (splits * step)) * step
-    _partial_kernel[(ld // COLUMNS, splits)](
-        logits, parts[0], parts[1], parts[2], arg, size, ld, per_split, 1 / temperature,
+    _partial_kernel[(lanes // COLUMNS, splits)](
+        logits, parts[0], parts[1], parts[2], arg, size, lanes, per_split, 1 / temperature,
         SCALED=scaled, BV=8, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
-    _combine_kernel[(ld // 16,)](
-        parts[0], parts[1], parts[2], arg, lse, lse_tau, place, ld, 1 / temperature,
+    _combine_kernel[(lanes // 16,)](
+        parts[0], parts[1], parts[2], arg, lse, lse_tau, place, lanes, 1 / temperature,
         SCALED=scaled, SPLITS=splits, BN=16, num_warps=4,
     )  # fmt: skip
     return ColumnStats(lse, lse_tau, place)
@@ -146,26 +146,26 @@ def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnSt
 
 
 @triton.jit
-def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, ld, col, scale, base):
+def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, lanes, col, scale, base):
     some = entry < last
     safe = tl.minimum(entry, last - 1)
     student = tl.load(student_ptr + safe)
     weight = tl.where(some, tl.load(weight_ptr + safe), 0.0)
-    x = tl.load(x_ptr + student.to(tl.int64) * ld + col, mask=col < tl.where(some, ld, 0), other=float("-inf"))
+    x = tl.load(x_ptr + student.to(tl.int64) * lanes + col, mask=col < tl.where(some, lanes, 0), other=float("-inf"))
     return weight, x.to(tl.float32) * scale - base
 
 
 # Reads the logits of a teacher column's student tokens, writes the column once. One program per column and tile of
 # lanes walks through the column's list: neighbouring lanes read neighbouring memory whatever the tokens are, four
 # entries are under way at a time, and no two programs add to one place. The longest lists come first in
-# `tables.complex`.
+# `tables.multi_source`.
 @triton.jit
 def _project_kernel(
-    x_ptr, lse_ptr, out_ptr, column_ptr, offset_ptr, student_ptr, weight_ptr, ld, inv_tau, BN: tl.constexpr
+    x_ptr, lse_ptr, out_ptr, column_ptr, offset_ptr, student_ptr, weight_ptr, lanes, inv_tau, BN: tl.constexpr
 ):
     row = tl.program_id(0)
     col = tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = col < ld
+    inside = col < lanes
     column = tl.load(column_ptr + row)
     first = tl.load(offset_ptr + column)
     last = tl.load(offset_ptr + column + 1)
@@ -173,23 +173,23 @@ def _project_kernel(
     base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
     total = tl.zeros([BN], tl.float32)
     for e in range(first, last, 4):
-        w0, x0 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e, last, ld, col, scale, base)
-        w1, x1 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 1, last, ld, col, scale, base)
-        w2, x2 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 2, last, ld, col, scale, base)
-        w3, x3 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 3, last, ld, col, scale, base)
+        w0, x0 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e, last, lanes, col, scale, base)
+        w1, x1 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 1, last, lanes, col, scale, base)
+        w2, x2 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 2, last, lanes, col, scale, base)
+        w3, x3 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 3, last, lanes, col, scale, base)
         total += w0 * tl.exp2(x0) + w1 * tl.exp2(x1) + w2 * tl.exp2(x2) + w3 * tl.exp2(x3)
-    tl.store(out_ptr + row.to(tl.int64) * ld + col, total, mask=inside)
+    tl.store(out_ptr + row.to(tl.int64) * lanes + col, total, mask=inside)
 
 
 def project_columns(
     logits: Tensor, lse: Tensor, columns: Tensor, tables: ProjectionTables, temperature: float = 1.0
 ) -> Tensor:
-    """Mass of teacher columns `[K]` under student logits `[V_s, ld]` with log-sum-exp `[ld]`: float32 `[K, ld]`."""
-    ld = logits.shape[1]
-    out = torch.empty(columns.numel(), ld, dtype=torch.float32, device=logits.device)
+    """Mass of teacher columns `[K]` under student logits `[V, L]` with log-sum-exp `[L]`: float32 `[K, L]`."""
+    lanes = logits.shape[1]
+    out = torch.empty(columns.numel(), lanes, dtype=torch.float32, device=logits.device)
     if columns.numel():
-        _project_kernel[(columns.numel(), -(-ld // WIDE))](
-            logits, lse, out, columns, tables.offsets, tables.students, tables.weights, ld, 1 / temperature,
+        _project_kernel[(columns.numel(), -(-lanes // WIDE))](
+            logits, lse, out, columns, tables.offsets, tables.students, tables.weights, lanes, 1 / temperature,
             BN=WIDE, num_warps=WIDE_WARPS,
         )  # fmt: skip
     return out

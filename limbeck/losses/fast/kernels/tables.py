@@ -15,10 +15,10 @@ from limbeck.losses.vocab.projection import CommonPairs, VocabMap
 class ProjectionTables:
     """One projection W, by teacher column and by student row.
 
-    By column: the entries of column v are `offsets[v] : offsets[v + 1]` of students and weights. `source` `[V_t]`: the
-    student token of a column with a single entry of weight 1, else -1; `place` `[V_t]`: the number of any other
-    reachable column in `complex`, else -1; `reached`: all columns of either kind, ascending. By row: `index`, `weight`
-    `[k, V_s]` (-1: none) and `entries` `[V_s]`: how many a row has. All int32 and float32.
+    By column: the entries of column v are `offsets[v] : offsets[v + 1]` of students and weights. `source` `[U]`: the
+    student token of a column with a single entry of weight 1, else -1; `place` `[U]`: the number of any other
+    reachable column in `multi_source`, else -1; `reached`: all columns of either kind, ascending. By row: `index`,
+    `weight` `[k, V]` (-1: none) and `entries` `[V]`: how many a row has. All int32 and float32.
     """
 
     offsets: Tensor
@@ -26,7 +26,7 @@ class ProjectionTables:
     weights: Tensor
     source: Tensor
     place: Tensor
-    complex: Tensor
+    multi_source: Tensor
     reached: Tensor
     index: Tensor
     weight: Tensor
@@ -61,17 +61,17 @@ def _build(vocab: VocabMap) -> ProjectionTables:
     several = torch.zeros(vocab.teacher_size, dtype=torch.bool)
     several[vocab.rest_columns.cpu()] = True
     # longest lists first: the last programs of a launch should be short ones
-    complex_columns = vocab.rest_columns.cpu()
-    complex_columns = complex_columns[count[complex_columns].argsort(descending=True, stable=True)]
+    multi_source = vocab.rest_columns.cpu()
+    multi_source = multi_source[count[multi_source].argsort(descending=True, stable=True)]
     place = torch.full((vocab.teacher_size,), -1)
-    place[complex_columns] = torch.arange(complex_columns.numel())
+    place[multi_source] = torch.arange(multi_source.numel())
     index, row_weight, entries = _by_row(student, teacher, weight, vocab.student_size)
     tables = {
         "offsets": torch.cat((torch.zeros(1, dtype=torch.long), count.cumsum(0))),
         "students": student[order],
         "source": source.masked_fill(several, -1),
         "place": place,
-        "complex": complex_columns,
+        "multi_source": multi_source,
         "reached": count.nonzero().squeeze(1),
         "index": index,
         "entries": entries,
@@ -98,7 +98,7 @@ def _by_row(student: Tensor, teacher: Tensor, weight: Tensor, size: int) -> tupl
 
 @dataclass(frozen=True)
 class PairTables:
-    """Common pairs of gold and H-KL: `student`, `teacher` `[P]`, the uncommon rest of each side, and `pair` `[V_s]`:
+    """Common pairs of gold and H-KL: `student`, `teacher` `[P]`, the uncommon rest of each side, and `pair` `[V]`:
     the teacher token of a student token, or -1. int32."""
 
     student: Tensor
