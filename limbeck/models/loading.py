@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +93,8 @@ class ModelConfig(MicrobatchConfig):
     """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    allow_missing: bool = False
+    """Load a folder whose weights do not fit the model: what it lacks is random, what it has too much is ignored."""
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
     lora: LoraConfig | None = None
     compile: CompileConfig = CompileConfig()
@@ -192,9 +194,36 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
         kwargs["gguf_file"] = path.name
         kwargs.update(_gguf_options())
     try:
-        return _auto()[1].from_pretrained(source, **kwargs)
+        model, found = _auto()[1].from_pretrained(
+            source, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise ConfigError(f"model {str(name)!r} cannot be loaded: {_one_line(e)}") from e
+    if not cfg.allow_missing:
+        _refuse_misfits(str(name), found)
+    return model
+
+
+def _refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
+    """transformers fills what a folder lacks with random numbers; a tied head, which need not be stored, it leaves out
+    of its account."""
+    shapes = [f"{key} {list(stored)} for {list(wanted)}" for key, stored, wanted in found["mismatched_keys"]]
+    lists = {
+        "are missing": found["missing_keys"],
+        "have another shape": shapes,
+        "are unknown": found["unexpected_keys"],
+    }
+    said = [f"{len(keys)} {what} ({_few(keys)})" for what, keys in lists.items() if keys]
+    if said:
+        raise ConfigError(
+            f"the weights of model {name!r} do not fit it: {'; '.join(said)}; give the whole model, or set "
+            "allow_missing: true where random numbers in their place are meant"
+        )
+
+
+def _few(names: Collection[str], limit: int = 4) -> str:
+    shown = sorted(names)[:limit]
+    return ", ".join(shown) + (", ..." if len(names) > limit else "")
 
 
 def _gguf_options() -> dict[str, Any]:
@@ -400,7 +429,12 @@ class ModelBuilder:
 
     def _read(self, cfg: ModelConfig) -> Any:
         if self.weights is not None:
-            update = {"model_name": str(self.weights), "init": "pretrained", "model_overrides": {}}
+            update = {
+                "model_name": str(self.weights),
+                "init": "pretrained",
+                "model_overrides": {},
+                "allow_missing": False,
+            }
             cfg = cfg.model_copy(update=update)
         return load_model(cfg, dtype=cfg.parameter_type(self.trained), vocab_size=self.size, seed=self.seed)
 

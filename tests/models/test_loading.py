@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from limbeck.models.loading import body_of, load_model, model_identity
 from limbeck.utils.errors import ConfigError
@@ -79,3 +80,29 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     load_model(random_config(), vocab_size=50, seed=3).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has 50 embeddings but its tokenizer has 60 ids"):
         load_model({"model_name": str(tmp_path)}, vocab_size=60)
+
+
+def rewritten(folder, change):
+    """A model folder whose tensors ``change`` has edited in place."""
+    load_model(random_config(QWEN3), vocab_size=50, seed=3).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return {"model_name": str(folder)}
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    q_proj, norm = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
+    lacking = rewritten(tmp_path / "lacking", lambda tensors: tensors.pop(q_proj))
+    with pytest.raises(ConfigError, match=rf"1 are missing \({q_proj}\)"):
+        load_model(lacking)
+    other = rewritten(tmp_path / "other", lambda tensors: tensors.update({norm: torch.ones(31)}))
+    with pytest.raises(ConfigError, match=rf"1 have another shape \({norm} \[31\] for \[32\]\)"):
+        load_model(other)
+    more = rewritten(tmp_path / "more", lambda tensors: tensors.update({"extra.weight": torch.ones(3)}))
+    with pytest.raises(ConfigError, match=r"1 are unknown \(extra.weight\)"):
+        load_model(more)
+    for config in (lacking, other, more):
+        assert load_model({**config, "allow_missing": True}).dtype == torch.float32
+    # a tied head is not stored, and nothing of it is missing
+    assert load_model(rewritten(tmp_path / "whole", lambda tensors: tensors.pop("lm_head.weight", None)))
