@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator
+from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, teacher_lengths
 from limbeck.algorithms.config import MasterConfig
-from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import init_distributed
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
 from limbeck.models.policy import Policy
+from limbeck.teachers.build import connect_servers
 from limbeck.teachers.cache import CacheReader, CacheWriter, estimate_bytes
 from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
 from limbeck.teachers.cache.format import read_index
@@ -84,7 +84,9 @@ class CacheJob:
         self.collator = make_collator(config, student_tokenizer, foreign)
         self.datasets = [d for d in load_datasets(config) if d is not None]
         self.records = sum(len(d) for d in self.datasets)
-        self._servers: dict[int, ServerTeacher] = connect_servers(config, self.tokenizers, vocab, to_cache=True)
+        self._servers = connect_servers(
+            config.all_teachers, self.tokenizers, vocab, longest=teacher_lengths(config), layout=None
+        )
         self._policies: dict[int, Policy] = {}
         self._tokens: dict[int, int] = {}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from limbeck.config import FREE
-from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
@@ -19,7 +17,8 @@ from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, Po
 from limbeck.losses.preference import PreferenceKind, PreferenceSpec
 from limbeck.losses.weights import ChannelWeights, Decay, WeightSchedule
 from limbeck.models.policy import PolicyConfig
-from limbeck.teachers.server.client import ServerConfig
+from limbeck.teachers.build import TeacherConfig
+from limbeck.teachers.hinted import SelfTeacherKind
 from limbeck.tokens.chat import Placement
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.errors import ConfigError
@@ -52,37 +51,6 @@ class OffPolicyDistillationConfig(LoopConfig):
     """Length of an off-policy distillation and when it is validated."""
 
 
-class TeacherConfig(PolicyConfig):
-    """A teacher: a model, and where its signals come from."""
-
-    # how a teacher is batched decides only how it is scored with
-    dynamic_batching: BatchingConfig = Field(default=BatchingConfig(), json_schema_extra=FREE)
-    sequence_packing: PackingConfig = Field(default=PackingConfig(), json_schema_extra=FREE)
-    logprob_batch_size: int = Field(default=1, ge=1, json_schema_extra=FREE)
-    cache: str | None = None
-    """Folder written by ``limbeck cache``: train from stored signals, without the teacher's weights."""
-    cache_k: int = Field(default=128, ge=1)
-    """Most likely tokens that ``limbeck cache`` stores per position; with a server it stores ``server.k``."""
-    cache_kind: Literal["topk", "hidden"] = "topk"
-    """What ``limbeck cache`` stores: top-k lists, or hidden states with the head."""
-    server: ServerConfig | None = None
-    """A server that scores for this teacher, instead of weights in this process; only its tokenizer is loaded here.
-    With ``cache``: ``limbeck cache`` fills it from the server, and training reads the cache alone."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_of_a_remote_model(cls, data: Any) -> Any:
-        """A remote teacher needs no weights here, so its name or its tokenizer's is name enough."""
-        if isinstance(data, Mapping) and data.get("server") is not None and data.get("model_name") is None:
-            server, tokenizer = data["server"], data.get("tokenizer")
-            names = [
-                part.get(key) for part, key in ((server, "model"), (tokenizer, "name")) if isinstance(part, Mapping)
-            ]
-            if any(names):
-                return {**data, "model_name": next(name for name in names if name)}
-        return data
-
-
 def _default_loss() -> CrossTokenizerDistillationLossConfig:
     return CrossTokenizerDistillationLossConfig.model_validate({})
 
@@ -106,6 +74,12 @@ class MasterConfig(_Section):
     def _consistent(self) -> MasterConfig:
         if self.teacher is not None and self.teachers:
             raise ValueError("teacher and teachers are both given; use one of them")
+        remote = any(own.server is not None and own.cache is None for own in self.all_teachers)
+        if remote and self.loss_fn.temperature != 1.0:
+            raise ValueError(
+                f"loss_fn.temperature is {self.loss_fn.temperature}, but a server gives log-probabilities at 1; "
+                "set it to 1"
+            )
         prompts = self.distillation.num_prompts_per_step
         if "train_global_batch_size" not in self.policy.model_fields_set:
             self.policy.train_global_batch_size = prompts
@@ -128,8 +102,6 @@ class MasterConfig(_Section):
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
-
-SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
 
 
 def _as_value_error(make: Any) -> None:

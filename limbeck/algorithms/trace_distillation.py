@@ -21,12 +21,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.build import loader_processes
 from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_shared_state, stored_state, whole_run
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
-from limbeck.algorithms.remote import connect, same_rows
-from limbeck.algorithms.self_teacher import HintTeacher, make_other_teacher, make_self_teacher
 from limbeck.algorithms.trace_data import (
     TraceCollate,
     TraceDataset,
@@ -37,7 +34,7 @@ from limbeck.algorithms.trace_data import (
 )
 from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
-from limbeck.data.loader import ShardSampler, rank_batches
+from limbeck.data.loader import make_loader, rank_batches
 from limbeck.data.microbatch import MicrobatchConfig, PackingConfig, ProcessedMicrobatch
 from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
@@ -50,12 +47,15 @@ from limbeck.losses.signals import Head, Signal
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.scoring import response_sums
-from limbeck.models.trainer import Step, TeacherSource, announce
+from limbeck.models.trainer import Step, announce
 from limbeck.projection import load_or_build
+from limbeck.teachers.build import connect, same_rows
+from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_teacher
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError, DataError, LossError
+from limbeck.utils.errors import DataError, LossError
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Metrics, Pair
 from limbeck.utils.state import seed_everything
@@ -113,7 +113,15 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     foreign = _foreign(tokenizer, teacher_tokenizer)
     collator = make_collator(config, tokenizer, foreign, hint=config.uses("hint"), preference=config.uses("preference"))
     collate = TraceCollate(collator, plan)
-    loader = _loader(config, dataset, collate)
+    loader = make_loader(
+        dataset,
+        collate,
+        records=config.distillation.num_prompts_per_step,
+        layout=config.policy.dtensor_cfg,
+        seed=seed,
+        shuffle=config.traces.shuffle,
+        num_workers=config.traces.num_workers,
+    )
     student = Policy(
         config.policy,
         tokenizer,
@@ -178,26 +186,35 @@ def _foreign(tokenizer: Any, teacher_tokenizer: Any | None) -> Any | None:
     return None if same else teacher_tokenizer
 
 
-def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -> TeacherSource | None:
+def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -> ServerTeacher | None:
     """The hinted teacher behind a server, connected before any model is loaded."""
     if config.teacher is None or config.teacher.server is None or not config.uses("hint"):
         return None
     traces = config.traces
     longest = traces.max_teacher_seq_length or min(traces.max_seq_length, config.policy.max_total_sequence_length)
-    student = ByteVocab.from_tokenizer(tokenizer)
-    group = same_rows(config.policy.dtensor_cfg)
-    found: TeacherSource = connect(config.teacher.server, teacher_tokenizer, student, longest=longest, group=group)
-    return found
+    student, readers = ByteVocab.from_tokenizer(tokenizer), same_rows(config.policy.dtensor_cfg)
+    return connect(config.teacher.server, teacher_tokenizer, student, longest=longest, readers=readers)
 
 
 def _teacher(
-    config: TraceMasterConfig, student: Policy, tokenizer: Any, teacher_tokenizer: Any, server: TeacherSource | None
+    config: TraceMasterConfig, student: Policy, tokenizer: Any, teacher_tokenizer: Any, server: ServerTeacher | None
 ) -> HintTeacher | None:
+    seed, hint = config.distillation.seed, config.loss.hint
     if not config.uses("hint"):
         return None
+    if server is not None:
+        return HintTeacher([server])
     if config.teacher is not None:
-        return make_other_teacher(config, teacher_tokenizer, tokenizer, server)
-    return make_self_teacher(student, config)
+        vocab = ByteVocab.from_tokenizer(tokenizer)
+        return make_other_teacher(config.teacher, teacher_tokenizer, vocab, seed=seed + 1)
+    return make_self_teacher(
+        student,
+        hint.self_teacher,
+        config.policy,
+        seed=seed,
+        ema_decay=hint.ema_decay,
+        trust_region=hint.trust_region,
+    )
 
 
 def _hint_loss(
@@ -213,36 +230,6 @@ def _hint_loss(
 
 def _needs_reference(config: TraceMasterConfig, loss: PreferenceLossFn) -> bool:
     return config.uses("preference") and loss.spec.needs_reference
-
-
-def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceCollate) -> StatefulDataLoader:
-    # processes that split one model's layers or sequences read the same traces
-    rank, world = data_rank_and_world(config.policy.dtensor_cfg)
-    prompts, seed = config.distillation.num_prompts_per_step, config.distillation.seed
-    if prompts % world:
-        raise ConfigError(
-            f"distillation.num_prompts_per_step is {prompts}, which {world} processes cannot share evenly"
-        )
-    sampler = ShardSampler(
-        len(dataset),
-        rank=rank,
-        world=world,
-        seed=seed,
-        shuffle=config.traces.shuffle,
-        multiple=prompts // world,
-        fingerprint=dataset.fingerprint,
-    )
-    workers = loader_processes(config.traces.num_workers)
-    return StatefulDataLoader(
-        dataset,
-        batch_size=prompts // world,
-        sampler=sampler,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=collate,
-        # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def _resume(

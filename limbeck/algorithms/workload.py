@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from limbeck.algorithms.config import MasterConfig, TeacherConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
 from limbeck.models.policy import PolicyConfig
+from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.cache import estimate_bytes
 from limbeck.utils.files import package_file
 

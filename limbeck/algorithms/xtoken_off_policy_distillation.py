@@ -16,10 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, make_loaders
+from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, make_loaders, teacher_lengths
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
-from limbeck.algorithms.remote import connect_servers
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
@@ -29,7 +28,7 @@ from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import TeacherSource
 from limbeck.projection import load_or_build
-from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.build import connect_servers, make_teacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
@@ -121,7 +120,9 @@ def setup(
     _check_models(config, student_tokenizer, tokenizers)
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
-    remote = connect_servers(config, tokenizers, vocab)
+    remote = connect_servers(
+        teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
+    )
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
     latest = checkpointer.latest() if config.checkpointing.enabled else None
     if Comm.world().rank == 0:
@@ -143,7 +144,10 @@ def setup(
         dp_group=world,
         extra_parameters=loss_fn.parameters(),
     )
-    sources = [remote.get(i) or _teacher(config, i, tokenizer, vocab) for i, tokenizer in enumerate(tokenizers)]
+    sources = [
+        remote.get(i) or make_teacher(own, tokenizer, vocab, name=f"teacher_{i}", seed=config.distillation.seed + 1 + i)
+        for i, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True))
+    ]
     teacher: Teachers = sources
     if len(sources) == 1 and isinstance(sources[0], LiveTeacher):
         teacher = sources[0].policy
@@ -174,18 +178,10 @@ def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any])
     return CrossTokenizerDistillationLossFn(config.loss_fn, projections=projections)
 
 
-def _teacher(config: MasterConfig, index: int, tokenizer: Any, student: ByteVocab) -> TeacherSource:
-    own = config.all_teachers[index]
-    if own.cache is not None:
-        return CachedTeacher(own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprint)
-    return LiveTeacher(live_teacher(config, index, tokenizer), student_fingerprint=student.fingerprint)
-
-
 def live_teacher(config: MasterConfig, index: int, tokenizer: Any) -> Policy:
     """The frozen model of one teacher; random weights depend on the run's seed and the teacher's number."""
-    seed = config.distillation.seed + 1 + index
-    settings = config.all_teachers[index]
-    return Policy(settings, tokenizer, name=f"teacher_{index}", init_optimizer=False, seed=seed)
+    own, seed = config.all_teachers[index], config.distillation.seed + 1 + index
+    return Policy(own, tokenizer, name=f"teacher_{index}", init_optimizer=False, seed=seed)
 
 
 def _resume(

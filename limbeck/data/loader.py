@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.sources import PAD_INDEX
+from limbeck.distributed.mesh import ParallelConfig, data_rank_and_world
 from limbeck.utils.errors import ConfigError, DataError
 
 
@@ -141,3 +145,82 @@ def rank_batches(items: Sequence[int], *, rank: int, world: int, rows: int) -> I
     mine = items[rank::world]
     for start in range(0, -(-len(items) // world), rows):
         yield mine[start : start + rows]
+
+
+def make_loader(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    *,
+    records: int,
+    layout: ParallelConfig,
+    seed: int,
+    shuffle: bool,
+    num_workers: int | None = None,
+) -> StatefulDataLoader:
+    """Batches of this rank's share of a training set, ``records`` per step over all ranks; can be resumed.
+
+    Processes that split one model's layers or sequences (``layout``) read the same records. ``num_workers``: loader
+    processes; None: 2 where there is an accelerator, which must not wait for text, and none elsewhere.
+    """
+    rank, world = data_rank_and_world(layout)
+    if records % world:
+        raise ConfigError(
+            f"distillation.num_prompts_per_step is {records}, which {world} processes cannot share evenly"
+        )
+    batch = records // world
+    sampler = ShardSampler(
+        len(dataset),
+        rank=rank,
+        world=world,
+        seed=seed,
+        shuffle=shuffle,
+        multiple=batch,
+        fingerprint=_fingerprint(dataset),
+    )
+    return _loader(dataset, collate, sampler, batch, seed, num_workers)
+
+
+def make_validation_loader(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    *,
+    rows: int,
+    layout: ParallelConfig,
+    seed: int,
+    num_workers: int | None = None,
+) -> StatefulDataLoader:
+    """The same for a validation set: in order, ``rows`` records of each rank at a time, none left out."""
+    rank, world = data_rank_and_world(layout)
+    sampler = ShardSampler(
+        len(dataset), rank=rank, world=world, seed=seed, shuffle=False, even="pad", fingerprint=_fingerprint(dataset)
+    )
+    return _loader(dataset, collate, sampler, rows, seed, num_workers)
+
+
+def _fingerprint(dataset: Any) -> str:
+    """Of our own data sets; a user's map-style data set need not have one."""
+    return str(getattr(dataset, "fingerprint", ""))
+
+
+def _loader(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    sampler: ShardSampler,
+    batch: int,
+    seed: int,
+    num_workers: int | None,
+) -> StatefulDataLoader:
+    workers = 2 * torch.cuda.is_available() if num_workers is None else num_workers
+    with warnings.catch_warnings():
+        # the loader marks its use in a way that torch has deprecated; nothing that a user could act on
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(
+            dataset,
+            batch_size=batch,
+            sampler=sampler,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=collate,
+            # A new iterator draws a seed; from the global generator that would shift a resumed run's numbers.
+            generator=torch.Generator().manual_seed(seed),
+        )

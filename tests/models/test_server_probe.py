@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
-from limbeck.algorithms.config import MasterConfig, TeacherConfig
+from limbeck.algorithms.config import MasterConfig
 from limbeck.config import resolve
+from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import ConfigError, ServerError

@@ -6,24 +6,25 @@ A live teacher follows the student into whatever it drifts to; the frozen start 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from limbeck.algorithms.config import SelfTeacherKind, TraceMasterConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.losses.hint import ema_update
 from limbeck.losses.signals import HiddenSignal, Signal
 from limbeck.models.loading import load_model, tokenizer_size
 from limbeck.models.lora import apply_lora, is_lora
-from limbeck.models.policy import Policy
+from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.models.trainer import TeacherSource
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError
+
+SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
 
 
 class HintedSource:
@@ -129,24 +130,36 @@ def _trained(policy: Policy, like: dict[str, Tensor] | None = None) -> dict[str,
     }
 
 
-def make_self_teacher(student: Policy, config: TraceMasterConfig) -> HintTeacher:
-    """The student as its own hinted teacher. For a resumed run pass the resumed student: the start is loaded anew."""
-    hint = config.loss.hint
-    kind: SelfTeacherKind = hint.self_teacher
+def make_self_teacher(
+    student: Policy,
+    kind: SelfTeacherKind,
+    start: PolicyConfig,
+    *,
+    seed: int,
+    ema_decay: float = 0.99,
+    trust_region: float = 0.05,
+) -> HintTeacher:
+    """The student as its own hinted teacher. For a resumed run pass the resumed student: the start is loaded anew.
+
+    Args:
+        start: the run file's policy, whose weights the run began with.
+        ema_decay: of the average (``ema``).
+        trust_region: share of the present student in the mixture with its start (``trust_region``).
+    """
     if kind == "live":
         return HintTeacher([HintedSource(student)])
     if kind == "ema":
-        average = _copy(student, config)
-        return HintTeacher([HintedSource(average)], student=student, average=average, decay=hint.ema_decay)
-    start = HintedSource(_start(student, config))
+        average = _copy(student, seed)
+        return HintTeacher([HintedSource(average)], student=student, average=average, decay=ema_decay)
+    first = HintedSource(_start(student, start, seed))
     if kind == "trust_region":
-        return HintTeacher([start, HintedSource(student)], trust_region=hint.trust_region)
-    return HintTeacher([start])
+        return HintTeacher([first, HintedSource(student)], trust_region=trust_region)
+    return HintTeacher([first])
 
 
-def _copy(student: Policy, config: TraceMasterConfig) -> Policy:
+def _copy(student: Policy, seed: int) -> Policy:
     """A frozen model with the student's present weights, laid out like the student."""
-    seed, size = config.distillation.seed, tokenizer_size(student.tokenizer)
+    size = tokenizer_size(student.tokenizer)
     # shards cannot be copied as a module, so the model is made again, adapters included
     model: Any = load_model(student.cfg, dtype=student.model.dtype, vocab_size=size, seed=seed)
     if is_lora(student.model) and student.cfg.lora is not None:
@@ -160,27 +173,13 @@ def _copy(student: Policy, config: TraceMasterConfig) -> Policy:
     return made
 
 
-def _start(student: Policy, config: TraceMasterConfig) -> Policy:
+def _start(student: Policy, config: PolicyConfig, seed: int) -> Policy:
     """The weights that the run began with, computing exactly as the student does."""
-    settings = config.policy.model_copy(update={"lora": None, "param_dtype": config.policy.param_dtype or "float32"})
-    return Policy(
-        settings,
-        student.tokenizer,
-        name="start",
-        device=student.device,
-        init_optimizer=False,
-        seed=config.distillation.seed,
-    )
+    settings = config.model_copy(update={"lora": None, "param_dtype": config.param_dtype or "float32"})
+    return Policy(settings, student.tokenizer, name="start", device=student.device, init_optimizer=False, seed=seed)
 
 
-def make_other_teacher(
-    config: TraceMasterConfig, tokenizer: Any, student_tokenizer: Any, server: TeacherSource | None = None
-) -> HintTeacher:
-    """Another model as the hinted teacher, of whatever family; ``server``: the connection, where it runs elsewhere."""
-    assert config.teacher is not None
-    if server is not None:
-        return HintTeacher([server])
-    seed = config.distillation.seed + 1
-    policy = Policy(config.teacher, tokenizer, name="teacher", init_optimizer=False, seed=seed)
-    fingerprint = ByteVocab.from_tokenizer(student_tokenizer).fingerprint
-    return HintTeacher([HintedSource(policy, student_fingerprint=fingerprint)])
+def make_other_teacher(config: PolicyConfig, tokenizer: Any, student: ByteVocab, *, seed: int) -> HintTeacher:
+    """Another model as the hinted teacher, of whatever family."""
+    policy = Policy(config, tokenizer, name="teacher", init_optimizer=False, seed=seed)
+    return HintTeacher([HintedSource(policy, student_fingerprint=student.fingerprint)])
