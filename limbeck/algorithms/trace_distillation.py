@@ -33,21 +33,17 @@ from limbeck.algorithms.trace_data import (
     plan_policy,
 )
 from limbeck.algorithms.validation import TraceValidation
-from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import make_loader, rank_batches
-from limbeck.data.microbatch import MicrobatchConfig, PackingConfig, ProcessedMicrobatch
-from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
-from limbeck.losses.contract import Counts, Loss
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.scoring import response_sums
-from limbeck.models.trainer import Step, announce
+from limbeck.models.trainer import Channel
 from limbeck.projection import load_or_build
 from limbeck.teachers.build import connect, same_rows
 from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_teacher
@@ -57,7 +53,7 @@ from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import DataError, LossError
 from limbeck.utils.logger import Logger
-from limbeck.utils.metrics import Metrics, Pair
+from limbeck.utils.metrics import Pair
 from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer
 
@@ -259,42 +255,8 @@ def _resume(
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-# Every rank must report the same names, also where it has no row to compute them from.
-_HINT_NAMES = ("hint/loss", "hint/proj_accuracy")
-
-
-class ChannelLoss(Loss[Any]):
-    """A channel's loss as a step sees it: times the channel's factor, measured where the step is monitored."""
-
-    tensor_parallel = True
-    context_parallel = True
-
-    def __init__(self, loss_fn: Loss[Any], factor: float, monitor: Any = None, names: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.loss_fn, self.factor, self.monitor, self.names = loss_fn, factor, monitor, names
-
-    def counts(self, batch: BatchedDataDict) -> Counts:
-        """The channel's own denominator."""
-        return self.loss_fn.counts(batch)
-
-    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> Any:
-        """See the channel's loss."""
-        return self.loss_fn.prepare(mb, row_starts)
-
-    def shard(self, inputs: Any, comm: Comm) -> Any:
-        """See the channel's loss."""
-        return self.loss_fn.shard(inputs, comm)
-
-    def compute(
-        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: Any, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
-        """Loss times factor, and the channel's metrics."""
-        loss, metrics = self.loss_fn.compute(hidden_RH, head, signals, inputs, counts)
-        if self.names:
-            metrics = Metrics({name: metrics.get(name, (0.0, 0.0)) for name in self.names})
-        if self.monitor is not None:
-            metrics.add(self.monitor(hidden_RH, head, signals, inputs))
-        return loss if self.factor == 1 else loss * self.factor, metrics
+# The figures of a hint channel that a run logs, also where no rank has a hinted message.
+_HINT_METRICS = ("hint/loss", "hint/proj_accuracy")
 
 
 class ReferenceLogProbs:
@@ -330,7 +292,7 @@ class ReferenceLogProbs:
             batch = collate([dataset[i] for i in mine])
             channel = batch.channel("preference")
             places = self._places(batch)
-            self.values[places] = response_sums(policy, channel).reshape(-1, 2)
+            self.values[places] = policy.response_log_probs(channel).reshape(-1, 2)
             self.checks[places] = _checksums(channel).reshape(-1, 2)
         # data-parallel ranks, once per run: two numbers and two checksums per pair, zeros but for those scored here
         ranks = policy.dims.data
@@ -397,78 +359,51 @@ class TraceStep:
         Raises:
             LossError: a loss is not finite (the step was not taken), or the two sides of the hint channel are disjoint.
         """
-        student, mbs = self.student, self.student.cfg.train_micro_batch_size
-        student.model.train()
-        try:
-            step = Step(student, timer or Timer())
-            if factors["policy"]:
-                step.add(*self._policy(batch, factors["policy"], monitored), mbs=mbs)
-            if factors["hint"]:
-                channel, loss, sources = self._hint(batch, factors["hint"], monitored)
-                with step.timer.time("teacher"):
-                    channel, sums = announce(channel, sources, student)
-                step.add(channel, loss, sources, mbs=mbs)
-                step.add_metrics(sums)
-            if factors["preference"]:
-                step.add(*self._preference(batch, factors["preference"], mbs), mbs=2 * mbs)
-            result = step.finish()
-        finally:
-            student.model.eval()
+        trainer = self.student.trainer
+        assert trainer is not None
+        result = trainer.step(self.channels(batch, factors, monitored=monitored), timer).as_dict()
         if factors["hint"]:
             check_disjoint(result["metrics"])
-            self.hint_loss.step_end(result["metrics"])
         if self.teacher is not None:
             self.teacher.after_step()
         return result
 
-    def _policy(self, batch: ComposerBatch, factor: float, monitored: bool) -> tuple[BatchedDataDict, ChannelLoss]:
+    def channels(self, batch: ComposerBatch, factors: Mapping[str, float], *, monitored: bool = False) -> list[Channel]:
+        """What a step learns from; a channel with factor 0 is left out."""
+        make = {"policy": self._policy, "hint": self._hint, "preference": self._preference}
+        return [make[name](batch, factors[name], monitored) for name in make if factors[name]]
+
+    def _policy(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
         channel = batch.channel("policy")
         channel["advantages"] = batch["advantages"]
-        measure = (lambda hidden, head, _, inputs: self.monitor.policy(hidden, head, inputs)) if monitored else None
-        return channel, ChannelLoss(self.policy_loss, factor, measure)
 
-    def _hint(
-        self, batch: ComposerBatch, factor: float, monitored: bool
-    ) -> tuple[BatchedDataDict, ChannelLoss, Sequence[Any]]:
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+            return self.monitor.policy(hidden, head, inputs)
+
+        return Channel(channel, self.policy_loss, factor=factor, monitor=measure if monitored else None)
+
+    def _hint(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
         assert self.teacher is not None, "a hint channel without a teacher"
         share = self.teacher.trust_region
-        shares = (1 - share, share) if share else (1.0,)
+        mix_weights = (1 - share, share) if share else (1.0,)
 
-        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> dict[str, Pair]:
-            return self.monitor.hint(hidden, head, signals, shares, inputs)
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+            return self.monitor.hint(hidden, head, signals, mix_weights, inputs)
 
-        loss = ChannelLoss(self.hint_loss, factor, measure if monitored else None, _HINT_NAMES)
-        return batch.channel("hint"), loss, self.teacher.sources
+        return Channel(
+            batch.channel("hint"),
+            self.hint_loss,
+            self.teacher.sources,
+            factor=factor,
+            monitor=measure if monitored else None,
+            reported=_HINT_METRICS,
+        )
 
-    def _preference(self, batch: ComposerBatch, factor: float, mbs: int) -> tuple[BatchedDataDict, ChannelLoss]:
+    def _preference(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
         channel = batch.channel("preference")
         if self.reference is not None:
             self.reference.attach(batch, channel)
-        return with_whole_pairs(channel, self.student.cfg), ChannelLoss(self.preference_loss, factor)
-
-
-def with_whole_pairs(channel: BatchedDataDict, cfg: MicrobatchConfig) -> BatchedDataDict:
-    """A preference channel whose token-budget or packed micro-batches never part the two rows of a pair."""
-    if not channel.size or cfg.budgets is None:
-        return channel
-    section = cfg.budgets[1]
-    lengths = channel["input_lengths"].reshape(-1, 2)
-    room = lengths.sum(1) if cfg.packed else 2 * lengths.max(1).values
-    pairs: BatchedDataDict = BatchedDataDict({"input_lengths": room})
-    assert section.train_mb_tokens is not None
-    plan: Bins
-    if isinstance(section, PackingConfig):
-        plan = pairs.plan_packed_batches(
-            {"max_tokens_per_microbatch": section.train_mb_tokens, "algorithm": section.algorithm}
-        )
-    else:
-        rounding = section.sequence_length_round
-        plan = pairs.plan_dynamic_batches(
-            {"max_tokens_per_microbatch": section.train_mb_tokens, "sequence_length_round": rounding}
-        )
-    rows = SlicedDataDict(channel.data)
-    rows.microbatch_plan = [[[row for pair in items for row in (2 * pair, 2 * pair + 1)] for items in plan]]
-    return rows
+        return Channel(channel, self.preference_loss, factor=factor, rows_together=2)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +11,9 @@ from limbeck.algorithms.monitors import CollapseMonitor, response_lengths
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import rank_batches
+from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
-from limbeck.models.scoring import response_sums
-from limbeck.models.trainer import TeacherSource, attach
 from limbeck.teachers.live import key_prefix
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.logger import merge_sums
@@ -29,8 +27,8 @@ Sums = dict[str, tuple[float, float]]
 
 
 def evaluate(
-    student: Any,
-    teachers: Sequence[TeacherSource],
+    student: Policy,
+    teachers: Sequence[Teacher],
     batches: Iterable[BatchedDataDict],
     loss_fn: CrossTokenizerDistillationLossFn,
     timer: Timer,
@@ -63,16 +61,17 @@ def byte_sums(batch: BatchedDataDict) -> Sums:
     return sums
 
 
-def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Iterable[BatchedDataDict]) -> Sums:
+def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable[BatchedDataDict]) -> Sums:
     """Bits per byte of every teacher over its own tokens of the same texts; the first also without its number."""
     parts: list[Sums] = []
-    attach(teachers, student)
+    for teacher in teachers:
+        teacher.attach(student.layout)
     for batch in batches:
         sums: Sums = {}
         for i, teacher in enumerate(teachers):
-            prefix = key_prefix(batch, i)
+            prefix = key_prefix(batch, teacher.number)
             with student.dims.data.fail_together():
-                logprobs = teacher.logprobs(batch, i)
+                logprobs = teacher.log_probs(batch)
             # NaN marks rows that a remote teacher could not score
             counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
             mask = ((batch[f"{prefix}token_mask"] > 0) & counted)[:, 1:]
@@ -86,7 +85,7 @@ def teacher_bits(student: Any, teachers: Sequence[TeacherSource], batches: Itera
     return metrics
 
 
-def _reduced(sums: Sums, student: Any) -> Sums:
+def _reduced(sums: Sums, student: Policy) -> Sums:
     """Sums over data-parallel ranks."""
     return Metrics(sums).reduced(student.dims.data)[0].pairs()
 
@@ -151,11 +150,11 @@ class TraceValidation:
         # a channel without rows is scored too: the ranks of a sharded model must make the same calls
         policy = self.policy
         hint = batch.channel("hint")
-        sums.add({"erroneous_logprob": (response_sums(policy, hint).sum(), hint.size)})
+        sums.add({"erroneous_logprob": (policy.response_log_probs(hint).sum(), hint.size)})
         if self.collate.collator.teacher is self.collate.collator.student:
-            hinted = response_sums(policy, hint, "teacher_")
+            hinted = policy.response_log_probs(hint, prefix="teacher_")
             sums.add({"erroneous_logprob_hinted": (hinted.sum(), hint.size)})
-        chosen, rejected = response_sums(policy, batch.channel("preference")).reshape(-1, 2).unbind(1)
+        chosen, rejected = policy.response_log_probs(batch.channel("preference")).reshape(-1, 2).unbind(1)
         for name, values in (
             ("chosen_logprob", chosen),
             ("rejected_logprob", rejected),
@@ -165,4 +164,4 @@ class TraceValidation:
             sums.add({name: (values.sum(), len(values))})
         whole = batch.channel("policy")
         tokens = (whole["token_mask"][:, 1:] > 0).sum()
-        sums.add({"supervised_logprob": (response_sums(policy, whole).sum(), tokens)})
+        sums.add({"supervised_logprob": (policy.response_log_probs(whole).sum(), tokens)})

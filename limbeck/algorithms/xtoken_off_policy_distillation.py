@@ -23,10 +23,10 @@ from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import plan_cluster
+from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.trainer import TeacherSource
 from limbeck.projection import load_or_build
 from limbeck.teachers.build import connect_servers, make_teacher
 from limbeck.teachers.live import LiveTeacher
@@ -60,7 +60,7 @@ XTOKEN_NON_STUDENT_SEQ_KEYS: frozenset[str] = frozenset(
     }
 )
 
-Teachers = Policy | TeacherSource | Sequence[TeacherSource] | None
+Teachers = Policy | Teacher | Sequence[Teacher] | None
 
 
 class OffPolicyDistillationSaveState(TypedDict):
@@ -145,11 +145,11 @@ def setup(
         extra_parameters=loss_fn.parameters(),
     )
     sources = [
-        remote.get(i) or make_teacher(own, tokenizer, vocab, name=f"teacher_{i}", seed=config.distillation.seed + 1 + i)
+        remote.get(i) or make_teacher(own, i, tokenizer, vocab, seed=config.distillation.seed + 1 + i)
         for i, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True))
     ]
     teacher: Teachers = sources
-    if len(sources) == 1 and isinstance(sources[0], LiveTeacher):
+    if len(sources) == 1 and isinstance(sources[0], LiveTeacher) and isinstance(sources[0].policy, Policy):
         teacher = sources[0].policy
     state = _default_off_policy_distillation_save_state()
     if latest is not None:
@@ -214,11 +214,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def as_sources(teacher: Teachers) -> list[TeacherSource]:
-    """Teachers as sources, whether given as a policy, a source or several."""
-    if isinstance(teacher, Policy):
-        return [LiveTeacher(teacher)]
-    return _listed(teacher)
+def as_teachers(teacher: Teachers) -> list[Teacher]:
+    """Teachers in order, whether given as a policy, a teacher or several."""
+    teachers: list[Teacher] = [LiveTeacher(teacher)] if isinstance(teacher, Policy) else _listed(teacher)
+    for number, own in enumerate(teachers):
+        own.number = number
+    return teachers
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def xtoken_off_policy_distillation_train(
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
     _Loop(
         student_policy,
-        as_sources(teacher_policy),
+        as_teachers(teacher_policy),
         dataloader,
         val_dataloader,
         loss_fn,
@@ -255,7 +256,7 @@ class _Loop(TrainingLoop):
     def __init__(
         self,
         student: Policy,
-        teachers: list[TeacherSource],
+        teachers: list[Teacher],
         loader: StatefulDataLoader,
         val_loader: StatefulDataLoader | None,
         loss_fn: CrossTokenizerDistillationLossFn,
@@ -320,7 +321,7 @@ def validate(
     call, which do not change during a run.
     """
     timer = timer or Timer()
-    sources = as_sources(teacher_policy)
+    sources = as_teachers(teacher_policy)
     with timer.time("validation"):
         metrics = evaluate(student_policy, sources, val_dataloader, loss_fn, timer)
         if known is None and sources:

@@ -175,8 +175,13 @@ def teacher_prefixes(data: Mapping[str, Any]) -> list[str]:
     return first + [f"teacher_{number}_" for number in numbers if number > 0 or not first]
 
 
-def plan_microbatches(data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_key: str = "train_mb_tokens") -> Bins:
-    """Row indices of each micro-batch of ``data``; the same for student and teachers, whose budgets all hold."""
+def plan_microbatches(
+    data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_key: str = "train_mb_tokens", rows_together: int = 1
+) -> Bins:
+    """Row indices of each micro-batch of ``data``; the same for student and teachers, whose budgets all hold.
+
+    ``rows_together``: neighbours that must share a micro-batch; where rows are counted, ``mbs`` is a multiple of it.
+    """
     config = microbatch_config(cfg)
     budgets = config.budgets
     if isinstance(data, SlicedDataDict) and data.microbatch_plan is not None and budgets is not None:
@@ -199,6 +204,13 @@ def plan_microbatches(data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_ke
         )
     rooms = [budget, *teachers]
     keys = [f"{prefix}input_lengths" for prefix in ["", *prefixes]]
+    if rows_together > 1:
+        room = {key: _room_together(data[key].reshape(-1, rows_together), packed=config.packed) for key in keys}
+        groups: BatchedDataDict = BatchedDataDict(
+            {**room, **{f"{prefix}input_ids": room[keys[0]] for prefix in prefixes}}
+        )
+        plan = plan_microbatches(groups, config, mbs, tokens_key=tokens_key)
+        return [[group * rows_together + n for group in items for n in range(rows_together)] for items in plan]
     if isinstance(section, PackingConfig):
         return data.plan_packed_batches(
             {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "algorithm": section.algorithm}
@@ -207,6 +219,12 @@ def plan_microbatches(data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_ke
     return data.plan_dynamic_batches(
         {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "sequence_length_round": rounding}
     )
+
+
+def _room_together(lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
+    """Tokens ``[G]`` that groups of rows ``[G, n]`` take: packed one after the other, otherwise each padded to the
+    longest."""
+    return lengths.sum(1) if packed else lengths.shape[1] * lengths.max(1).values
 
 
 def make_processed_microbatch_iterator(
@@ -254,6 +272,7 @@ def get_microbatch_iterator(
     key_prefix: str = "",
     device: torch.device | str | None = None,
     tokens_key: str = "train_mb_tokens",
+    rows_together: int = 1,
 ) -> tuple[Iterator[ProcessedMicrobatch], int]:
     """Micro-batches of this rank's ``data`` by the strategy that ``cfg`` enables, and how many there are.
 
@@ -271,9 +290,10 @@ def get_microbatch_iterator(
         tokenizer: gives the padding id.
         cp_size: context-parallel size.
         tokens_key: the budget to use, e.g. ``"logprob_mb_tokens"`` for scoring.
+        rows_together: neighbouring rows that must share a micro-batch.
     """
     config = microbatch_config(cfg)
-    bins = plan_microbatches(data, config, mbs, tokens_key=tokens_key)
+    bins = plan_microbatches(data, config, mbs, tokens_key=tokens_key, rows_together=rows_together)
     # data-parallel ranks before their first micro-batch: one number each, since all must take as many
     total = int(Comm.of(dp_mesh).max(torch.tensor(len(bins))))
 

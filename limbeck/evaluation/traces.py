@@ -15,7 +15,6 @@ from typing import Any
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
 from limbeck.models.loading import read_template
-from limbeck.models.scoring import response_sums
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
 from limbeck.traces.sites import find_recovery
@@ -82,12 +81,13 @@ def score_traces(model: EvalModel, traces: Sequence[Trace], advance: Callable[[f
             ) from error
         hint, pairs = batch.channel("hint"), batch.channel("preference")
         if hint.size:
-            plain, hinted = (response_sums(model.policy, hint, prefix).tolist() for prefix in ("", "teacher_"))
+            found = (model.policy.response_log_probs(hint, prefix=prefix) for prefix in ("", "teacher_"))
+            plain, hinted = (sums.tolist() for sums in found)
             for info, failed, with_hint in zip(batch["site_info"], plain, hinted, strict=True):
                 row = _row(rows, trace.id, info["message"])
                 row |= {"kind": info["error_kind"], "failed": failed, "hinted": with_hint}
         if pairs.size:
-            sums = response_sums(model.policy, pairs).reshape(-1, 2).tolist()
+            sums = model.policy.response_log_probs(pairs).reshape(-1, 2).tolist()
             for info, (better, rejected) in zip(batch["dpo_info"], sums, strict=True):
                 worse.append((better, rejected))
                 if info["message_index"] is not None:

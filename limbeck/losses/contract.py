@@ -130,14 +130,15 @@ class Teacher(ABC):
     Attributes:
         vocab_size: tokens that it scores.
         fingerprint: of its tokenizer; empty where it is not known.
-        prefix: of the batch keys that hold its rows (`teacher_0_`), empty where it reads the student's own ids.
+        number: its place among the loss's teachers, which names the batch keys of its rows (`teacher_1_input_ids`); a
+            teacher without such keys reads the student's own ids.
         on_device: runs a model; it is then asked before the student's forward pass, to keep the device busy. One that
             looks its signals up is asked after it, while the device works.
     """
 
     vocab_size: int
     fingerprint: str
-    prefix: str
+    number: int = 0
     on_device: ClassVar[bool] = False
 
     def attach(self, student: StudentLayout) -> None:

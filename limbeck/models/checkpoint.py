@@ -1,4 +1,4 @@
-"""Weights as a standard transformers folder that ``from_pretrained`` loads, tokenizer included."""
+"""Models and trainers on disk: weights as a standard transformers folder, the rest as state without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from limbeck.distributed.comm import Comm
+from limbeck.errors import CheckpointError
+from limbeck.losses.contract import State
+from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import is_lora, merged_model
+from limbeck.models.trainer import Trainer
+from limbeck.utils.state import load_state, save_state
 
 
 @contextmanager
@@ -45,3 +51,30 @@ def save_weights(
         plain.save_pretrained(folder, **({} if state is None or is_lora(model) else {"state_dict": state}))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)
+
+
+def save_policy(
+    model: LanguageModel,
+    trainer: Trainer | None,
+    weights_path: str | Path,
+    optimizer_path: str | Path | None = None,
+    tokenizer_path: str | Path | None = None,
+) -> None:
+    """Weights as a folder that ``from_pretrained`` loads, and the trainer's state where asked for. Collective."""
+    whole = model.sharding.full_state()
+    if Comm.world().rank == 0:
+        save_weights(model.model, weights_path, model.tokenizer, tokenizer_path, state=whole)
+    if optimizer_path is not None:
+        save_state(optimizer_path, FROZEN if trainer is None else trainer.state_dict())
+
+
+FROZEN: State = {"optimizer": None, "scheduler": None, "adapter": None, "steps": 0}
+"""The state of a model without a trainer."""
+
+
+def load_trainer(trainer: Trainer | None, path: str | Path) -> None:
+    """Go on from a stored state; the weights come with the model. Collective."""
+    where = f"train state {str(path)!r}"
+    if trainer is None:
+        raise CheckpointError(f"{where} belongs to a model that is trained; leave optimizer_path out for a frozen one")
+    trainer.load_state_dict(load_state(path, template=trainer.template()), where)

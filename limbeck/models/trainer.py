@@ -1,148 +1,289 @@
-"""One optimizer step: global counts, micro-batches, gradients summed over ranks, clip, step.
+"""The training step, all of it: prefetch, counts, micro-batches, backward, reduce, clip, optimizer.
 
 The loss of a micro-batch arrives divided by the counts of the global batch, so gradients simply add up: over
-micro-batches and over data-parallel ranks.
+micro-batches, over channels and over data-parallel ranks. The host waits for the device once per step.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.distributed.sharding import (
+    empty_optimizer_state,
+    load_optimizer_state,
+    optimizer_state,
+    scheduler_state,
+)
+from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses.blocks import deferred_checks
-from limbeck.losses.contract import Loss
-from limbeck.losses.signals import Signal
-from limbeck.utils.errors import ConfigError, DataError, LossError
+from limbeck.losses.contract import Counts, Loss, State, Teacher
+from limbeck.losses.signals import Head, Signal
+from limbeck.models.language_model import LanguageModel
+from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
+from limbeck.models.optim import OptimizerConfig, SchedulerConfig, build_optimizer, build_scheduler
 from limbeck.utils.metrics import Metrics, Pair
 from limbeck.utils.timer import Timer
 
-if TYPE_CHECKING:
-    from limbeck.models.policy import Policy
-
-Sums = dict[str, tuple[Any, Any]]
+Monitor = Callable[[Tensor, Head, Sequence[Signal], Any], Mapping[str, Pair]]
+"""Measures a micro-batch beside its loss: (hidden rows, head, signals, the loss's inputs) -> metrics."""
 
 
-class TeacherSource(Protocol):
-    """Where a teacher's signals come from.
+class TrainingConfig(BaseModel):
+    """How the weights of a model are trained."""
 
-    A source may also have ``attach(student)`` (it is then told the student's policy before it is asked), ``announce``
-    (see ``announce``) and ``release()`` (a step has ended).
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    A source with a true ``runs_model`` keeps the device busy, and is asked before the student's forward pass; one that
-    looks its signals up is asked after it, while the device works.
+    train_global_batch_size: int = Field(default=32, ge=1)
+    train_micro_batch_size: int = Field(default=1, ge=1)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-5, "weight_decay": 0.0})
+    scheduler: SchedulerConfig | list[SchedulerConfig] | None = None
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What a step learns from: rows of this rank, a loss with its own denominators, and its teachers in order.
+
+    Attributes:
+        factor: of the loss in the total; 1 costs no multiplication.
+        rows_together: neighbouring rows that must share a micro-batch (a preference pair: 2).
+        monitor: measured along with every micro-batch.
+        reported: metrics of the loss that are kept, also where no rank has a row for them; empty: all of them.
     """
 
-    vocab_size: int
-
-    def signal(
-        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
-    ) -> tuple[Signal, Tensor]:
-        """The signal of one micro-batch on ``device`` and the flat row [B] at which each sample starts in it."""
-        ...
-
-    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
-        """Log-probability of every teacher token [B, T_t], 0 at the first token and in padding (float32, CPU)."""
-        ...
+    batch: BatchedDataDict
+    loss: Loss[Any]
+    teachers: Sequence[Teacher] = ()
+    factor: float = 1.0
+    rows_together: int = 1
+    monitor: Monitor | None = None
+    reported: Sequence[str] = ()
 
 
-def train_on_batches(
-    policy: Policy,
-    data: BatchedDataDict,
-    loss_fn: Loss[Any],
-    teachers: Sequence[TeacherSource],
-    *,
-    eval_mode: bool,
-    gbs: int | None,
-    mbs: int,
-    timer: Timer,
-) -> dict[str, Any]:
-    """See ``Policy.train``."""
-    ranks = policy.dims.data.size
-    # among several ranks one may have no rows; it still takes part
-    local = max(data.size, int(ranks > 1)) if gbs is None else gbs // ranks
-    if local < 1 or (gbs is not None and gbs % ranks):
-        raise DataError(f"a global batch of {gbs} rows over {ranks} ranks is not usable; give a multiple of {ranks}")
+@dataclass(frozen=True)
+class StepResult:
+    """What the host learns of a step; sums and counts are those of all ranks.
+
+    Attributes:
+        grad_norm: before clipping; None without a step.
+        lr: with which the step was taken; None for a model without an optimizer.
+        tokens: real student tokens.
+        counts: denominators of the losses.
+        global_valid_seqs, global_valid_toks: rows and supervised tokens that count.
+    """
+
+    loss: float
+    grad_norm: float | None
+    lr: float | None
+    metrics: dict[str, tuple[float, float]]
+    tokens: int
+    microbatches: int
+    counts: Counts
+    global_valid_seqs: float
+    global_valid_toks: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The published form."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def merged(results: Sequence[StepResult]) -> StepResult:
+        """Several steps as one: means of loss and norm, sums of metrics, tokens and micro-batches."""
+        if len(results) == 1:
+            return results[0]
+        norms = [r.grad_norm for r in results if r.grad_norm is not None]
+        return replace(
+            results[-1],
+            loss=sum(r.loss for r in results) / len(results),
+            grad_norm=sum(norms) / len(norms) if norms else None,
+            metrics=Metrics.total(r.metrics for r in results).pairs(),
+            tokens=sum(r.tokens for r in results),
+            microbatches=sum(r.microbatches for r in results),
+        )
+
+
+class Trainer:
+    """Optimizer, schedule, clipping, and the reduction of gradients and metrics over ranks, for one model.
+
+    Args:
+        extra_parameters: trained along with the model, such as a loss function's learnable projections.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cfg: TrainingConfig, *, extra_parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self.model, self.cfg, self.steps = model, cfg, 0
+        self.parameters = [p for p in (*model.model.parameters(), *extra_parameters) if p.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, cfg.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, cfg.scheduler)
+
+    def step(self, channels: Sequence[Channel], timer: Timer | None = None, *, rows: int | None = None) -> StepResult:
+        """One optimizer step over all channels. Under data parallelism every rank makes the same call, with the rows it
+        has (possibly none).
+
+        Args:
+            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``, and ``wait``: for a device
+                that works behind the host.
+            rows: per micro-batch where neither dynamic batching nor packing is on; default: as configured.
+
+        Raises:
+            LossError: a loss or gradient is not finite, or a teacher scored other ids; weights and optimizer are as
+                before.
+        """
+        timer = timer or Timer()
+        for channel in channels:
+            self._check_all_trained(channel.loss)
+        rows = rows or self.cfg.train_micro_batch_size
+        self.model.model.train()
+        try:
+            channels, asked = prefetch(self.model, channels, timer)
+            for channel in channels:
+                if channel.loss.needs_first_pass:
+                    channel.loss.first_pass(_measured(self.model, [channel], rows, timer, {}).metrics)
+            self._drop_gradients()
+            work = _Pass(self.model, channels, rows, timer, training=True)
+            work.metrics.add(asked)
+            result = self._finish(work, timer)
+        finally:
+            self.model.model.eval()
+        for channel in channels:
+            channel.loss.step_end(result.metrics)
+            for teacher in channel.teachers:
+                teacher.step_end()
+        return result
+
+    def _finish(self, work: _Pass, timer: Timer) -> StepResult:
+        """Collect gradients, wait for the device once, check, step."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        with timer.time("optimizer"):
+            # the optimizer may hold them in groups by layout
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.model.sharding.collect(params)
+            limit = math.inf if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+            norm = self.model.sharding.clip(params, limit)
+        with timer.time("wait"):
+            result = work.read(norm)
+        if work.flags.infinite or work.flags.contradicting or not math.isfinite(result.grad_norm or 0.0):
+            self._drop_gradients()
+            work.refuse(result.grad_norm)
+        with timer.time("optimizer"):
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.steps += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        work.release()
+        return replace(result, lr=rate)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.sharding.release(gradient=True)
+
+    def _check_all_trained(self, loss: Loss[Any]) -> None:
+        """A learnable part of the loss that no optimizer knows would stay as it is without a word."""
+        known = {id(p) for p in self.parameters}
+        if any(p.requires_grad and id(p) not in known for p in loss.parameters()):
+            raise LossError(
+                "the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()"
+            )
+
+    def state_dict(self) -> State:
+        """All that a resumed run needs beside the weights: optimizer, schedule, adapters, steps."""
+        model = self.model.model
+        return {
+            "optimizer": optimizer_state(self.optimizer, self.parameters),
+            "scheduler": scheduler_state(self.scheduler.state_dict()) if self.scheduler else None,
+            "adapter": adapter_state(model) if is_lora(model) else None,
+            "steps": self.steps,
+        }
+
+    def template(self) -> State | None:
+        """What a stored state is laid out like; None where it is whole."""
+        if not self.model.sharding.is_sharded:
+            return None
+        empty_optimizer_state(self.optimizer)
+        out: State = {"optimizer": optimizer_state(self.optimizer, self.parameters)}
+        if is_lora(self.model.model):
+            out["adapter"] = adapter_state(self.model.model)
+        return out
+
+    def load_state_dict(self, state: State, where: str = "the train state") -> None:
+        """Go on from a state; the weights themselves come with the model. ``where`` names it in errors."""
+        model = self.model.model
+        if state["optimizer"] is None or (state["adapter"] is None) == is_lora(model):
+            raise CheckpointError(
+                f"{where} comes from another kind of run (optimizer or adapters differ); "
+                "resume with the configuration that wrote it"
+            )
+        if is_lora(model):
+            load_adapter_state(model, state["adapter"])
+        try:
+            load_optimizer_state(self.optimizer, self.parameters, state["optimizer"])
+        except ValueError as e:
+            raise CheckpointError(f"{where} does not fit this model: {e}") from e
+        if self.scheduler is not None and state["scheduler"] is not None:
+            groups = len(self.optimizer.param_groups)
+            self.scheduler.load_state_dict(scheduler_state(state["scheduler"], groups))
+        self.steps = int(state["steps"])
+
+
+def evaluate(
+    model: LanguageModel, channels: Sequence[Channel], timer: Timer | None = None, *, rows: int = 1
+) -> StepResult:
+    """Loss and metrics of what a step would learn from, without gradient; see `Trainer.step`."""
+    timer = timer or Timer()
+    model.model.eval()
+    channels, asked = prefetch(model, channels, timer)
+    return _measured(model, channels, rows, timer, asked)
+
+
+def _measured(
+    model: LanguageModel, channels: Sequence[Channel], rows: int, timer: Timer, asked: Mapping[str, Pair]
+) -> StepResult:
+    """A pass without gradient over channels whose teachers have been asked."""
+    work = _Pass(model, channels, rows, timer, training=False)
+    work.metrics.add(asked)
+    with timer.time("wait"):
+        result = work.read()
+    if work.flags.infinite or work.flags.contradicting:
+        work.refuse(None)
+    work.release()
+    return result
+
+
+def prefetch(
+    model: LanguageModel, channels: Sequence[Channel], timer: Timer
+) -> tuple[list[Channel], Mapping[str, Pair]]:
+    """Show whole batches to the teachers, before anything is counted. Collective.
+
+    Rows that a teacher has no signal for leave its denominator (``teacher_<i>_sample_mask``), so the others' loss is
+    what it would be without them. An error of one rank is one of all.
+    """
+    asked = Metrics()
+    out = []
     with timer.time("teacher"):
-        data, sums = announce(data, teachers, policy)
-    results = []
-    for index in range(max(1, math.ceil(data.size / local))):
-        if not eval_mode and loss_fn.needs_first_pass:
-            first = Step(policy, timer, eval_mode=True)
-            first.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
-            loss_fn.first_pass(first.finish()["metrics"])
-        step = Step(policy, timer, eval_mode=eval_mode)
-        if index == 0:
-            step.add_metrics(sums)
-        step.add(data, loss_fn, teachers, index=index, local=local, mbs=mbs)
-        result = step.finish()
-        if not eval_mode:
-            loss_fn.step_end(result["metrics"])
-        results.append(result)
-    return results[0] if len(results) == 1 else _merge(results)
-
-
-def attach(teachers: Sequence[TeacherSource], student: Policy) -> None:
-    """Tell the sources that care (those with ``attach(student)``) which ranks read whose rows. Collective."""
-    for teacher in teachers:
-        if hasattr(teacher, "attach"):
-            teacher.attach(student)
-
-
-def announce(data: BatchedDataDict, teachers: Sequence[TeacherSource], student: Policy) -> tuple[BatchedDataDict, Sums]:
-    """Show a whole batch to the sources that fetch their signals, before anything is counted. Collective.
-
-    A source with ``announce(data, index)`` returns which rows it has a signal for (``[B]``, 1 or 0) and metrics. The
-    rows that it lacks leave the teacher's denominator, so the others' loss is what it would be without them. An error
-    of one rank is one of all.
-    """
-    attach(teachers, student)
-    sums: Sums = {}
-    for index, teacher in enumerate(teachers):
-        if hasattr(teacher, "announce"):
-            with student.dims.data.fail_together():
-                mask, metrics = teacher.announce(data, index)
-            data = BatchedDataDict({**data.data, f"teacher_{index}_sample_mask": mask})
-            sums |= {f"teacher_{index}/{name}": pair for name, pair in metrics.items()}
+        for channel in channels:
+            batch = channel.batch
+            for number, teacher in enumerate(channel.teachers):
+                teacher.attach(model.layout)
+                with model.dims.data.fail_together():
+                    found = teacher.prefetch(batch)
+                if found.mask_B is not None:
+                    batch = BatchedDataDict({**batch.data, f"teacher_{number}_sample_mask": found.mask_B})
+                asked.add(found.metrics, prefix=f"teacher_{number}/")
+            out.append(replace(channel, batch=batch))
     # ranks that share rows count them once
-    return data, sums if student.dims.owns_rows else dict.fromkeys(sums, (0.0, 0.0))
-
-
-def _check_all_trained(policy: Policy, loss_fn: Loss[Any]) -> None:
-    """A learnable part of the loss that no optimizer knows would stay as it is without a word."""
-    assert policy.optimizer is not None
-    known = {id(p) for group in policy.optimizer.param_groups for p in group["params"]}
-    if any(p.requires_grad and id(p) not in known for p in loss_fn.parameters()):
-        raise LossError("the loss has learnable parameters; make the policy with extra_parameters=loss_fn.parameters()")
-
-
-def _check_layout(policy: Policy, loss_fn: Loss[Any]) -> None:
-    """A loss that does not know of split sequences or vocabularies would give other numbers."""
-    shape = policy.dims.shape
-    for kind, size, known in (
-        ("tensor", shape.tensor, loss_fn.tensor_parallel),
-        ("context", shape.context, loss_fn.context_parallel),
-    ):
-        if size > 1 and not known:
-            raise ConfigError(f"{type(loss_fn).__name__} does not know {kind} parallelism; set its size to 1")
-
-
-def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    last = dict(results[-1])
-    for name in ("loss", "grad_norm"):
-        values = [r[name] for r in results if r[name] is not None]
-        last[name] = sum(values) / len(values) if values else None
-    last["metrics"] = Metrics.total(result["metrics"] for result in results).pairs()
-    for name in ("tokens", "microbatches"):
-        last[name] = sum(r[name] for r in results)
-    return last
+    return out, asked if model.dims.owns_rows else dict.fromkeys(asked, (0.0, 0.0))
 
 
 @dataclass
@@ -158,186 +299,99 @@ class _Done:
         return not bool(torch.isfinite(self.loss)) or any(bool(flag.any()) for flag in self.flags)
 
 
-class _Read(NamedTuple):
-    """What the host learns of a step. infinite: some loss is not finite; contradicting: a teacher scored other tokens
-    than the loss was given."""
+class _Flags(NamedTuple):
+    """infinite: some loss is not finite; contradicting: a teacher scored other tokens than the loss was given."""
 
-    loss: float
-    metrics: Sums
-    tokens: int
-    infinite: bool
-    contradicting: bool
-    norm: float | None
+    infinite: bool = False
+    contradicting: bool = False
 
 
-class Step:
-    """One optimizer step in parts: ``add`` one or more batches, each with a loss of its own, then ``finish``.
+class _Pass:
+    """Forward (and, in training, backward) of all micro-batches of all channels; the host is ahead of the device."""
 
-    Gradients add up over everything that was added; the step is taken once. Under data parallelism every rank makes the
-    same calls, with the rows it has (possibly none).
-    """
-
-    def __init__(self, policy: Policy, timer: Timer, *, eval_mode: bool = False) -> None:
-        self.policy, self.timer, self.eval_mode = policy, timer, eval_mode
-        self.dims = policy.dims
-        self.metrics = Metrics()
-        self.tokens = self.number = 0
-        self.counts: dict[str, Tensor] = {}
+    def __init__(
+        self, model: LanguageModel, channels: Sequence[Channel], rows: int, timer: Timer, *, training: bool
+    ) -> None:
+        self.model, self.dims, self.timer, self.training = model, model.dims, timer, training
+        self.metrics, self.counts, self.flags = Metrics(), Counts(), _Flags()
+        self.tokens = self.microbatches = 0
         self.valid = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
         self.done: list[_Done] = []
-        self.rows: list[Any] = []
-        self.teachers: list[TeacherSource] = []
-        if not eval_mode:
-            self._drop_gradients()
+        self.samples: list[Any] = []
+        self.teachers = list(dict.fromkeys(teacher for channel in channels for teacher in channel.teachers))
+        for channel in channels:
+            self._add(channel, rows)
 
-    def add(
-        self,
-        data: BatchedDataDict,
-        loss_fn: Loss[Any],
-        teachers: Sequence[TeacherSource] = (),
-        *,
-        index: int = 0,
-        local: int | None = None,
-        mbs: int = 1,
-    ) -> None:
-        """Forward and backward of global batch ``index`` of ``data``, ``local`` rows of this rank (default: all)."""
-        size = max(data.size, 1) if local is None else local
-        prepared = process_global_batch(data, loss_fn, self.dims.data, batch_idx=index, batch_size=size)
-        batch, counts = prepared["batch"], prepared.get("counts", {})
-        if not self.eval_mode:
-            _check_all_trained(self.policy, loss_fn)
-        _check_layout(self.policy, loss_fn)
-        attach(teachers, self.policy)
-        self.teachers += [teacher for teacher in teachers if teacher not in self.teachers]
-        iterator, number = self.policy.microbatches(batch, mbs)
+    def _add(self, channel: Channel, rows: int) -> None:
+        self._check_layout(channel.loss)
+        batch = channel.loss.annotate(channel.batch)
+        size = max(batch.size, 1)
+        prepared = process_global_batch(batch, channel.loss, self.dims.data, batch_idx=0, batch_size=size)
+        batch, counts = prepared["batch"], prepared["counts"]
+        together = channel.rows_together
+        iterator, number = self.model.microbatches(batch, rows * together, rows_together=together)
         for mb in iterator:
-            self._microbatch(mb, loss_fn, teachers, counts)
-        self.number += number
+            self._microbatch(mb, channel, counts)
+        self.microbatches += number
         self.counts.update(counts)
         self.valid = {name: value + float(prepared[name]) for name, value in self.valid.items()}
-        self.rows += list(batch.get("idx") or [])
+        self.samples += list(batch.get("idx") or [])
 
-    def finish(self) -> dict[str, Any]:
-        """Collect gradients, wait for the device once, check, step; see ``Policy.train`` for the result."""
-        rate = self.policy.optimizer.param_groups[0]["lr"] if self.policy.optimizer else None
-        norm = None if self.eval_mode else self._collect_gradients()
-        with self.timer.time("wait"):
-            read = self._read(norm)
-        self._check(read)
-        if not self.eval_mode:
-            self._optimize()
-        self._release()
-        return {
-            "loss": read.loss,
-            "grad_norm": read.norm,
-            "lr": rate,
-            "metrics": read.metrics,
-            "tokens": read.tokens,
-            "microbatches": self.number,
-            "counts": self.counts,
-            **self.valid,
-        }
+    def _check_layout(self, loss: Loss[Any]) -> None:
+        """A loss that does not know of split sequences or vocabularies would give other numbers."""
+        shape = self.dims.shape
+        for kind, size, known in (
+            ("tensor", shape.tensor, loss.tensor_parallel),
+            ("context", shape.context, loss.context_parallel),
+        ):
+            if size > 1 and not known:
+                raise ConfigError(f"{type(loss).__name__} does not know {kind} parallelism; set its size to 1")
 
-    def _microbatch(
-        self, mb: ProcessedMicrobatch, loss_fn: Loss[Any], teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
-    ) -> None:
-        with torch.set_grad_enabled(not self.eval_mode), deferred_checks() as flags:
-            loss, metrics = self._loss(mb, loss_fn, teachers, counts)
-            if not self.eval_mode:
+    def _microbatch(self, mb: ProcessedMicrobatch, channel: Channel, counts: Counts) -> None:
+        with torch.set_grad_enabled(self.training), deferred_checks() as flags:
+            loss, metrics = self._loss(mb, channel, counts)
+            if self.training:
                 with self.timer.time("backward"):
                     loss.backward()
-        self.add_metrics(metrics)
+        self.metrics.add(metrics)
         # ranks that share rows count them once
         if not mb.is_dummy and self.dims.owns_rows:
             self.tokens += int(mb.data_dict["input_lengths"].sum())
-        again = functools.partial(self._loss, mb, loss_fn, teachers, counts)
+        again = functools.partial(self._loss, mb, channel, counts)
         self.done.append(_Done(torch.as_tensor(loss).detach(), flags, mb, again))
 
-    def _loss(
-        self, mb: ProcessedMicrobatch, loss_fn: Loss[Any], teachers: Sequence[TeacherSource], counts: dict[str, Tensor]
-    ) -> tuple[Tensor, Metrics]:
+    def _loss(self, mb: ProcessedMicrobatch, channel: Channel, counts: Counts) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one micro-batch. What keeps the device busy is queued first: the teachers that are models
         and the student; the host then looks up stored signals and lays out the loss while it works."""
-        policy, timer = self.policy, self.timer
-        signals: dict[int, tuple[Any, Tensor | None]] = {}
+        model, timer, loss_fn = self.model, self.timer, channel.loss
+        found: dict[int, Signal] = {}
 
-        def ask(models: bool) -> None:
+        def ask(on_device: bool) -> None:
             with timer.time("teacher"):
-                for number, teacher in enumerate(teachers):
-                    if getattr(teacher, "runs_model", False) == models:
-                        signals[number] = teacher.signal(mb, number, policy.device)
+                for number, teacher in enumerate(channel.teachers):
+                    if teacher.on_device == on_device:
+                        found[number] = teacher.signal(mb, model.device)
 
-        ask(models=True)
+        ask(on_device=True)
         with timer.time("forward"):
-            hidden = policy.forward_hidden(mb.processed_inputs)
-        ask(models=False)
+            hidden_RH = model.forward_hidden(mb.processed_inputs)
+        ask(on_device=False)
         with timer.time("loss"):
-            found = [signals[number] for number in range(len(teachers))]
-            inputs = loss_fn.prepare(mb, [start for _, start in found])
-            if policy.dims.context.size > 1:
-                inputs = loss_fn.shard(inputs, policy.dims.context)
-            return loss_fn.compute(hidden, policy.head(), [signal for signal, _ in found], inputs, counts)
+            signals = [found[number] for number in range(len(channel.teachers))]
+            inputs = loss_fn.prepare(mb, [signal.row_start_B for signal in signals])
+            if self.dims.context.size > 1:
+                inputs = loss_fn.shard(inputs, self.dims.context)
+            head = model.head()
+            loss, metrics = loss_fn.compute(hidden_RH, head, signals, inputs, counts)
+            if channel.reported:
+                metrics = Metrics({name: metrics.get(name, (0.0, 0.0)) for name in channel.reported})
+            if channel.monitor is not None:
+                metrics.add(channel.monitor(hidden_RH, head, signals, inputs))
+        return loss if channel.factor == 1 else loss * channel.factor, metrics
 
-    def add_metrics(self, metrics: Mapping[str, Pair]) -> None:
-        """Add (sum, count) pairs to this step's."""
-        self.metrics.add(metrics)
-
-    def _check(self, read: _Read) -> None:
-        """Refuse a step whose loss or gradient is not finite; all ranks come to the same answer."""
-        wrong = read.infinite or read.contradicting
-        if not wrong and (read.norm is None or math.isfinite(read.norm)):
-            return
-        self._drop_gradients()
-        bad = [done for done in self.done if done.is_bad()]
-        if bad and self.dims.shape.world == 1:
-            # the weights are as they were: asked again, the loss itself says what is wrong
-            with torch.no_grad():
-                bad[0].again()
-        rows = list(bad[0].mb.data_dict.get("idx") or []) if bad else []
-        where = f" on the samples {rows or self.rows}" if rows or self.rows else ""
-        if read.contradicting:
-            raise LossError(
-                f"a teacher scored other tokens than the loss was given{where}; the step was not taken; run it in one "
-                "process to see which"
-            )
-        what = "the loss is not finite" if read.infinite else f"the gradient norm is {read.norm}"
-        raise LossError(f"{what}{where}; the step was not taken; lower the learning rate or look at these samples")
-
-    def _drop_gradients(self) -> None:
-        if self.policy.optimizer is not None:
-            self.policy.optimizer.zero_grad(set_to_none=True)
-        self.policy.sharding.release(gradient=True)
-
-    def _release(self) -> None:
-        """Heads that were gathered for this step."""
-        self.policy.sharding.release()
-        for teacher in self.teachers:
-            if hasattr(teacher, "release"):
-                teacher.release()
-
-    def _collect_gradients(self) -> Tensor:
-        """Sum gradients over ranks and clip them; returns their norm, still on the device."""
-        policy = self.policy
-        assert policy.optimizer is not None
-        with self.timer.time("optimizer"):
-            params = [p for g in policy.optimizer.param_groups for p in g["params"]]
-            policy.sharding.collect(params)
-            limit = math.inf if policy.cfg.max_grad_norm is None else policy.cfg.max_grad_norm
-            return policy.sharding.clip(params, limit)
-
-    def _optimize(self) -> None:
-        policy = self.policy
-        assert policy.optimizer is not None
-        with self.timer.time("optimizer"):
-            policy.optimizer.step()
-            if policy.scheduler is not None:
-                policy.scheduler.step()
-            policy.steps += 1
-            policy.optimizer.zero_grad(set_to_none=True)
-
-    def _read(self, norm: Tensor | None) -> _Read:
+    def read(self, norm: Tensor | None = None) -> StepResult:
         """Loss, metrics and flags summed over ranks; the one place where a step waits for the device."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.policy.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         losses = torch.stack([done.loss.double() for done in self.done]) if self.done else zero[None]
         flags = sum((flag.double() for done in self.done for flag in done.flags), zero.expand(2))
         infinite = (~torch.isfinite(losses)).sum() + flags[0]
@@ -346,4 +400,37 @@ class Step:
         metrics, (loss, bad, odd, tokens, *norms) = self.metrics.reduced(
             self.dims.loss, losses.sum(), infinite, flags[1], self.tokens, same=same
         )
-        return _Read(loss, metrics.pairs(), int(tokens), bool(bad), bool(odd), norms[0] if norms else None)
+        self.flags = _Flags(bool(bad), bool(odd))
+        return StepResult(
+            loss=loss,
+            grad_norm=norms[0] if norms else None,
+            lr=None,
+            metrics=metrics.pairs(),
+            tokens=int(tokens),
+            microbatches=self.microbatches,
+            counts=self.counts,
+            **self.valid,
+        )
+
+    def refuse(self, norm: float | None) -> None:
+        """Say what is wrong with a step whose loss or gradient is not finite; all ranks come to the same answer."""
+        bad = [done for done in self.done if done.is_bad()]
+        if bad and self.dims.shape.world == 1:
+            # the weights are as they were: asked again, the loss itself says what is wrong
+            with torch.no_grad():
+                bad[0].again()
+        rows = list(bad[0].mb.data_dict.get("idx") or []) if bad else []
+        where = f" on the samples {rows or self.samples}" if rows or self.samples else ""
+        if self.flags.contradicting:
+            raise LossError(
+                f"a teacher scored other tokens than the loss was given{where}; the step was not taken; run it in one "
+                "process to see which"
+            )
+        what = "the loss is not finite" if self.flags.infinite else f"the gradient norm is {norm}"
+        raise LossError(f"{what}{where}; the step was not taken; lower the learning rate or look at these samples")
+
+    def release(self) -> None:
+        """Heads that were gathered for this pass."""
+        self.model.sharding.release()
+        for teacher in self.teachers:
+            teacher.release()

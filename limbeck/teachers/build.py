@@ -12,8 +12,8 @@ from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, plan_mesh
+from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
-from limbeck.models.trainer import TeacherSource
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.teachers.server.client import ServerConfig
@@ -71,15 +71,24 @@ def connect_servers(
     for number, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True)):
         if own.server is not None and (own.cache is not None) == (layout is None):
             readers = Comm.alone() if layout is None else same_rows(layout)
-            found[number] = connect(own.server, tokenizer, student, longest=longest[number], readers=readers)
+            found[number] = connect(
+                own.server, tokenizer, student, longest=longest[number], readers=readers, number=number
+            )
     return found
 
 
-def connect(server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest: int, readers: Comm) -> ServerTeacher:
+def connect(
+    server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest: int, readers: Comm, number: int = 0
+) -> ServerTeacher:
     """A connected server, or the same error on all processes. Collective. readers: ranks that read the same rows."""
     with Comm.world().fail_together():
         teacher = ServerTeacher(
-            server, tokenizer, student_fingerprint=student.fingerprint, longest=longest, group=readers
+            server,
+            tokenizer,
+            student_fingerprint=student.fingerprint,
+            longest=longest,
+            group=readers,
+            number=number,
         )
     return teacher
 
@@ -90,9 +99,11 @@ def same_rows(layout: ParallelConfig) -> Comm:
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()
 
 
-def make_teacher(own: TeacherConfig, tokenizer: Any, student: ByteVocab, *, name: str, seed: int) -> TeacherSource:
+def make_teacher(own: TeacherConfig, number: int, tokenizer: Any, student: ByteVocab, *, seed: int) -> Teacher:
     """A teacher without a server: its cache where it has one, otherwise its frozen model."""
     if own.cache is not None:
-        return CachedTeacher(own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprint)
-    policy = Policy(own, tokenizer, name=name, init_optimizer=False, seed=seed)
-    return LiveTeacher(policy, student_fingerprint=student.fingerprint)
+        return CachedTeacher(
+            own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprint, number=number
+        )
+    policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed)
+    return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)

@@ -12,33 +12,35 @@ from torch import Tensor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.device import to_device
+from limbeck.losses.contract import Teacher
 from limbeck.losses.signals import Head, HiddenSignal, Signal, TopKSignal
-from limbeck.models.scoring import next_tokens
+from limbeck.models.language_model import next_tokens
 from limbeck.teachers.cache import CacheReader
 from limbeck.teachers.cache.format import load_head
 from limbeck.teachers.live import key_prefix
 
 
-class CachedTeacher:
+class CachedTeacher(Teacher):
     """A teacher that is only a folder of stored signals; needs no teacher weights.
 
     ``teacher_fingerprint``: fingerprint of the tokenizer that the batches are made with; a cache of another one is a
     ``CacheError``, and so is a sample that was not cached.
     """
 
-    def __init__(self, cache: CacheReader | str | Path, *, teacher_fingerprint: str | None = None) -> None:
+    def __init__(
+        self, cache: CacheReader | str | Path, *, teacher_fingerprint: str | None = None, number: int = 0
+    ) -> None:
         self.reader = (
             cache if isinstance(cache, CacheReader) else CacheReader(cache, teacher_fingerprint=teacher_fingerprint)
         )
-        self.vocab_size = self.reader.spec.vocab_size
+        self.number, self.vocab_size = number, self.reader.spec.vocab_size
+        self.fingerprint = self.reader.spec.teacher_fingerprint
         self._head: Head | None = None
 
-    def signal(
-        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
-    ) -> tuple[Signal, Tensor]:
-        """See ``TeacherSource``. Rows lie one sample after the other, without padding."""
-        data = microbatch.data_dict
-        prefix = key_prefix(data, teacher_index)
+    def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
+        """Rows lie one sample after the other, without padding."""
+        data = mb.data_dict
+        prefix = key_prefix(data, self.number)
         ids = data[f"{prefix}input_ids"].cpu()
         lengths = data[f"{prefix}input_lengths"].cpu().to(torch.long)
         counted = data["sample_mask"].cpu() > 0
@@ -50,7 +52,7 @@ class CachedTeacher:
             if n >= 2 and bool(counted[sample]):
                 rows.put(start, ids[sample, :n].numpy())
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        return rows.signal(self, ids[real], next_tokens(ids, lengths)[real], torch.device(device)), starts
+        return rows.signal(self, ids[real], next_tokens(ids, lengths)[real], starts, device)
 
     def head(self, device: torch.device) -> Head:
         """The head stored beside hidden states."""
@@ -58,9 +60,9 @@ class CachedTeacher:
             self._head = load_head(self.reader.folder, device)
         return self._head
 
-    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
-        """See ``TeacherSource``; masked samples, which need not be cached, are 0."""
-        prefix = key_prefix(data, teacher_index)
+    def log_probs(self, batch: BatchedDataDict) -> Tensor:
+        """Masked samples, which need not be cached, are 0."""
+        data, prefix = batch, key_prefix(batch, self.number)
         ids = data[f"{prefix}input_ids"].cpu()
         out = torch.zeros(ids.shape, dtype=torch.float32)
         for sample, n in enumerate(data[f"{prefix}input_lengths"].tolist()):
@@ -77,7 +79,7 @@ class _TopKRows:
         k = reader.spec.k
         self.ids = _staged((rows, k), torch.int32)
         self.logprobs = _staged((rows, k), torch.float16)
-        self.came = _staged((rows,), torch.float32)
+        self.next_logprob = _staged((rows,), torch.float32)
         self.filled = np.zeros(rows, bool)
 
     def put(self, start: int, ids: Any) -> None:
@@ -86,24 +88,27 @@ class _TopKRows:
         for target, stored in (
             (self.ids, found.topk_ids),
             (self.logprobs, found.topk_logprobs),
-            (self.came, found.next_logprob),
+            (self.next_logprob, found.next_logprob),
         ):
             assert stored is not None
             # as numpy arrays: mapped pages are read-only, which torch does not know
             target.numpy()[rows] = stored
         self.filled[rows] = True
 
-    def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
+    def signal(
+        self, owner: CachedTeacher, ids: Tensor, next_ids: Tensor, starts: Tensor, device: torch.device
+    ) -> Signal:
         empty = torch.from_numpy(~self.filled)
-        self.ids[empty], self.logprobs[empty], self.came[empty] = -1, 0.0, 0.0
+        self.ids[empty], self.logprobs[empty], self.next_logprob[empty] = -1, 0.0, 0.0
         # an empty place that took two bytes
         self.ids.masked_fill_(self.ids >= self.reader.spec.vocab_size, -1)
         return TopKSignal(
             to_device(self.ids, device),
             to_device(self.logprobs, device).float(),
-            to_device(self.came, device),
-            to_device(following, device),
+            to_device(self.next_logprob, device),
+            to_device(next_ids, device),
             vocab_size=self.reader.spec.vocab_size,
+            row_start_B=starts,
         )
 
 
@@ -124,9 +129,11 @@ class _HiddenRows:
         self.hidden.view(torch.int16).numpy()[rows] = found.hidden.view(np.int16)
         self.filled[rows] = True
 
-    def signal(self, owner: CachedTeacher, ids: Tensor, following: Tensor, device: torch.device) -> Signal:
+    def signal(
+        self, owner: CachedTeacher, ids: Tensor, next_ids: Tensor, starts: Tensor, device: torch.device
+    ) -> Signal:
         self.hidden[torch.from_numpy(~self.filled)] = 0
-        return HiddenSignal(to_device(self.hidden, device), owner.head(device), to_device(ids, device))
+        return HiddenSignal(to_device(self.hidden, device), owner.head(device), to_device(ids, device), starts)
 
 
 def _staged(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -5,68 +5,23 @@ A live teacher follows the student into whatever it drifts to; the frozen start 
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.losses.contract import Teacher
 from limbeck.losses.hint import ema_update
-from limbeck.losses.signals import HiddenSignal, Signal
 from limbeck.models.loading import load_model, tokenizer_size
 from limbeck.models.lora import apply_lora, is_lora
 from limbeck.models.policy import Policy, PolicyConfig
-from limbeck.models.trainer import TeacherSource
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError
 
 SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
-
-
-class HintedSource:
-    """A model's signals about the hinted sequences, whatever its place among several signals.
-
-    The model may be the student in the middle of a step: its training flag stays as it is, and no gradient flows.
-    """
-
-    runs_model = True
-
-    def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
-        self.policy, self.vocab_size = policy, policy.vocab_size
-        self._live = LiveTeacher(policy, student_fingerprint=student_fingerprint)
-
-    @torch.no_grad()
-    def signal(
-        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
-    ) -> tuple[Signal, Tensor]:
-        """See ``TeacherSource``; all signals of the hint channel read the same hinted rows."""
-        training = self.policy.model.training
-        try:
-            signal, start = self._live.signal(microbatch, 0, device)
-        finally:
-            self.policy.model.train(training)
-        if isinstance(signal, HiddenSignal) and signal.head.weight is not None:
-            head = copy.copy(signal.head)
-            head.weight = signal.head.weight.detach()
-            head.bias = None if signal.head.bias is None else signal.head.bias.detach()
-            signal = HiddenSignal(signal.hidden, head, signal.input_ids)
-        return signal, start
-
-    def attach(self, student: Policy) -> None:
-        """See ``LiveTeacher``."""
-        self._live.attach(student)
-
-    def release(self) -> None:
-        """See ``LiveTeacher``."""
-        self._live.release()
-
-    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
-        """See ``TeacherSource``."""
-        return self._live.logprobs(data, 0)
 
 
 class HintTeacher:
@@ -79,7 +34,7 @@ class HintTeacher:
 
     def __init__(
         self,
-        sources: list[TeacherSource],
+        sources: Sequence[Teacher],
         *,
         trust_region: float = 0.0,
         student: Policy | None = None,
@@ -147,13 +102,13 @@ def make_self_teacher(
         trust_region: share of the present student in the mixture with its start (``trust_region``).
     """
     if kind == "live":
-        return HintTeacher([HintedSource(student)])
+        return HintTeacher([LiveTeacher(student)])
     if kind == "ema":
         average = _copy(student, seed)
-        return HintTeacher([HintedSource(average)], student=student, average=average, decay=ema_decay)
-    first = HintedSource(_start(student, start, seed))
+        return HintTeacher([LiveTeacher(average)], student=student, average=average, decay=ema_decay)
+    first = LiveTeacher(_start(student, start, seed))
     if kind == "trust_region":
-        return HintTeacher([first, HintedSource(student)], trust_region=trust_region)
+        return HintTeacher([first, LiveTeacher(student)], trust_region=trust_region)
     return HintTeacher([first])
 
 
@@ -182,4 +137,4 @@ def _start(student: Policy, config: PolicyConfig, seed: int) -> Policy:
 def make_other_teacher(config: PolicyConfig, tokenizer: Any, student: ByteVocab, *, seed: int) -> HintTeacher:
     """Another model as the hinted teacher, of whatever family."""
     policy = Policy(config, tokenizer, name="teacher", init_optimizer=False, seed=seed)
-    return HintTeacher([HintedSource(policy, student_fingerprint=student.fingerprint)])
+    return HintTeacher([LiveTeacher(policy, student_fingerprint=student.fingerprint)])

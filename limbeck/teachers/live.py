@@ -1,12 +1,9 @@
-"""Teacher signals for a micro-batch, from a live model or from a cache, behind one interface.
-
-A source is asked once per micro-batch and teacher. It answers with a signal over flat teacher rows and the row at which
-each sample starts; the loss indexes both and checks the token ids that the signal carries.
-"""
+"""A teacher in memory: hidden states with the head, also where its ranks read other rows than the student's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,62 +14,64 @@ from limbeck.data.layout import teacher_prefix
 from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
+from limbeck.losses.contract import StudentLayout, Teacher
 from limbeck.losses.signals import HiddenSignal, Signal
-from limbeck.models.policy import Policy
+from limbeck.models.language_model import LanguageModel
+from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import DataError
 
 
-def key_prefix(data: Any, teacher_index: int) -> str:
+def key_prefix(data: Mapping[str, Any], teacher_index: int) -> str:
     """Prefix of the keys that hold a teacher's ids; empty where it reads the student's own."""
     found = teacher_prefix(data, teacher_index)
     return "" if found is None else found[0]
 
 
-class LiveTeacher:
+def own_prefix(data: Mapping[str, Any], number: int, *, same_ids: bool) -> str:
+    """The same, refused where the student's ids would not be this teacher's."""
+    prefix = key_prefix(data, number)
+    if not prefix and not same_ids:
+        raise DataError(
+            f"teacher {number} has another tokenizer than the student, but the batch holds no ids for it; "
+            f"collate it with this teacher (keys teacher_{number}_input_ids, ...)"
+        )
+    return prefix
+
+
+class LiveTeacher(Teacher):
     """A model in memory. Hands out hidden states with the head; logits exist only inside the loss's row blocks.
 
     ``student_fingerprint``: tokenizer fingerprint of the student. A teacher that reads the student's own ids must have
     the same; ``None`` skips that check (models without a tokenizer).
     """
 
-    runs_model = True
+    on_device = True
 
-    def __init__(self, policy: Policy, *, student_fingerprint: str | None = None) -> None:
-        self.policy = policy
+    def __init__(self, policy: LanguageModel, *, student_fingerprint: str | None = None, number: int = 0) -> None:
+        self.policy, self.number = policy, number
         self.vocab_size = policy.vocab_size
-        self._same_ids = student_fingerprint is None or policy.tokenizer is None
-        if not self._same_ids:
-            from limbeck.tokens import ByteVocab
-
-            self._same_ids = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint == student_fingerprint
+        known = policy.tokenizer is not None
+        self.fingerprint = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint if known else ""
+        self._same_ids = student_fingerprint is None or not known or self.fingerprint == student_fingerprint
         self._student: MeshShape | None = None
         self._joint: JointRows | None = None
         self._whole_head = False
 
-    def _prefix(self, data: Any, teacher_index: int) -> str:
-        prefix = key_prefix(data, teacher_index)
-        if not prefix and not self._same_ids:
-            raise DataError(
-                f"teacher {teacher_index} has another tokenizer than the student, but the batch holds no ids for it; "
-                f"collate it with this teacher (keys teacher_{teacher_index}_input_ids, ...)"
-            )
-        return prefix
+    def _prefix(self, data: Mapping[str, Any]) -> str:
+        return own_prefix(data, self.number, same_ids=self._same_ids)
 
-    def attach(self, student: Policy) -> None:
-        """Learn how the student is laid out; every rank must call it. Any two layouts go together."""
-        dims, shape = self.policy.dims, student.dims.shape
+    def attach(self, student: StudentLayout) -> None:
+        """Learn how the student is laid out. Collective. Any two layouts go together."""
+        dims, shape = self.policy.dims, student.shape
         if shape == self._student:
             return
         self._student = shape
         self._joint = JointRows.plan(shape, dims, alike=self.policy.sharding.fsdp)
+        own, same_size = self.policy.axis, self.vocab_size == student.vocab_size
+        # two heads of one vocabulary may be padded to different numbers of rows, which are what is cut evenly
+        differ = own.sharded and bool(student.vocab_bounds) and own.bounds != student.vocab_bounds
         # tensor groups are neighbours in both meshes, so equal sizes mean the same ranks
-        self._whole_head = dims.shape.tensor not in (1, shape.tensor) or self._borders_differ(student)
-
-    def _borders_differ(self, student: Policy) -> bool:
-        """Two heads of one vocabulary may be padded to different numbers of rows, which are what is cut evenly."""
-        own, theirs = self.policy.axis, student.axis
-        same_size = self.vocab_size == student.vocab_size
-        return same_size and own.sharded and theirs.sharded and own.bounds != theirs.bounds
+        self._whole_head = dims.shape.tensor not in (1, shape.tensor) or (same_size and differ)
 
     def release(self) -> None:
         """A step has ended: give back what was gathered for it."""
@@ -119,21 +118,18 @@ class LiveTeacher:
         for own, row_ids, row_lengths in self._joint.passes(ids, lengths):
             yield own, BatchedDataDict(input_ids=row_ids, input_lengths=row_lengths)
 
-    @torch.no_grad()
-    def signal(
-        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
-    ) -> tuple[Signal, Tensor]:
-        """See ``TeacherSource``."""
-        self.policy.model.eval()
-        hidden, inputs = self._forward(microbatch, self._prefix(microbatch.data_dict, teacher_index))
-        assert inputs.row_start is not None
-        head = self.policy.head(whole=self._whole_head)
-        return HiddenSignal(hidden.to(device), head, inputs.input_ids.reshape(-1).to(device)), inputs.row_start
+    def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
+        # the model may be the student in the middle of a step
+        with self.policy.inference():
+            hidden, inputs = self._forward(mb, self._prefix(mb.data_dict))
+            head = self.policy.head(whole=self._whole_head)
+        weight, bias = (None if part is None else part.detach() for part in (head.weight, head.bias))
+        ids = inputs.input_ids.reshape(-1).to(device)
+        return HiddenSignal(hidden.to(device), replace(head, weight=weight, bias=bias), ids, inputs.row_start)
 
-    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
-        """See ``TeacherSource``."""
-        prefix = self._prefix(data, teacher_index)
+    def log_probs(self, batch: BatchedDataDict) -> Tensor:
+        prefix = self._prefix(batch)
         if self._joint is None:
-            return self.policy.get_logprobs(data, prefix=prefix)["logprobs"].cpu()
-        scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(data, prefix)]
+            return self.policy.get_logprobs(batch, prefix=prefix)["logprobs"].cpu()
+        scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(batch, prefix)]
         return next(logprobs for own, logprobs in scored if own).cpu()

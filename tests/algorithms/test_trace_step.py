@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from limbeck.algorithms.trace_distillation import TraceRun, setup, with_whole_pairs
+from limbeck.algorithms.trace_distillation import TraceRun, setup
+from limbeck.data.microbatch import plan_microbatches
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.utils.errors import LossError
 from tests.helpers.trace_runs import config
@@ -124,9 +125,9 @@ def test_the_step_does_not_depend_on_how_it_is_cut(tmp_path: Path, layout: str) 
 
 def test_pairs_stay_whole_in_every_plan(tmp_path: Path) -> None:
     run = made(tmp_path, policy=LAYOUTS["dynamic"])
-    plan = with_whole_pairs(batch_of(run).channel("preference"), run.student.cfg).microbatch_plan
-    assert sorted(row for rows in plan[0] for row in rows) == [0, 1, 2, 3]
-    assert all(rows[i] % 2 == 0 and rows[i + 1] == rows[i] + 1 for rows in plan[0] for i in range(0, len(rows), 2))
+    plan = plan_microbatches(batch_of(run).channel("preference"), run.student.cfg, 2, rows_together=2)
+    assert sorted(row for rows in plan for row in rows) == [0, 1, 2, 3]
+    assert all(rows[i] % 2 == 0 and rows[i + 1] == rows[i] + 1 for rows in plan for i in range(0, len(rows), 2))
 
 
 def test_without_alpha_and_beta_it_is_the_plain_objective_bit_for_bit(tmp_path: Path) -> None:

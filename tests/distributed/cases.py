@@ -20,9 +20,10 @@ from limbeck.algorithms.validation import teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.losses.contract import Teacher
 from limbeck.losses.signals import HiddenSignal, TopKSignal
+from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
-from limbeck.models.scoring import score_rows
 from limbeck.teachers.live import LiveTeacher
 from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
 from tests.patience import TEST_SECONDS
@@ -96,20 +97,24 @@ def student_of(case: Case, layout: dict[str, Any], settings: dict[str, Any] | No
     )
 
 
-class TopKTeacher:
+class TopKTeacher(Teacher):
     """A live teacher that says no more than a cache would."""
 
     def __init__(self, live: LiveTeacher, k: int) -> None:
         self.live, self.k, self.vocab_size = live, k, live.vocab_size
-        self.attach, self.release, self.logprobs = live.attach, live.release, live.logprobs
+        self.attach, self.release = live.attach, live.release  # type: ignore[method-assign]
 
-    def signal(self, *args: Any) -> tuple[TopKSignal, torch.Tensor]:
-        full, starts = self.live.signal(*args)
+    def log_probs(self, batch: Any) -> torch.Tensor:
+        return self.live.log_probs(batch)
+
+    def signal(self, mb: Any, device: torch.device) -> TopKSignal:
+        self.live.number = self.number
+        full = self.live.signal(mb, device)
         assert isinstance(full, HiddenSignal)
         following = torch.cat((full.input_ids[1:], full.input_ids.new_full((1,), -1)))
         scores = score_rows(full.hidden, full.head, following, k=self.k)
         stored = (scores.topk_ids, scores.topk_logprobs, scores.next_logprob, following)
-        return TopKSignal(*stored, vocab_size=self.vocab_size), starts
+        return TopKSignal(*stored, vocab_size=self.vocab_size, row_start_B=full.row_start_B)
 
 
 def teachers_of(case: Case, layout: dict[str, Any] | list[dict[str, Any]]) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy
 from limbeck.utils import CheckpointManager
 from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
@@ -23,11 +24,14 @@ STEPS = 3
 ADAM = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}}
 
 
-class Fatal:
+class Fatal(Teacher):
     """A teacher that kills its process at the n-th micro-batch."""
 
     def __init__(self, teacher: Any, at: int | None) -> None:
         self.teacher, self.left, self.vocab_size = teacher, at, teacher.vocab_size
+
+    def log_probs(self, batch: Any) -> torch.Tensor:
+        return self.teacher.log_probs(batch)
 
     def signal(self, *args: Any) -> Any:
         if self.left is not None:

@@ -97,7 +97,7 @@ def heads_kept(rank: int) -> dict[str, list[bool]]:
         "held out": lambda: student.train(data, loss_of(case), teachers=teachers, eval_mode=True),
         "trained": lambda: student.train(data, loss_of(case), teachers=teachers),
         "scored": lambda: student.get_logprobs(data),
-        "teacher scored": lambda: [teacher.logprobs(data, i) for i, teacher in enumerate(teachers)],
+        "teacher scored": lambda: [teacher.log_probs(data) for teacher in teachers],
     }
     kept: dict[str, list[bool]] = {"made": []}
     for name, call in calls.items():

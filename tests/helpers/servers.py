@@ -185,7 +185,7 @@ class ScoringServer:
         import torch
 
         from limbeck.data.batched_data_dict import BatchedDataDict
-        from limbeck.models.scoring import score_rows
+        from limbeck.models.language_model import score_rows
 
         with self._lock, torch.no_grad():
             data = BatchedDataDict(input_ids=torch.tensor([ids]), input_lengths=torch.tensor([len(ids)]))

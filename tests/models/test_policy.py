@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.errors import CheckpointError, ConfigError, LossError
@@ -373,15 +374,18 @@ def test_checks_are_read_together_and_explained():
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     asked = []
 
-    class Broken:
-        runs_model, vocab_size = True, source.vocab_size
+    class Broken(Teacher):
+        on_device, vocab_size = True, source.vocab_size
 
-        def signal(self, mb, index, device):
-            signal, start = source.signal(mb, index, device)
+        def signal(self, mb, device):
+            signal = source.signal(mb, device)
             asked.append(mb.data_dict["idx"])
             if 3 in mb.data_dict["idx"]:
-                signal.hidden[start[1] + 2] = torch.nan
-            return signal, start
+                signal.hidden[signal.row_start_B[1] + 2] = torch.nan
+            return signal
+
+        def log_probs(self, batch):
+            return source.log_probs(batch)
 
     with pytest.raises(LossError, match=r"teacher_0: row \d+ has a non-finite score"):
         policy.train(batch(), loss_fn(), teachers=[Broken()], mbs=2)

@@ -66,9 +66,10 @@ def test_scores_equal_the_live_model(policy, echo):
     with serving(ScoringServer(policy, echo_only=echo)) as server:
         source = remote(server, k=16)
         assert source.facts.style == ("echo" if echo else "prompt_logprobs")
-        assert torch.allclose(source.logprobs(data, 0), LiveTeacher(policy).logprobs(data, 0), atol=1e-5)
+        assert torch.allclose(source.log_probs(data), LiveTeacher(policy).log_probs(data), atol=1e-5)
         (mb,) = get_microbatch_iterator(data, {}, 6, None, None)[0]
-        signal, start = source.signal(mb, 0, "cpu")
+        signal = source.signal(mb, torch.device("cpu"))
+    start = signal.row_start_B
     top = policy.get_topk_logits(data, 16, prefix="teacher_")
     for b, n in enumerate(data["teacher_input_lengths"].tolist()):
         rows = int(start[b]) + torch.arange(n - 1)
@@ -139,11 +140,11 @@ def test_the_limit_is_applied_to_requests(server, monkeypatch):
     cfg = settings(server, tokens_per_minute=6000, concurrency=1)
     source = ServerTeacher(cfg, tokenizer(340), client=ServerClient(cfg, sleep=slept.append))
     data = batch()
-    source.announce(data, 0)
+    source.prefetch(data)
     # the probe and the batch together pass the burst of 1,000 tokens only when asked for often
     for _ in range(4):
         source._found.clear()
-        source.announce(data, 0)
+        source.prefetch(data)
     assert sum(slept) > 0
 
 
@@ -159,7 +160,7 @@ def test_passing_failures_are_retried(server, status):
         return None
 
     server.lie = lie
-    _, metrics = source.announce(batch([0, 1]), 0)
+    metrics = source.prefetch(batch([0, 1])).metrics
     assert metrics["rows_failed"] == (0.0, 2.0)
     assert source.client.counts["retries"] == 2
 
@@ -169,7 +170,7 @@ def test_an_http_time_out_is_retried(server):
     source.client = ServerClient(settings(server, timeout=0.3, retries=1))
     server.lie = lambda number, body, answer: HOLD
     with pytest.raises(ServerError, match=r"timeout: no .*answer in 0.3 s"):
-        source.announce(batch([0]), 0)
+        source.prefetch(batch([0]))
     assert (source.client.counts["requests"], source.client.counts["retries"]) == (2, 1)
 
 
@@ -251,7 +252,7 @@ def test_rows_without_scores_are_left_out(policy, cross, caplog):
         server.lie = lie
         with caplog.at_level(logging.WARNING):
             got = student().train(data, loss_fn(cross), teachers=[source])
-        bits = source.logprobs(data, 0)
+        bits = source.log_probs(data)
     masked = batch(cross=cross)
     masked["teacher_0_sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 1])
     expected = student().train(masked, loss_fn(cross), teachers=[LiveTeacher(frozen)])
@@ -272,25 +273,25 @@ def test_a_dead_server_is_given_up(server):
     source = remote(server, on_failure="skip", give_up_after=4, retries=0)
     server.lie = lambda number, body, answer: (500, {})
     with pytest.raises(ServerError, match="as for the 3 before it"):
-        source.announce(batch(), 0)
+        source.prefetch(batch())
 
 
 def test_the_model_may_vanish(server):
     source = remote(server, on_failure="skip")
     server.name = "other"
     with pytest.raises(ServerError, match="no longer serves the model 'tiny'"):
-        source.announce(batch([0]), 0)
+        source.prefetch(batch([0]))
 
 
 def test_the_key_is_sent_and_never_shown(policy, monkeypatch, caplog):
     monkeypatch.setenv("LIMBECK_API_KEY", KEY)
     with serving(ScoringServer(policy, key=KEY)) as server, caplog.at_level(logging.DEBUG):
         source = remote(server)
-        source.announce(batch([0]), 0)
+        source.prefetch(batch([0]))
         assert server.headers[-1]["authorization"] == f"Bearer {KEY}"
         server.lie = lambda number, body, answer: (400, {"error": {"message": f"your key {KEY} is\ntoo long"}})
         with pytest.raises(ServerError, match=r"your key \*\*\* is too long") as caught:
-            source.announce(batch([1]), 0)
+            source.prefetch(batch([1]))
         assert KEY not in str(caught.value)
     assert KEY not in caplog.text
     assert KEY not in json.dumps(source.config.model_dump(mode="json"))

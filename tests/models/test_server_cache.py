@@ -135,5 +135,5 @@ def test_empty_places_stay_empty(tmp_path: Path, vocab: int) -> None:
 
     data["input_ids"], data["input_lengths"] = torch.tensor([[1, 2, 3]]), torch.tensor([3])
     (microbatch,) = tiny.student().microbatches(data, 1)[0]
-    signal, _ = CachedTeacher(tmp_path).signal(microbatch, 0, "cpu")
+    signal = CachedTeacher(tmp_path).signal(microbatch, torch.device("cpu"))
     assert signal.topk_ids.tolist() == [[5, -1], [7, 8], [-1, -1]]  # type: ignore[union-attr]

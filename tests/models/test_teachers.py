@@ -59,8 +59,8 @@ def test_same_tokenizer_teacher_from_a_cache(tmp_path):
 
 def test_logprobs_agree(tmp_path):
     policy = teacher()
-    live = LiveTeacher(policy).logprobs(batch(), 0)
-    stored = cached(tmp_path, policy, batch(), k=4).logprobs(batch(), 0)
+    live = LiveTeacher(policy).log_probs(batch())
+    stored = cached(tmp_path, policy, batch(), k=4).log_probs(batch())
     assert torch.allclose(live, stored, atol=1e-5)
     assert live.shape == batch()["teacher_input_ids"].shape
 
@@ -71,7 +71,8 @@ def test_signals_carry_the_ids_that_were_scored(tmp_path):
     iterator, _ = get_microbatch_iterator(data, {}, 6, None, None)
     (mb,) = iterator
     for source in (LiveTeacher(policy), cached(tmp_path, policy, data, k=4)):
-        signal, start = source.signal(mb, 0, "cpu")
+        signal = source.signal(mb, torch.device("cpu"))
+        start = signal.row_start_B
         for b, n in enumerate(data["teacher_input_lengths"].tolist()):
             rows = int(start[b]) + torch.arange(n - 1)
             ids = data["teacher_input_ids"][b, :n]

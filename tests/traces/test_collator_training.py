@@ -163,9 +163,9 @@ def _loss(student: Policy, channel: Any, loss_fn: Any, teacher: LiveTeacher | No
     iterator, number = student.microbatches(channel, channel.size)
     assert number == 1
     microbatch = next(iter(iterator))
-    signals = [] if teacher is None else [teacher.signal(microbatch, 0, student.device)]
-    inputs = loss_fn.prepare(microbatch, [start for _, start in signals])
+    signals = [] if teacher is None else [teacher.signal(microbatch, student.device)]
+    inputs = loss_fn.prepare(microbatch, [signal.row_start_B for signal in signals])
     hidden = student.forward_hidden(microbatch.processed_inputs)
     counts = loss_fn.counts(channel)
-    loss, _ = loss_fn.compute(hidden, student.head(), [signal for signal, _ in signals], inputs, counts)
+    loss, _ = loss_fn.compute(hidden, student.head(), signals, inputs, counts)
     return loss

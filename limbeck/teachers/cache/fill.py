@@ -15,8 +15,8 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
+from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
-from limbeck.models.scoring import score_rows
 from limbeck.teachers.cache import CacheSpec, CacheWriter, document_key
 from limbeck.teachers.cache.format import HEAD_NAME, save_head
 from limbeck.teachers.live import key_prefix
@@ -87,7 +87,7 @@ def write_cache(
         wanted = (_missing(writer, batch, key_prefix(batch, teacher_index)) for batch in batches)
         for documents in wanted if model is None else model.in_step(wanted):
             if isinstance(teacher, ServerTeacher):
-                whole = _add_from_server(teacher, writer, documents, teacher_index) and whole
+                whole = _add_from_server(teacher, writer, documents) and whole
             elif model is not None:
                 model.add(writer, documents)
             if on_batch is not None:
@@ -160,7 +160,7 @@ class _Scorer:
             writer.add(tokens.numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
 
 
-def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list[Tensor], teacher_index: int) -> bool:
+def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list[Tensor]) -> bool:
     """Whether all documents were scored. What came is stored before a failure may end the run."""
     found = server.score([tokens.numpy() for tokens in documents])
     for tokens, one in zip(documents, found, strict=True):
@@ -173,5 +173,5 @@ def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list
                 # log-probabilities are normalised already
                 logsumexp=np.zeros_like(one.next_logprob),
             )
-    settled = [server.settle(one, teacher_index, len(d)) for d, one in zip(documents, found, strict=True)]
+    settled = [server.settle(one, len(d)) for d, one in zip(documents, found, strict=True)]
     return all(settled)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import to_device
+from limbeck.losses.contract import Prefetched, StudentLayout, Teacher
 from limbeck.losses.signals import Signal, TopKSignal
-from limbeck.models.scoring import next_tokens
+from limbeck.models.language_model import next_tokens
 from limbeck.teachers.cache import document_key
-from limbeck.teachers.live import key_prefix
-from limbeck.teachers.server.client import ServerClient, ServerFailure
+from limbeck.teachers.live import key_prefix, own_prefix
+from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.teachers.server.protocol import (
     ScoredDocument,
     ServerFacts,
@@ -37,18 +39,15 @@ from limbeck.teachers.server.protocol import (
     unpack_scores,
 )
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import DataError, ServerError
-
-if TYPE_CHECKING:
-    from limbeck.models.policy import Policy
-    from limbeck.teachers.server.client import ServerConfig
+from limbeck.utils.errors import ServerError
+from limbeck.utils.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 Ids = npt.NDArray[Any]
 
 
-class ServerTeacher:
-    """A ``TeacherSource`` that asks an OpenAI-compatible server for prompt log-probabilities.
+class ServerTeacher(Teacher):
+    """A teacher that asks an OpenAI-compatible server for prompt log-probabilities.
 
     Args:
         config: the ``server`` section of a teacher.
@@ -72,7 +71,9 @@ class ServerTeacher:
         longest: int | None = None,
         group: Any = None,
         client: ServerClient | None = None,
+        number: int = 0,
     ) -> None:
+        self.number = number
         self.config = config
         self.client = client or ServerClient(config)
         vocab = ByteVocab.from_tokenizer(tokenizer)
@@ -95,9 +96,9 @@ class ServerTeacher:
         """Close the connections."""
         self.client.close()
 
-    def attach(self, student: Policy) -> None:
-        """Learn which processes read the same rows; every rank must call it."""
-        self._readers = student.dims.rows
+    def attach(self, student: StudentLayout) -> None:
+        """Learn which processes read the same rows. Collective."""
+        self._readers = student.rows
 
     def _probe(self, tokenizer: Any) -> ServerFacts:
         def ask() -> bytes:
@@ -160,17 +161,12 @@ class ServerTeacher:
 
     # -- a batch ----------------------------------------------------------------------------------------------------
 
-    def _rows(self, data: Any, teacher_index: int) -> dict[int, Ids]:
+    def _rows(self, data: Mapping[str, Any]) -> dict[int, Ids]:
         """Token ids of the rows that count, by their number in the batch."""
-        prefix = key_prefix(data, teacher_index)
-        if not prefix and not self._same_ids:
-            raise DataError(
-                f"teacher {teacher_index} has another tokenizer than the student, but the batch holds no ids for it; "
-                f"collate it with this teacher (keys teacher_{teacher_index}_input_ids, ...)"
-            )
+        prefix = own_prefix(data, self.number, same_ids=self._same_ids)
         counted = data["sample_mask"].cpu() > 0
-        if f"teacher_{teacher_index}_sample_mask" in data:
-            counted = counted & (data[f"teacher_{teacher_index}_sample_mask"].cpu() > 0)
+        if f"teacher_{self.number}_sample_mask" in data:
+            counted = counted & (data[f"teacher_{self.number}_sample_mask"].cpu() > 0)
         ids, lengths = data[f"{prefix}input_ids"].cpu().numpy(), data[f"{prefix}input_lengths"].tolist()
         return {row: ids[row, :n] for row, n in enumerate(lengths) if n >= 2 and bool(counted[row])}
 
@@ -183,38 +179,37 @@ class ServerTeacher:
             self._found = {key: self._found[key] for key in set(keys.values()) if key in self._found} | found
         return {row: found[key] if key in found else self._found[key] for row, key in keys.items()}
 
-    def announce(self, data: Any, teacher_index: int) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-        """Ask for a whole batch. Returns the mask [B] of rows that have a signal, and metrics as (sum, count).
-
-        A row that cannot be scored stops the run or is left out, as ``on_failure`` says.
-        """
+    def prefetch(self, batch: BatchedDataDict) -> Prefetched:
+        """Ask for a whole batch. A row that cannot be scored stops the run or is left out, as ``on_failure`` says."""
+        data = batch
         before = self._retries
         # what is kept from the batch before is only of use where a row comes again
         self._found = {key: one for key, one in self._found.items() if isinstance(one, ScoredDocument)}
-        rows = self._rows(data, teacher_index)
+        rows = self._rows(data)
         found = self._fetch(rows, keep=True)
         mask = torch.ones(data["sample_mask"].shape, dtype=torch.float32, device=data["sample_mask"].device)
         failed = 0
         for row, one in found.items():
-            if not self.settle(one, teacher_index, len(rows[row])):
+            if not self.settle(one, len(rows[row])):
                 mask[row] = 0.0
                 failed += 1
         count = float(len(found))
         retries = float(self._retries - before)
-        return mask, {"rows_failed": (float(failed), count), "retries_per_row": (retries, count)}
+        metrics = Metrics({"rows_failed": (float(failed), count), "retries_per_row": (retries, count)})
+        return Prefetched(mask, metrics)
 
-    def settle(self, one: ScoredDocument | ServerFailure, teacher_index: int, tokens: int) -> bool:
+    def settle(self, one: ScoredDocument | ServerFailure, tokens: int) -> bool:
         """Whether a row of so many tokens was scored; a failure is counted or stops the run, as ``on_failure`` says."""
         if isinstance(one, ServerFailure):
-            self._fail(one, teacher_index, tokens)
+            self._fail(one, tokens)
             return False
         self._in_a_row = 0
         return True
 
-    def _fail(self, failure: ServerFailure, teacher_index: int, tokens: int) -> None:
+    def _fail(self, failure: ServerFailure, tokens: int) -> None:
         self.failures[failure.reason] += 1
         self._in_a_row += 1
-        line = f"teacher {teacher_index}: the server {self.client.url} gave no scores for a row of {tokens} tokens"
+        line = f"teacher {self.number}: the server {self.client.url} gave no scores for a row of {tokens} tokens"
         if self.config.on_failure == "stop":
             raise ServerError(
                 f"{line} ({failure}); mend it and start the run again, or set teacher.server.on_failure=skip"
@@ -226,42 +221,35 @@ class ServerTeacher:
         if self.failures[failure.reason] == 1:
             _LOG.warning("%s (%s); it is left out, further ones are only counted", line, failure)
 
-    def signal(
-        self, microbatch: ProcessedMicrobatch, teacher_index: int, device: torch.device | str
-    ) -> tuple[Signal, Tensor]:
-        """See ``TeacherSource``. Rows lie one sample after the other, without padding; a failure here is an error."""
-        data = microbatch.data_dict
-        prefix = key_prefix(data, teacher_index)
+    def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
+        """Rows lie one sample after the other, without padding; a failure here is an error."""
+        data = mb.data_dict
+        prefix = key_prefix(data, self.number)
         ids, lengths = data[f"{prefix}input_ids"].cpu(), data[f"{prefix}input_lengths"].cpu().to(torch.long)
         starts = lengths.cumsum(0) - lengths
         total = int(lengths.sum())
         topk_ids = torch.full((total, self.k), -1, dtype=torch.int32)
         topk = torch.zeros((total, self.k), dtype=torch.float32)
-        came = torch.zeros(total, dtype=torch.float32)
-        for row, one in self._fetch(self._rows(data, teacher_index), keep=False).items():
+        next_logprob = torch.zeros(total, dtype=torch.float32)
+        for row, one in self._fetch(self._rows(data), keep=False).items():
             if isinstance(one, ServerFailure):
-                raise ServerError(f"teacher {teacher_index}: the server {self.client.url} gave no scores ({one})")
+                raise ServerError(f"teacher {self.number}: the server {self.client.url} gave no scores ({one})")
             place = slice(int(starts[row]), int(starts[row]) + one.next_logprob.shape[0])
             topk_ids[place], topk[place] = torch.from_numpy(one.topk_ids), torch.from_numpy(one.topk_logprobs)
-            came[place] = torch.from_numpy(one.next_logprob)
+            next_logprob[place] = torch.from_numpy(one.next_logprob)
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        signal = TopKSignal(
-            topk_ids.to(device),
-            topk.to(device),
-            came.to(device),
-            next_tokens(ids, lengths)[real].to(device),
-            # the server's head may be narrower than the tokenizer, and a shared vocabulary's size is the student's
-            vocab_size=self.vocab_size if prefix else None,
-        )
-        return signal, starts
+        signal = TopKSignal(topk_ids, topk, next_logprob, next_tokens(ids, lengths)[real])
+        # the server's head may be narrower than the tokenizer, and a shared vocabulary's size is the student's
+        size = self.vocab_size if prefix else None
+        return replace(to_device(signal, device), vocab_size=size, row_start_B=starts)
 
-    def logprobs(self, data: BatchedDataDict, teacher_index: int) -> Tensor:
-        """See ``TeacherSource``; NaN in rows that could not be scored, 0 in masked ones."""
-        prefix = key_prefix(data, teacher_index)
+    def log_probs(self, batch: BatchedDataDict) -> Tensor:
+        """NaN in rows that could not be scored, 0 in masked ones."""
+        data, prefix = batch, key_prefix(batch, self.number)
         out = torch.zeros(data[f"{prefix}input_ids"].shape, dtype=torch.float32)
-        rows = self._rows(data, teacher_index)
+        rows = self._rows(data)
         for row, one in self._fetch(rows, keep=False).items():
-            if not self.settle(one, teacher_index, len(rows[row])):
+            if not self.settle(one, len(rows[row])):
                 out[row] = torch.nan
             elif isinstance(one, ScoredDocument):
                 out[row, 1 : one.next_logprob.shape[0] + 1] = torch.from_numpy(one.next_logprob)
