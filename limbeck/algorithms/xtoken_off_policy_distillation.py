@@ -25,6 +25,7 @@ from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.mesh import plan_cluster
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.objectives import OBJECTIVES
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
 from limbeck.projection import load_or_build
@@ -171,8 +172,9 @@ def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any])
     per_teacher = paths if isinstance(paths, list) else [paths] * len(foreign)
     if len(per_teacher) != len(foreign):
         raise ConfigError(f"loss_fn.projection_matrix_path has {len(per_teacher)} entries for {len(foreign)} teachers")
+    trees = OBJECTIVES[config.loss_fn.mode].needs_trees
     projections = [
-        None if tokenizer is None else load_or_build(student_tokenizer, tokenizer, path)
+        None if tokenizer is None else load_or_build(student_tokenizer, tokenizer, path, trees=trees)
         for tokenizer, path in zip(foreign, per_teacher, strict=True)
     ]
     return CrossTokenizerDistillationLossFn(config.loss_fn, projections=projections)

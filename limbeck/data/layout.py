@@ -64,7 +64,8 @@ class ChunkLayout:
 
     `*_rows`: flat predicting rows `[Ns]`/`[Nt]`; `*_chunk`: chunk number, non-decreasing; `*_ids`: the realised token.
     `sample` `[C]`: row of the batch that a chunk belongs to. `*_first` `[C]`: index (into the arrays above) of a
-    chunk's first token; `*_count` `[C]`: its number of tokens. The last four are derived where they are not given.
+    chunk's first token; `*_count` `[C]`: its number of tokens; both are derived where they are not given. `*_last`
+    `[C]`: the token before the chunk, -1 where it is not known.
     `max_*` are plain integers so that range checks cost no device synchronisation.
     """
 
@@ -80,6 +81,8 @@ class ChunkLayout:
     student_count: Tensor = field(default=None)  # type: ignore[assignment]
     teacher_first: Tensor = field(default=None)  # type: ignore[assignment]
     teacher_count: Tensor = field(default=None)  # type: ignore[assignment]
+    student_last: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_last: Tensor = field(default=None)  # type: ignore[assignment]
     max_student_row: int = -2
     max_student_id: int = -2
     max_teacher_row: int = -2
@@ -92,6 +95,8 @@ class ChunkLayout:
             if getattr(self, f"{side}_first") is None:
                 setattr(self, f"{side}_first", torch.searchsorted(owner, chunks))
                 setattr(self, f"{side}_count", torch.bincount(owner, minlength=self.num_chunks))
+            if getattr(self, f"{side}_last") is None:
+                setattr(self, f"{side}_last", torch.full_like(chunks, -1))
             if getattr(self, f"max_{side}_row") == -2:
                 setattr(self, f"max_{side}_row", _max(getattr(self, f"{side}_rows")))
                 setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids")))
@@ -111,6 +116,8 @@ class ChunkLayout:
             self.teacher_ids[teacher],
             end - start,
             sample=None if self.sample is None else self.sample[start:end],
+            student_last=self.student_last[start:end],
+            teacher_last=self.teacher_last[start:end],
         )
 
     def to(self, device: torch.device | str) -> ChunkLayout:
@@ -232,19 +239,32 @@ def build_chunk_layout(
     number = torch.full((batch * width,), -1)
     number[kept] = torch.arange(kept.numel())
 
-    def side(tokens: tuple[Tensor, ...], ids: Tensor, row_start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def side(tokens: tuple[Tensor, ...], ids: Tensor, row_start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sample, token, key = tokens[:3]
         chunk = number[key]
         order = chunk.argsort(stable=True)
         order = order[chunk[order] >= 0]
-        sample, token = sample[order], token[order]
-        return row_start.cpu()[sample] + token - 1, chunk[order], ids.cpu()[sample, token]
+        sample, token, chunk, own = sample[order], token[order], chunk[order], ids.cpu()
+        first = torch.searchsorted(chunk, torch.arange(kept.numel()))
+        last = own[sample[first], token[first] - 1]
+        return row_start.cpu()[sample] + token - 1, chunk, own[sample, token], last
 
-    s_rows, s_chunk, s_ids = side(student, student_ids, student_row_start)
-    t_rows, t_chunk, t_ids = side(teacher, teacher_ids, teacher_row_start)
+    s_rows, s_chunk, s_ids, s_last = side(student, student_ids, student_row_start)
+    t_rows, t_chunk, t_ids, t_last = side(teacher, teacher_ids, teacher_row_start)
     if bool((s_rows.diff() <= 0).any()):
         raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
-    return ChunkLayout(s_rows, s_chunk, s_ids, t_rows, t_chunk, t_ids, int(kept.numel()), sample=kept // width)
+    return ChunkLayout(
+        s_rows,
+        s_chunk,
+        s_ids,
+        t_rows,
+        t_chunk,
+        t_ids,
+        int(kept.numel()),
+        sample=kept // width,
+        student_last=s_last,
+        teacher_last=t_last,
+    )
 
 
 def build_identity_layout(

@@ -90,6 +90,8 @@ def _cut_chunks(layout: ChunkLayout, place: Tensor, cuts: np.ndarray) -> list[Ch
                 teacher_ids_Q=layout.teacher_ids[q0:q1],
                 teacher_first_C=layout.teacher_first[c0:c1] - q0,
                 teacher_count_C=layout.teacher_count[c0:c1],
+                student_last_C=layout.student_last[c0:c1],
+                teacher_last_C=layout.teacher_last[c0:c1],
             )
         )
     return out

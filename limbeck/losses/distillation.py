@@ -42,6 +42,7 @@ from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdG
 from limbeck.losses.fast import FastPath
 from limbeck.losses.fast.order import Lanes
 from limbeck.losses.objectives import OBJECTIVES, Objective, ObjectiveOptions, SameVocabulary
+from limbeck.losses.objectives.base import Condition, Gate
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
@@ -49,7 +50,7 @@ from limbeck.projection import Projection
 from limbeck.utils.errors import ConfigError, LossError
 from limbeck.utils.metrics import Metrics, Pair
 
-LossMode = Literal["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
+LossMode = Literal["boundary_kl", "tree_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
 
@@ -86,7 +87,17 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     student_vocab_size: int | None = Field(None, description="student ids; default: as the head says")
     teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
     allow_inexact: bool = Field(False, description="other objectives: keep chunks whose bytes differ")
-    chunk_weight: float = Field(1.0, description="boundary_kl: factor of the chunk term")
+    chunk_weight: float = Field(1.0, description="boundary_kl, tree_kl: factor of the chunk term")
+    root_weight: float = Field(1.0, description="tree_kl: factor of the comparison of cells at a chunk's start")
+    inner_student_weight: float = Field(1.0, description="tree_kl: factor of the parts inside teacher tokens")
+    inner_teacher_weight: float = Field(1.0, description="tree_kl: factor of the parts inside student tokens")
+    condition: Condition = Field(
+        "none",
+        description="tree_kl: leave out tokens that the other side's last token rules out (byte-pair only)",
+    )
+    gate: Gate = Field(
+        "none", description="tree_kl: count a chunk by the teacher's advantage on the realised text; hard: at 0; soft"
+    )
     direction: Direction = Field("forward", description="forward: KL(teacher||student); reverse; jsd")
     jsd_beta: float = Field(0.5, description="M = (1 - beta) student + beta teacher; 0: forward, 1: reverse")
     jsd_rescale: bool = Field(False, description="divide JSD by beta (1 - beta); needed within .05 of the ends")
@@ -113,7 +124,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
-        for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight"):
+        weights = ("chunk_weight", "root_weight", "inner_student_weight", "inner_teacher_weight")
+        for name in ("kl_loss_weight", "ce_loss_scale", *weights):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 <= self.dynamic_scaling_decay < 1:
@@ -128,12 +140,34 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             raise ValueError(str(error)) from error
         if self.as_published and kind == "jsd":
             raise ValueError(f"mode {self.mode!r} has no JSD form; use direction forward or reverse")
+        self._check_tree_settings()
         if self.teacher_weights is not None:
             if any(w < 0 for w in self.teacher_weights) or not sum(self.teacher_weights) > 0:
                 raise ValueError(f"teacher_weights are {self.teacher_weights}; none may be negative, one must count")
             if self.teacher_scoring != "static" or self.teacher_combination == "select_teacher":
                 raise ValueError("teacher_weights are static; leave them out where teachers are scored or selected")
         return self
+
+    def _check_tree_settings(self) -> None:
+        for name in ("condition", "gate"):
+            if self.mode != "tree_kl" and getattr(self, name) != "none":
+                raise ValueError(f"{name} is {getattr(self, name)!r} but mode {self.mode!r} has none; use mode tree_kl")
+        if self.mode == "tree_kl" and self.learnable_projection:
+            raise ValueError("mode 'tree_kl' does not read the projection's weights; leave learnable_projection out")
+        if self.condition == "exact":
+            raise ValueError("condition 'exact' is not built yet; use 'cheap' or 'none'")
+        if self.condition == "none":
+            return
+        if self.ce_loss_scale == 0 and not self.dynamic_loss_scaling:
+            raise ValueError(
+                f"condition {self.condition!r} leaves the excluded tokens free, so it needs cross-entropy beside it; "
+                "set ce_loss_scale above 0"
+            )
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"condition {self.condition!r} needs temperature 1, not {self.temperature}: at another one no token is "
+                "ruled out"
+            )
 
     def _settle_mode(self) -> None:
         """Put the mode that the published flags name, if any, into `mode`."""
@@ -169,6 +203,11 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             vocab_topk=self.vocab_topk,
             uncommon_topk=self.uncommon_topk,
             learnable=self.learnable_projection,
+            root_weight=self.root_weight,
+            inner_student_weight=self.inner_student_weight,
+            inner_teacher_weight=self.inner_teacher_weight,
+            condition=self.condition,
+            gate=self.gate,
         )
 
 

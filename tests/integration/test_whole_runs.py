@@ -223,3 +223,20 @@ def test_the_smoke_recipe_gives_the_stored_losses(tmp_path, monkeypatch):
     found = [row["train/loss"] for row in rows(tmp_path / "run") if "train/loss" in row]
     assert len(found) == 20
     assert found == pytest.approx(SMOKE_LOSSES, rel=SMOKE_TOLERANCE)
+
+
+@pytest.mark.parametrize("condition", ["none", "cheap"])
+def test_tree_kl_brings_the_student_nearer_to_the_teacher(stuff, tmp_path, condition):
+    found = trained(
+        stuff,
+        tmp_path / "run",
+        loss_fn={"mode": "tree_kl", "condition": condition, "ce_loss_scale": 0.01},
+        distillation={"max_num_steps": 16, "val_period": 0},
+    )
+    steps = [row for row in found if "train/teacher_0/root_kl" in row]
+    assert len(steps) == 16
+    assert all(f"train/teacher_0/{part}" in steps[-1] for part in ("inner_student_kl", "inner_teacher_kl", "lost_mass"))
+    assert ("train/teacher_0/excluded_mass_teacher" in steps[-1]) == (condition == "cheap")
+    for name in ("kl_loss", "teacher_0/inner_student_kl", "teacher_0/inner_teacher_kl"):
+        values = [row[f"train/{name}"] for row in steps]
+        assert sum(values[-4:]) < 0.8 * sum(values[:4]), name

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, LogitsSignal, TopKSignal
 from limbeck.losses.vocab.projection import common_pairs
+from limbeck.projection import VocabTrees
 
 
 @dataclass
@@ -22,6 +23,7 @@ class FakeProjection:
     weights: np.ndarray
     teacher_size: int
     teacher_fingerprint: str = "t"
+    trees: VocabTrees | None = None
 
     def exact_pairs(self) -> tuple[Tensor, Tensor]:
         return common_pairs(self, 1 - 1e-6)

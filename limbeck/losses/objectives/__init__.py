@@ -9,9 +9,11 @@ from limbeck.losses.objectives.corrected import (
     SortedProbabilities,
 )
 from limbeck.losses.objectives.published import PKL, Gold, HybridKL
+from limbeck.losses.objectives.tree_kl import TreeKL
 
 OBJECTIVES: dict[str, type[ProjectedObjective]] = {
-    cls.mode: cls for cls in (BoundaryKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities, PKL, Gold, HybridKL)
+    cls.mode: cls
+    for cls in (BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities, PKL, Gold, HybridKL)
 }
 """Objective of each mode, for teachers with a vocabulary of their own."""
 

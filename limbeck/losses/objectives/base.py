@@ -21,6 +21,8 @@ from limbeck.losses.vocab.projection import ProjectionLike, ShardedMap, VocabMap
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics of one block: named (sum, count) pairs, detached."""
 
+Condition = Literal["none", "cheap", "exact"]
+Gate = Literal["none", "hard", "soft"]
 Lane = Literal["first", "mean"]
 """What stands for a chunk in the kernels' order: the row of its first token, or the mean of its rows."""
 
@@ -63,6 +65,8 @@ class ChunkBlock:
     teacher_ids_Q: Tensor
     teacher_first_C: Tensor
     teacher_count_C: Tensor
+    student_last_C: Tensor  # the token before each chunk
+    teacher_last_C: Tensor
     weight_C: Tensor | None = None  # what each chunk counts; None: 1
 
     @property
@@ -134,6 +138,11 @@ class ObjectiveOptions:
     vocab_topk: int = 8192
     uncommon_topk: int = 8192
     learnable: bool = False
+    root_weight: float = 1.0
+    inner_student_weight: float = 1.0
+    inner_teacher_weight: float = 1.0
+    condition: Condition = "none"
+    gate: Gate = "none"
 
 
 class Objective(nn.Module, ABC):
@@ -146,6 +155,7 @@ class Objective(nn.Module, ABC):
         as_published: kept for comparison; such an objective has no JSD form, needs whole distributions, and takes
             chunks whose bytes differ unless `exact_token_match_only` is set.
         lanes: what its kernels work on, student and teacher; None: there are none.
+        needs_trees: works on the cells and trees of the two vocabularies, so the projection must hold them.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
         vocab: the map between the vocabularies; None where both sides share one.
     """
@@ -153,6 +163,7 @@ class Objective(nn.Module, ABC):
     mode: ClassVar[str]
     as_published: ClassVar[bool] = False
     lanes: ClassVar[tuple[Lane, Lane] | None] = None
+    needs_trees: ClassVar[bool] = False
     chooses_ids: ClassVar[bool] = False
     vocab: VocabMap | None
 

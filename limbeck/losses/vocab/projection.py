@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
+from limbeck.projection.trees import VocabTrees
 from limbeck.utils.errors import ProjectionError
 
 
@@ -39,6 +40,8 @@ class ProjectionLike(Entries, Protocol):
     def teacher_size(self) -> int: ...
     @property
     def teacher_fingerprint(self) -> str: ...
+    @property
+    def trees(self) -> VocabTrees | None: ...
     def exact_pairs(self) -> tuple[np.ndarray, np.ndarray]: ...
 
 
