@@ -16,14 +16,10 @@ from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import key_prefix
 from limbeck.traces.collate.batch import ComposerBatch
-from limbeck.utils.logger import merge_sums
-from limbeck.utils.metrics import Metrics
+from limbeck.utils.metrics import Metrics, Pairs
 from limbeck.utils.timer import Timer
 
 # -- texts -------------------------------------------------------------------------------------------------------------
-
-
-Sums = dict[str, tuple[float, float]]
 
 
 def evaluate(
@@ -32,42 +28,42 @@ def evaluate(
     batches: Iterable[BatchedDataDict],
     loss_fn: CrossTokenizerDistillationLossFn,
     timer: Timer,
-) -> Sums:
+) -> Pairs:
     """Metrics of a whole validation set as (sum, count), reduced over ranks."""
-    parts: list[Sums] = []
-    counts: list[Sums] = []
+    sums, counts = Metrics(), Metrics()
     for batch in batches:
         result = student.train(batch, loss_fn, teachers=teachers, eval_mode=True, timer=timer)
-        parts.append({**result["metrics"], **_reduced(byte_sums(batch), student)})
-        counts.append({name: (float(value), 1.0) for name, value in result["counts"].items()})
-    metrics = merge_sums(parts)
-    totals = {name: total for name, (total, _) in merge_sums(counts).items()}
-    metrics = loss_fn.summarize(Metrics(metrics), totals).pairs()
+        sums.add(result["metrics"])
+        # data-parallel ranks, per batch: four numbers
+        sums.add(byte_sums(batch).reduced(student.dims.data)[0])
+        counts.add({name: (float(value), 1.0) for name, value in result["counts"].items()})
+    totals = {name: total for name, (total, _) in counts.pairs().items()}
+    metrics = loss_fn.summarize(sums, totals).pairs()
     if "ce_loss" in metrics:
         metrics["bpb"] = (metrics["ce_loss"][0] / math.log(2), metrics.pop("target_bytes")[0])
     return metrics
 
 
-def byte_sums(batch: BatchedDataDict) -> Sums:
+def byte_sums(batch: BatchedDataDict) -> Metrics:
     """Bytes behind the batch's cross-entropy, and the share of student tokens that lie in exact chunks."""
     counted = batch["sample_mask"] > 0
-    sums: Sums = {"target_bytes": (float(batch["target_bytes"][counted].sum()), 0.0)}
+    sums = Metrics({"target_bytes": (float(batch["target_bytes"][counted].sum()), 0.0)})
     if "alignment_student_chunk_id" in batch:
         chunk = batch["alignment_student_chunk_id"]
         correct = batch["alignment_pair_is_correct"] & batch["alignment_pair_valid"]
         inside = (chunk >= 0) & correct.gather(1, chunk.clamp(min=0))
         target = (batch["token_mask"] > 0) & counted[:, None]
-        sums["coverage"] = (float((inside & target).sum()), float(target.sum()))
+        sums.add({"coverage": (float((inside & target).sum()), float(target.sum()))})
     return sums
 
 
-def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable[BatchedDataDict]) -> Sums:
+def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable[BatchedDataDict]) -> Pairs:
     """Bits per byte of every teacher over its own tokens of the same texts; the first also without its number."""
-    parts: list[Sums] = []
+    total = Metrics()
     for teacher in teachers:
         teacher.attach(student.layout)
     for batch in batches:
-        sums: Sums = {}
+        sums = Metrics()
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, teacher.number)
             with student.dims.data.fail_together():
@@ -77,17 +73,13 @@ def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable
             mask = ((batch[f"{prefix}token_mask"] > 0) & counted)[:, 1:]
             nats = -float(logprobs[:, 1:][mask].double().sum())
             size = float(batch[f"{prefix}target_bytes"][counted[:, 0]].sum())
-            sums[f"teacher_{i}_bpb"] = (nats / math.log(2), size)
-        parts.append(_reduced(sums, student))
-    metrics = merge_sums(parts)
+            sums.add({f"teacher_{i}_bpb": (nats / math.log(2), size)})
+        # data-parallel ranks, per batch: two numbers per teacher
+        total.add(sums.reduced(student.dims.data)[0])
+    metrics = total.pairs()
     if "teacher_0_bpb" in metrics:
         metrics["teacher_bpb"] = metrics["teacher_0_bpb"] if len(teachers) > 1 else metrics.pop("teacher_0_bpb")
     return metrics
-
-
-def _reduced(sums: Sums, student: Policy) -> Sums:
-    """Sums over data-parallel ranks."""
-    return Metrics(sums).reduced(student.dims.data)[0].pairs()
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ class TraceValidation:
         self.policy, self.dataset, self.collate, self.monitor, self.rows = policy, dataset, collate, monitor, rows
         self._prompts: list[Tensor] | None = None
 
-    def measure(self) -> dict[str, tuple[float, float]]:
+    def measure(self) -> Pairs:
         """All figures that the traces allow."""
         ranks = self.policy.dims.data
         sums = Metrics(dict.fromkeys(NAMES, (0.0, 0.0)))

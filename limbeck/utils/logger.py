@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,6 @@ class LoggerConfig(BaseModel):
     """Arguments of ``wandb.init``: project, name, ..."""
     trackio: dict[str, Any] = {}
     """Arguments of ``trackio.init``: project, name, ..."""
-
-
-def merge_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Add up (sum, count) metrics of several micro-batches, batches or ranks."""
-    out: dict[str, tuple[float, float]] = {}
-    for part in parts:
-        for name, (total, count) in part.items():
-            s, c = out.get(name, (0.0, 0.0))
-            out[name] = (s + float(total), c + float(count))
-    return out
 
 
 def to_means(metrics: Mapping[str, Metric]) -> dict[str, float]:

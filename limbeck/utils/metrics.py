@@ -12,6 +12,8 @@ from limbeck.distributed.device import to_device
 
 Value = float | Tensor
 Pair = tuple[Value, Value]
+Pairs = dict[str, tuple[float, float]]
+"""Metrics as numbers, the form in which they are handed out: name -> (sum, count)."""
 
 
 class Metrics(Mapping[str, Pair]):
@@ -61,7 +63,7 @@ class Metrics(Mapping[str, Pair]):
         """All means; metrics of which nothing was counted are left out."""
         return {name: total / count for name, (total, count) in self.pairs().items() if count}
 
-    def pairs(self) -> dict[str, tuple[float, float]]:
+    def pairs(self) -> Pairs:
         """The (sum, count) pairs as numbers, in the order in which they came. One wait where they lie on a device."""
         numbers = _stacked([value for pair in self._pairs.values() for value in pair]).tolist()
         return dict(zip(self._pairs, zip(numbers[0::2], numbers[1::2], strict=True), strict=True))

@@ -4,7 +4,8 @@ import pytest
 
 from limbeck.utils import Logger
 from limbeck.utils.errors import ConfigError, DataError
-from limbeck.utils.logger import merge_sums, read_metrics, to_means
+from limbeck.utils.logger import read_metrics, to_means
+from limbeck.utils.metrics import Metrics
 
 
 def config(tmp_path, **more):
@@ -108,7 +109,7 @@ def test_progress_prints_lines_where_there_is_no_terminal(tmp_path, capsys):
 
 
 def test_sums_add_up():
-    merged = merge_sums([{"a": (1.0, 2.0)}, {"a": (3.0, 2.0), "b": (5.0, 5.0)}])
+    merged = Metrics.total([{"a": (1.0, 2.0)}, {"a": (3.0, 2.0), "b": (5.0, 5.0)}]).pairs()
     assert merged == {"a": (4.0, 4.0), "b": (5.0, 5.0)}
     assert to_means({**merged, "c": 2, "none": (0.0, 0.0)}) == {"a": 1.0, "b": 1.0, "c": 2.0}
 
