@@ -36,7 +36,8 @@ from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import make_loader, rank_batches
 from limbeck.distributed.comm import Comm, init_distributed
-from limbeck.distributed.mesh import data_rank_and_world, plan_cluster
+from limbeck.distributed.launch import check_cluster
+from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
@@ -91,7 +92,7 @@ class TraceRun:
 def setup(config: TraceMasterConfig) -> TraceRun:
     """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
     ranks = init_distributed(config.cluster.backend)
-    plan_cluster(config.cluster, ranks.size)
+    check_cluster(config.cluster, ranks.size)
     seed = config.distillation.seed
     seed_everything(seed)
     tokenizer = load_chat_tokenizer(config.policy)

@@ -22,7 +22,7 @@ from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
-from limbeck.distributed.mesh import plan_cluster
+from limbeck.distributed.launch import check_cluster
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
@@ -112,7 +112,7 @@ def setup(
     """
     config = master_config
     world = init_distributed(config.cluster.backend)
-    plan_cluster(config.cluster, world.size)
+    check_cluster(config.cluster, world.size)
     seed_everything(config.distillation.seed)
     tokenizers = _listed(teacher_tokenizer)
     teachers = config.all_teachers

@@ -38,6 +38,19 @@ class ClusterConfig(BaseModel):
     """Ray: parts into which ``limbeck cache`` cuts the records; workers take one after the other. Fixed per cache."""
 
 
+def check_cluster(cluster: ClusterConfig, world: int) -> None:
+    """Refuse a run whose number of processes is not what the ``cluster`` section promises."""
+    # under Ray the number of workers is a setting of its own
+    if not cluster.gpus_per_node or cluster.launcher != "local" or world == 1:
+        return
+    promised = cluster.gpus_per_node * cluster.num_nodes
+    if promised != world:
+        raise ConfigError(
+            f"cluster.num_nodes {cluster.num_nodes} x gpus_per_node {cluster.gpus_per_node} = {promised}, but {world} "
+            "processes were started; correct the run file or the launcher"
+        )
+
+
 def launch(run: Callable[[Any], Path], config: Any) -> Path:
     """Run ``run(config)`` where ``config.cluster.launcher`` says; returns the run folder.
 

@@ -70,18 +70,18 @@ def current_world() -> int:
     return Comm.world().size
 
 
-def plan_mesh(layout: Mapping[str, Any], world: int, *, name: str = "policy") -> MeshShape:
-    """Shape of the mesh for ``dtensor_cfg``: data parallelism takes what tensor and context parallelism leave.
+def mesh_shape_for(layout: ParallelConfig, world: int, *, name: str = "policy") -> MeshShape:
+    """Shape of the mesh of ``world`` processes: data parallelism takes what tensor and context parallelism leave.
 
     Raises:
         ConfigError: the sizes do not divide the number of processes, or a way to attend is asked for that is gone.
     """
-    if layout.get("context_parallel_attention") == "ring":
+    if layout.context_parallel_attention == "ring":
         raise ConfigError(
             f"{name}: dtensor_cfg.context_parallel_attention is 'ring', which stood on private functions of torch and "
             "was removed; set it to 'gather' (what 'auto' means) or leave it out"
         )
-    tensor, context = int(layout["tensor_parallel_size"]), int(layout["context_parallel_size"])
+    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     if world % (tensor * context):
         raise ConfigError(
             f"{name}: tensor_parallel_size {tensor} x context_parallel_size {context} = {tensor * context} does not "
@@ -91,22 +91,9 @@ def plan_mesh(layout: Mapping[str, Any], world: int, *, name: str = "policy") ->
     return MeshShape(world // (tensor * context), context, tensor)
 
 
-def plan_cluster(cluster: Any, world: int) -> None:
-    """Refuse a run whose number of processes is not what the ``cluster`` section promises."""
-    gpus = getattr(cluster, "gpus_per_node", None)
-    # under Ray the number of workers is a setting of its own
-    local = getattr(cluster, "launcher", "local") == "local"
-    if gpus and local and world > 1 and gpus * cluster.num_nodes != world:
-        raise ConfigError(
-            f"cluster.num_nodes {cluster.num_nodes} x gpus_per_node {gpus} = {gpus * cluster.num_nodes}, but {world} "
-            "processes were started; correct the run file or the launcher"
-        )
-
-
-def data_rank_and_world(layout: Any) -> tuple[int, int]:
-    """This process's place among the readers of data, and their number, for a policy's ``dtensor_cfg``."""
-    settings = layout if isinstance(layout, Mapping) else layout.model_dump()
-    shape = plan_mesh(settings, current_world())
+def data_rank_and_world(layout: ParallelConfig) -> tuple[int, int]:
+    """This process's place among the readers of data, and their number, under a policy's layout."""
+    shape = mesh_shape_for(layout, current_world())
     return Comm.world().rank // shape.same_rows, shape.data
 
 

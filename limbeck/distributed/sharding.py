@@ -104,7 +104,7 @@ def shard_model(
     param_dtype: torch.dtype | None = None,
     sequence_parallel: bool = False,
     cpu_offload: bool = False,
-    source: Source | None = None,
+    source: WholeWeights | None = None,
 ) -> Sharding:
     """Lay a model out over its ranks, after loading and before the optimizer; for the arguments see `ShardedModel`."""
     if not dims.is_sharded:
@@ -144,7 +144,7 @@ class ShardedModel(Sharding):
         param_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
         cpu_offload: bool = False,
-        source: Source | None = None,
+        source: WholeWeights | None = None,
     ) -> None:
         super().__init__(model, body, dims)
         assert dims.mesh is not None
@@ -166,7 +166,7 @@ class ShardedModel(Sharding):
     # ---- splitting ----
 
     def _split_weights(
-        self, param_dtype: torch.dtype | None, sequence: bool, cpu_offload: bool, source: Source | None
+        self, param_dtype: torch.dtype | None, sequence: bool, cpu_offload: bool, source: WholeWeights | None
     ) -> None:
         model, body, mesh = self.model, self.body, self.mesh
         ranks, device = self.dims.shape.tensor, mesh.device_type
@@ -395,7 +395,7 @@ def group_by_layout(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 @dataclass
-class Source:
+class WholeWeights:
     """The whole model in main memory of rank 0; None on the others. Every rank makes the same calls.
 
     `hidden`: its hidden states for the tokens of `probe`, where a check was wanted; on rank 0 too.

@@ -21,7 +21,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device, to_device
-from limbeck.distributed.sharding import Sharding, Source, shard_model
+from limbeck.distributed.sharding import Sharding, WholeWeights, shard_model
 from limbeck.losses.contract import StudentLayout
 from limbeck.losses.signals import Head
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
@@ -95,7 +95,7 @@ class LanguageModel:
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _shard(self, source: Source | None) -> Sharding:
+    def _shard(self, source: WholeWeights | None) -> Sharding:
         narrow = self.precision != torch.float32 and self.model.dtype != self.precision
         layout = self.cfg.dtensor_cfg
         return shard_model(

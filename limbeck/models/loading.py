@@ -19,8 +19,8 @@ from typing_extensions import Self
 from limbeck.config import resolve
 from limbeck.data.microbatch import MicrobatchConfig
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, plan_mesh
-from limbeck.distributed.sharding import Source, whole_tensor
+from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, mesh_shape_for
+from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
 from limbeck.losses.signals import Head
 from limbeck.models.attention import register_varlen_attention
@@ -363,7 +363,7 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
 def check_layout(cfg: ModelConfig, name: str, model: nn.Module | None, size: int | None) -> MeshShape:
     """The mesh that ``dtensor_cfg`` asks for, checked against the model's numbers before any weight is read."""
     layout = cfg.dtensor_cfg
-    shape = plan_mesh(layout.model_dump(), current_world(), name=name)
+    shape = mesh_shape_for(layout, current_world(), name=name)
     if shape.same_rows > 1:
         check_model(model_numbers(cfg, size) if model is None else model.config, shape, name=name)
     if layout.cpu_offload and shape.data * shape.context == 1:
@@ -409,10 +409,12 @@ class ModelBuilder:
         # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
         self.weights = None if cfg.trains_adapters() else weights
 
-    def build(self, model: nn.Module | None, dims: ParallelDims, device: torch.device) -> tuple[Any, Source | None]:
+    def build(
+        self, model: nn.Module | None, dims: ParallelDims, device: torch.device
+    ) -> tuple[Any, WholeWeights | None]:
         """The model with its adapters, or (with a source of its weights) one on the meta device. ``model``: a given
         one."""
-        source: Source | None = None
+        source: WholeWeights | None = None
         if model is None and dims.is_sharded and not self.cfg.trust_remote_code:
             model, source = self._read_once(dims.shape.tensor)
         else:
@@ -438,9 +440,9 @@ class ModelBuilder:
             cfg = cfg.model_copy(update=update)
         return load_model(cfg, dtype=cfg.parameter_type(self.trained), vocab_size=self.size, seed=self.seed)
 
-    def _read_once(self, tensor: int) -> tuple[Any, Source]:
+    def _read_once(self, tensor: int) -> tuple[Any, WholeWeights]:
         """(a model without weights, where they are). Every rank must call it; an error of rank 0 is raised on all."""
-        world, source, numbers = Comm.world(), Source(), None
+        world, source, numbers = Comm.world(), WholeWeights(), None
         with world.fail_together():
             if world.rank == 0:
                 # it only runs in main memory, where not every way to attend does

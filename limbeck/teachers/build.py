@@ -11,7 +11,7 @@ from limbeck.config import FREE
 from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
-from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, plan_mesh
+from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, mesh_shape_for
 from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.cached import CachedTeacher
@@ -95,7 +95,7 @@ def connect(
 
 def same_rows(layout: ParallelConfig) -> Comm:
     """Processes that will read the same rows as this one under the student's layout. Collective."""
-    shape = plan_mesh(layout.model_dump(), current_world(), name="policy")
+    shape = mesh_shape_for(layout, current_world(), name="policy")
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()
 
 

@@ -15,7 +15,8 @@ from limbeck.config import load_config, resolve
 from limbeck.distributed import mesh
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import places_met
-from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, plan_cluster, plan_mesh
+from limbeck.distributed.launch import ClusterConfig, check_cluster
+from limbeck.distributed.mesh import MeshShape, ParallelConfig, ParallelDims, check_model, mesh_shape_for
 from limbeck.models.policy import Policy
 from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import together
@@ -23,12 +24,12 @@ from tests.helpers import runs
 from tests.models.tiny import LLAMA, config, tokenizer
 
 WIDE = {**LLAMA, "num_key_value_heads": 4}
-PLAIN = {"tensor_parallel_size": 1, "context_parallel_size": 1}
+PLAIN = ParallelConfig()
 
 
 def test_data_parallelism_takes_what_is_left() -> None:
-    assert plan_mesh({**PLAIN, "tensor_parallel_size": 2, "context_parallel_size": 2}, 8) == MeshShape(2, 2, 2)
-    assert plan_mesh(PLAIN, 3) == MeshShape(3)
+    assert mesh_shape_for(ParallelConfig(tensor_parallel_size=2, context_parallel_size=2), 8) == MeshShape(2, 2, 2)
+    assert mesh_shape_for(PLAIN, 3) == MeshShape(3)
     shape = MeshShape(2, 2, 3)
     assert [shape.place(r) for r in (0, 2, 3, 11)] == [(0, 0, 0), (0, 0, 2), (0, 1, 0), (1, 1, 2)]
     assert sorted(shape.place(r) for r in range(shape.world)) == [shape.place(r) for r in range(shape.world)]
@@ -36,10 +37,11 @@ def test_data_parallelism_takes_what_is_left() -> None:
 
 def test_sizes_that_do_not_divide_the_world() -> None:
     with pytest.raises(ConfigError, match=r"3 x context_parallel_size 1 = 3 does not divide the 4 processes"):
-        plan_mesh({**PLAIN, "tensor_parallel_size": 3}, 4)
+        mesh_shape_for(ParallelConfig(tensor_parallel_size=3), 4)
     with pytest.raises(ConfigError, match=r"num_nodes 2 x gpus_per_node 8 = 16, but 8 processes"):
-        plan_cluster(SimpleNamespace(num_nodes=2, gpus_per_node=8), 8)
-    plan_cluster(SimpleNamespace(num_nodes=2, gpus_per_node=None), 8)
+        check_cluster(ClusterConfig(num_nodes=2, gpus_per_node=8), 8)
+    check_cluster(ClusterConfig(num_nodes=2, gpus_per_node=None), 8)
+    check_cluster(ClusterConfig(num_nodes=2, gpus_per_node=8, launcher="ray"), 8)
 
 
 @pytest.mark.parametrize(
