@@ -11,14 +11,12 @@ from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
-from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec
-from limbeck.losses.hint import HintSpec
-from limbeck.losses.policy_gradient import Normalisation, PolicyGradientSpec, PolicyMode
-from limbeck.losses.preference import PreferenceKind, PreferenceSpec
-from limbeck.losses.weights import ChannelWeights, Decay, WeightSchedule
+from limbeck.losses.hint import HintLossConfig
+from limbeck.losses.policy_gradient import PolicyLossConfig
+from limbeck.losses.preference import PreferenceLossConfig
+from limbeck.losses.weights import ChannelWeights, WeightConfig
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
-from limbeck.teachers.hinted import SelfTeacherKind
 from limbeck.tokens.chat import Placement
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.errors import ConfigError
@@ -168,89 +166,6 @@ class TracesConfig(_Section):
     shuffle: bool = True
     num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
     """As ``data.num_workers``."""
-
-
-class WeightConfig(_Section):
-    """A channel's weight over the steps; a plain number stands for ``value``."""
-
-    value: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    decay: Decay = "none"
-    decay_start: int = Field(default=0, ge=0)
-    decay_steps: int = Field(default=0, ge=0)
-    final: float = Field(default=0.0, ge=0)
-
-    def schedule(self) -> WeightSchedule:
-        """The weight as the trainer reads it."""
-        return WeightSchedule(**self.model_dump())
-
-    @model_validator(mode="after")
-    def _consistent(self) -> WeightConfig:
-        _as_value_error(self.schedule)
-        return self
-
-
-class PolicyLossConfig(_Section):
-    """The policy channel: what rewards do."""
-
-    weight: float = Field(default=1.0, ge=0)
-    mode: PolicyMode = "auto"
-    """``auto``: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    divisor: float = 1024.0
-    """Dr. GRPO: tokens per sequence that sums are divided by."""
-    normalisation: Normalisation | None = None
-    std_eps: float = 1e-6
-
-    def spec(self, block_rows: int) -> PolicyGradientSpec:
-        """Settings of the loss."""
-        return PolicyGradientSpec(**self.model_dump(exclude={"weight"}), block_rows=block_rows)
-
-
-class HintLossConfig(_Section):
-    """The hint channel: how the student follows a teacher that reads the hint."""
-
-    divergence: Direction = "reverse"
-    """reverse: KL(student||teacher); forward; jsd."""
-    jsd_beta: float = 0.5
-    jsd_rescale: bool = False
-    jsd_patience: int = Field(default=1, ge=1)
-    """Steps in a row near the maximum of JSD that stop the run."""
-    topk: int | None = Field(default=None, ge=1)
-    """Tokens kept besides a tail bucket; default: the whole vocabulary."""
-    topk_by: ChosenBy = "student"
-    entry_clip: float | None = Field(default=None, gt=0)
-    temperature: float = Field(default=1.0, gt=0)
-    self_teacher: SelfTeacherKind = "frozen"
-    """The hinted teacher, unless ``teacher`` names another model: the student's start, a moving average of its weights,
-    start and present mixed, or the present itself."""
-    ema_decay: float = Field(default=0.99, ge=0, lt=1)
-    trust_region: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the present student in the mixture (in log space) with its start."""
-    projection_matrix_path: str | None = None
-    """Stored projection to the vocabulary of ``teacher``; default: built and cached."""
-
-    def spec(self, block_rows: int) -> HintSpec:
-        """Settings of the loss."""
-        divergence = DivergenceSpec(
-            self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
-        )
-        return HintSpec(divergence, self.temperature, self.jsd_patience, block_rows)
-
-
-class PreferenceLossConfig(_Section):
-    """The preference channel."""
-
-    kind: PreferenceKind = "dpo"
-    beta: float = 0.1
-    """Sharpness of the preference, not the channel's weight (that is ``loss.beta``)."""
-    gamma: float = 0.5
-    label_smoothing: float = 0.0
-
-    def spec(self, block_rows: int) -> PreferenceSpec:
-        """Settings of the loss."""
-        return PreferenceSpec(**self.model_dump(), block_rows=block_rows)
 
 
 class TraceLossConfig(_Section):

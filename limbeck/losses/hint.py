@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout, padded_row_start, teacher_layout
@@ -23,7 +24,7 @@ from limbeck.distributed.device import to_device
 from limbeck.losses import fast
 from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
 from limbeck.losses.contract import Batch, Counts, Loss
-from limbeck.losses.divergences import DivergenceSpec, JsdGuard, divergence_rows
+from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdGuard, divergence_rows
 from limbeck.losses.fast import FastPath
 from limbeck.losses.fast.order import Lanes
 from limbeck.losses.objectives.base import Objective, ObjectiveOptions
@@ -32,6 +33,8 @@ from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.utils.errors import ConfigError, LossError
 from limbeck.utils.metrics import Metrics, Pair
+
+SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
 
 _SHIFTED = (
     "hinted teacher and student read the same target tokens, so their predictions cannot be disjoint; the rows of one "
@@ -58,6 +61,39 @@ class HintSpec:
     def __post_init__(self) -> None:
         if self.temperature <= 0 or self.block_rows < 1 or self.jsd_patience < 1:
             raise ConfigError("temperature, block_rows and jsd_patience of the hint loss must be positive")
+
+
+class HintLossConfig(BaseModel):
+    """The hint channel: how the student follows a teacher that reads the hint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    divergence: Direction = "reverse"
+    """reverse: KL(student||teacher); forward; jsd."""
+    jsd_beta: float = 0.5
+    jsd_rescale: bool = False
+    jsd_patience: int = Field(default=1, ge=1)
+    """Steps in a row near the maximum of JSD that stop the run."""
+    topk: int | None = Field(default=None, ge=1)
+    """Tokens kept besides a tail bucket; default: the whole vocabulary."""
+    topk_by: ChosenBy = "student"
+    entry_clip: float | None = Field(default=None, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
+    self_teacher: SelfTeacherKind = "frozen"
+    """The hinted teacher, unless `teacher` names another model: the student's start, a moving average of its weights,
+    start and present mixed, or the present itself."""
+    ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    trust_region: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the present student in the mixture (in log space) with its start."""
+    projection_matrix_path: str | None = None
+    """Stored projection to the vocabulary of `teacher`; default: built and cached."""
+
+    def spec(self, block_rows: int) -> HintSpec:
+        """Settings of the loss."""
+        divergence = DivergenceSpec(
+            self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
+        )
+        return HintSpec(divergence, self.temperature, self.jsd_patience, block_rows)
 
 
 # -- pure pieces -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout, supervised_tokens
@@ -81,6 +82,26 @@ class PolicyGradientSpec:
         if mode == "auto":
             mode = "dr_grpo" if grouped and scored else "reward_weighted"
         return replace(self, mode=mode, normalisation=self.normalisation or _DEFAULT_NORMALISATION[mode])
+
+
+class PolicyLossConfig(BaseModel):
+    """The policy channel: what rewards do."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight: float = Field(default=1.0, ge=0)
+    mode: PolicyMode = "auto"
+    """`auto`: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    divisor: float = 1024.0
+    """Dr. GRPO: tokens per sequence that sums are divided by."""
+    normalisation: Normalisation | None = None
+    std_eps: float = 1e-6
+
+    def spec(self, block_rows: int) -> PolicyGradientSpec:
+        """Settings of the loss."""
+        return PolicyGradientSpec(**self.model_dump(exclude={"weight"}), block_rows=block_rows)
 
 
 def group_advantages(

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout, build_token_layout, supervised_tokens
@@ -54,6 +55,22 @@ class PreferenceSpec:
     @property
     def needs_reference(self) -> bool:
         return self.kind != "simpo"
+
+
+class PreferenceLossConfig(BaseModel):
+    """The preference channel."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: PreferenceKind = "dpo"
+    beta: float = 0.1
+    """Sharpness of the preference, not the channel's weight (that is `loss.beta`)."""
+    gamma: float = 0.5
+    label_smoothing: float = 0.0
+
+    def spec(self, block_rows: int) -> PreferenceSpec:
+        """Settings of the loss."""
+        return PreferenceSpec(**self.model_dump(), block_rows=block_rows)
 
 
 def preference_pair_losses(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from limbeck.data.layout import ChunkLayout
@@ -165,6 +166,31 @@ class WeightSchedule:
         progress = min(1.0, (step - self.decay_start) / self.decay_steps)
         left = 1 - progress if self.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.final + (self.value - self.final) * left
+
+
+class WeightConfig(BaseModel):
+    """A channel's weight over the steps; a plain number stands for `value`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay: Decay = "none"
+    decay_start: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    final: float = Field(default=0.0, ge=0)
+
+    def schedule(self) -> WeightSchedule:
+        """The weight as the trainer reads it."""
+        return WeightSchedule(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WeightConfig:
+        try:
+            self.schedule()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,20 @@ A live teacher follows the student into whatever it drifts to; the frozen start 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from limbeck.losses.contract import Teacher
-from limbeck.losses.hint import ema_update
+from limbeck.losses.hint import SelfTeacherKind, ema_update
 from limbeck.models.loading import load_model, tokenizer_size
 from limbeck.models.lora import apply_lora, is_lora
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.errors import CheckpointError
-
-SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]
 
 
 class HintTeacher:
