@@ -84,6 +84,24 @@ def test_raw_collectives_are_found(tmp_path: Path) -> None:
         assert _raw_collectives(path) == names
 
 
+# Head.from_model asks models of a foreign library.
+PROBES = {"losses/signals.py"}
+
+
+def _probes(path: Path) -> bool:
+    """Whether a file asks objects what they can do: `hasattr(x, ...)` or `getattr(x, "literal", ...)`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            literal = isinstance(node.args[1], ast.Constant)
+            if node.func.id == "hasattr" or (node.func.id == "getattr" and literal):
+                return True
+    return False
+
+
+def test_losses_ask_by_contract() -> None:
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "losses").rglob("*.py") if _probes(p)} == PROBES
+
+
 def test_every_package_has_its_place() -> None:
     packages = {p.name for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
     assert packages <= set(RANK)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from limbeck.losses import DivergenceSpec, Head, LogitsSignal
+from limbeck.losses.blocks import deferred_checks
 from limbeck.losses.hint import HintDistillationLossFn, HintSpec
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
@@ -68,3 +69,21 @@ def test_hint_through_a_projection() -> None:
     batch = hint_batch()
     loss_fn = HintDistillationLossFn(HintSpec(DivergenceSpec("forward")), projection=make_projection(VOCAB, VOCAB))
     both(loss_fn, batch, 27, teacher_logits(batch))
+
+
+def test_hint_waits_for_nothing() -> None:
+    """Inside a step the ids' comparison and the check of the loss are flags on the device."""
+    batch, logits = hint_batch(), teacher_logits(hint_batch()).cuda()
+    loss_fn = HintDistillationLossFn()
+    hidden, head = moved(*hidden_and_head(27))
+    counts = {name: value.cuda() for name, value in loss_fn.counts(batch).items()}
+    inputs = loss_fn.prepare(microbatch(batch), [torch.arange(3) * 11]).to("cuda")
+    for shift, differing in ((0, False), (1, True)):
+        ids = (batch["teacher_input_ids"].reshape(-1).cuda() + shift) % VOCAB
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with deferred_checks() as flags:
+                loss_fn.compute(hidden, head, [LogitsSignal(logits, ids)], inputs, counts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [flag.tolist() for flag in flags] == [[False, differing]]

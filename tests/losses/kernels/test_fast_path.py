@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head
+from limbeck.losses import CrossTokenizerDistillationLossFn, DivergenceSpec, Head, HiddenSignal
+from limbeck.losses.hint import HintDistillationLossFn, HintSpec
 from limbeck.utils.errors import LossError
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
+from tests.losses.test_hint import hint_batch
+from tests.losses.trace_cases import VOCAB
 
 V_S, V_T = 23, 31
 
@@ -199,3 +202,30 @@ def test_what_the_kernels_do_not_know_is_refused_or_left_to_the_plain_path(optio
         CrossTokenizerDistillationLossFn({**options, "fast_path": "off"}, projections=[projection]), batch, models
     )
     assert torch.equal(auto[0], off[0])
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_the_hint_loss_by_kernels(projected: bool) -> None:
+    """Sites with weights of their own; the plain path and the kernels agree."""
+    batch = hint_batch()
+    found = []
+    for fast_path in ("off", "force"):
+        g = torch.Generator().manual_seed(3)
+        hidden = torch.randn(27, 5, generator=g).requires_grad_()
+        weight = torch.randn(VOCAB, 5, generator=g).requires_grad_()
+        teacher = torch.randn(33, 6, generator=g), torch.randn(VOCAB, 6, generator=g)
+        loss_fn = HintDistillationLossFn(
+            HintSpec(DivergenceSpec("forward"), fast_path=fast_path),  # type: ignore[arg-type]
+            projection=make_projection(VOCAB, VOCAB) if projected else None,
+        )
+        signal = HiddenSignal(teacher[0], Head(VOCAB, weight=teacher[1]), batch["teacher_input_ids"].reshape(-1))
+        inputs = loss_fn.prepare(microbatch(batch), [torch.arange(3) * 11])
+        loss, metrics = loss_fn.compute(hidden, Head(VOCAB, weight=weight), [signal], inputs, loss_fn.counts(batch))
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad, metrics))
+    for plain, fast in zip(found[0][:3], found[1][:3], strict=True):
+        assert error(fast, plain) <= 2e-6
+    assert set(found[0][3]) == set(found[1][3])
+    for name, (value, count) in found[0][3].items():
+        assert float(found[1][3][name][0]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+        assert float(found[1][3][name][1]) == pytest.approx(float(count)), name
