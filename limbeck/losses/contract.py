@@ -33,7 +33,7 @@ from limbeck.losses.signals import Head, Signal
 from limbeck.utils.errors import ConfigError
 from limbeck.utils.metrics import Metrics, Pair
 
-Batch = BatchedDataDict
+Batch = BatchedDataDict[Mapping[str, Any]]
 Counts = dict[str, Tensor]
 """Denominators by name, float64 scalars."""
 State = dict[str, Any]

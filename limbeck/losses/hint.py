@@ -344,4 +344,5 @@ def _unhinted(batch: Mapping[str, Any]) -> Tensor:
     lengths, theirs = batch["input_lengths"].cpu(), batch["teacher_input_lengths"].cpu()
     width = min(student.shape[1], teacher.shape[1])
     differ = (student[:, :width] != teacher[:, :width]) & (torch.arange(width) < lengths[:, None])
-    return (lengths == theirs) & ~differ.any(1)
+    same: Tensor = (lengths == theirs) & ~differ.any(1)
+    return same

@@ -193,7 +193,7 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
         return batch
 
     def _weights(self, batch: Mapping[str, Any], sample: Tensor, token: Tensor) -> Tensor:
-        weight = batch["sample_mask"].cpu()[sample].double()
+        weight: Tensor = batch["sample_mask"].cpu()[sample].double()
         if "response_weights" in batch:
             weight = weight * batch["response_weights"].cpu()[sample, token].double()
         if self.active.normalisation == "sequence":

@@ -70,7 +70,7 @@ class DynamicScale(nn.Module):
         self._ratio = None
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[arg-type]
+        super()._load_from_state_dict(*args, **kwargs)
         self._ratio = None
 
 
@@ -110,7 +110,7 @@ def sample_scores(
         total.index_add_(0, layout.sample[layout.teacher_chunk], torch.cat(rows))
         owner = layout.student_chunk if kind == "ce" else layout.teacher_chunk
         count.index_add_(0, layout.sample[owner], torch.ones_like(owner, dtype=total.dtype))
-    total, count = comm.sum(torch.stack((total, count)))
+    total, count = comm.sum(torch.stack((total, count))).unbind()
     return (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf)
 
 

@@ -7,7 +7,7 @@ gradient with respect to q, replaces the teacher's logits of the members in plac
 Reference: `limbeck.losses.objectives.corrected.target_divergence` (kind forward, no rest bucket).
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
 import math

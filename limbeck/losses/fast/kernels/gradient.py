@@ -13,7 +13,7 @@ p_tau(s) * slope[bin of p_tau(s)], the slope of the sorted L1 term.
 References: `gradient_reference`, `(grad * factor).to(dtype)`.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 Reference: `limbeck.losses.objectives.published.p_kl` (forward).
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ Counts and masses are summed in one integer each, so the result does not depend 
 Reference: `limbeck.losses.objectives.published.sorted_l1`.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
 from typing import NamedTuple

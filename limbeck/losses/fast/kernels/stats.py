@@ -4,7 +4,7 @@ student's probability on chosen teacher columns, `q[i] = sum_s W[s, column_i] p(
 References: `column_stats_reference`, `project_columns_reference`, and `VocabMap.project_at`, whose layout is row-major.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
 from typing import NamedTuple
