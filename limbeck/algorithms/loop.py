@@ -263,13 +263,16 @@ def go_on(stored: Mapping[str, Any], state: Mapping[str, Any], loader: StatefulD
 
 
 @contextmanager
-def whole_run(run_dir: str) -> Iterator[None]:
-    """Around a run from its file to its end: number formats, a full disk in one line, leaving the peers."""
+def whole_run(config: Any) -> Iterator[None]:
+    """Around a run from its file to its end: its folder for it alone, number formats, a full disk in one line, leaving
+    the peers. ``config``: run file with the sections ``logger`` and ``checkpointing``."""
+    run_dir = config.logger.log_dir
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
     alone = not dist.is_initialized()
     try:
-        yield
+        with run_folder.held(run_dir, config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None):
+            yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from pydantic import BaseModel
@@ -23,9 +26,10 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
 from limbeck.utils.errors import ConfigError, DataError, TemplateError
-from limbeck.utils.files import write_atomic
+from limbeck.utils.files import lock_file, write_atomic
 
 CONFIG_NAME = "config.yaml"
+LOCK_NAME = ".lock"
 _SAMPLE_CHARACTERS = 1500
 _UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 
@@ -48,6 +52,34 @@ def differences(model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str
     changed = [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
     fixed = [key for key in changed if not is_marked(model, key.split("."), FREE)]
     return [f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in fixed]
+
+
+@contextmanager
+def held(run_dir: str | Path, *others: str | Path | None) -> Iterator[None]:
+    """Keep other runs out of a run folder, and out of folders that lie elsewhere, such as its checkpoints'.
+
+    Rank 0 holds them, also before the ranks have found each other.
+    """
+    with ExitStack() as stack:
+        if int(os.environ.get("RANK", "0")) == 0 and Comm.world().rank == 0:
+            for folder in dict.fromkeys(Path(f).resolve() for f in (run_dir, *others) if f is not None):
+                stack.enter_context(_lock(folder))
+        yield
+
+
+def _lock(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock_file(folder / LOCK_NAME)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run works in the folder {str(folder)!r} ({error}); wait for it or stop it, or give another "
+            "logger.log_dir"
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"run folder {str(folder)!r} cannot be written ({error}); set logger.log_dir") from error
 
 
 def open_run_folder(

@@ -469,6 +469,6 @@ _SHOWN = {
 
 def run(config: TraceMasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
-    with whole_run(config.logger.log_dir):
+    with whole_run(config):
         train(setup(config))
     return Path(config.logger.log_dir)

@@ -336,7 +336,7 @@ def validate(
 
 def run(config: MasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
-    with whole_run(config.logger.log_dir):
+    with whole_run(config):
         student_tokenizer, teacher_tokenizers = load_tokenizers(config)
         train, val = load_datasets(config)
         parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)

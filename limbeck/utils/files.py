@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 import secrets
+import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -110,6 +113,54 @@ def _publish(stream: IO[bytes], partial: Path, target: Path) -> None:
     os.fsync(stream.fileno())
     os.replace(partial, target)
     fsync_path(target.parent)
+
+
+_ORPHANS_SECONDS = 10.0
+
+
+def lock_file(path: str | Path) -> IO[str]:
+    """Lock the file at ``path`` until the stream that comes back is closed or its process ends.
+
+    The file says who holds it. Processes that a killed holder had forked keep the lock until they notice; they are
+    waited for.
+
+    Raises:
+        BlockingIOError: somebody else holds it; the text says who.
+    """
+    stream = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    deadline = time.monotonic() + _ORPHANS_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                stream.seek(0)
+                holder = stream.read(200).strip()
+                if time.monotonic() > deadline or not _has_ended(holder):
+                    raise BlockingIOError(holder or "a process that has not said its name") from error
+                time.sleep(0.1)
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        stream.flush()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether a process that held a lock is known to be gone, as only its own machine can tell."""
+    words = holder.split()
+    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 class Output:

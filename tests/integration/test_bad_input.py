@@ -15,16 +15,19 @@ from safetensors.torch import load_file
 
 from limbeck.config import merge
 from limbeck.projection import load_or_build
+from tests.gates import Gate
 from tests.helpers.runs import (
     leftovers,
     limbeck,
     refused,
     rows,
     settings,
+    start,
     weight_bytes,
     write_run_file,
 )
 from tests.models.tiny import tokenizer
+from tests.patience import TEST_SECONDS
 
 
 @pytest.fixture
@@ -199,3 +202,23 @@ def test_a_disk_that_is_really_full(stuff, tmp_path, small_disk):
     kept = sorted((small_disk / "run" / "checkpoints").iterdir())
     assert kept, "at least one checkpoint fits"
     assert f"{kept[-1].name} is intact" in line
+
+
+def test_a_second_run_in_the_same_folder_says_who_holds_it(run_file, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    first = start("train", run_file, "-q", hold=(gate, "row written", 3))
+    line = refused("train", run_file, "-q", "distillation.seed=6")
+    assert f"process {first.pid} on" in line
+    elsewhere = refused(
+        "train",
+        run_file,
+        "-q",
+        f"logger.log_dir={tmp_path / 'other'}",
+        f"checkpointing.checkpoint_dir={tmp_path / 'run'}",
+    )
+    assert f"process {first.pid} on" in elsewhere
+    gate.open()
+    first.join(TEST_SECONDS)
+    assert first.exitcode == 0
+    assert rows(tmp_path / "run")[-1]["step"] == 8
+    assert limbeck("train", run_file, "-q")[0] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ from limbeck.teachers.cache.format import (
     version,
 )
 from limbeck.utils.errors import CacheError
-from limbeck.utils.files import fsync_path, write_atomic
+from limbeck.utils.files import fsync_path, lock_file, write_atomic
 
 
 class CacheWriter:
@@ -64,14 +63,13 @@ class CacheWriter:
         self._journal: Any = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / f".lock_{rank:03d}", "w")  # noqa: SIM115
+            self._lock = lock_file(self.folder / f".lock_{rank:03d}")
+        except BlockingIOError as e:
+            raise CacheError(
+                f"another process writes the cache {str(self.folder)!r} ({e}); wait for it or stop it"
+            ) from e
         except OSError as e:
             raise CacheError(f"cache folder {str(self.folder)!r} cannot be written: {e}") from e
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            self._lock.close()
-            raise CacheError(f"another process writes the cache {str(self.folder)!r}; wait for it or stop it") from e
         try:
             self._resume()
         except BaseException:
