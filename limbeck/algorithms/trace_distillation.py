@@ -104,7 +104,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
-    latest = checkpointer.latest() if config.checkpointing.enabled else None
+    latest = checkpointer.to_resume()
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
     plan = plan_policy(dataset.traces, config.loss.policy.spec(config.loss.block_rows), config.traces)
     foreign = _foreign(tokenizer, teacher_tokenizer)

@@ -125,7 +125,7 @@ def setup(
         teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
     )
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
-    latest = checkpointer.latest() if config.checkpointing.enabled else None
+    latest = checkpointer.to_resume()
     if Comm.world().rank == 0:
         prints = [ByteVocab.from_tokenizer(t).fingerprint for t in tokenizers]
         facts = run_folder.versions(

@@ -120,6 +120,7 @@ def test_a_loss_that_is_not_finite(run_file, tmp_path):
     state = next((run_dir / "checkpoints" / "step_2").rglob("optimizer/state.json"))
     state.write_text(state.read_text().replace('"lr": 0.00975', '"lr": 1e+30, "old": 0.00975'))
     assert "1e+30" in state.read_text()
+    (run_dir / "checkpoints" / "step_2" / "manifest.json").unlink()
     line = refused(*base)
     assert "step 4: " in line
     assert "step_3" in line
@@ -222,3 +223,33 @@ def test_a_second_run_in_the_same_folder_says_who_holds_it(run_file, tmp_path):
     assert first.exitcode == 0
     assert rows(tmp_path / "run")[-1]["step"] == 8
     assert limbeck("train", run_file, "-q")[0] == 0
+
+
+def test_a_checkpoint_that_is_not_what_was_saved_is_not_resumed(run_file, tmp_path):
+    short = ("train", run_file, "-q", "checkpointing.save_period=2", "distillation.max_num_steps=4")
+    assert limbeck(*short)[0] == 0
+    checkpoints = tmp_path / "run" / "checkpoints"
+    older, newer = checkpoints / "step_2", checkpoints / "step_4"
+
+    weights = newer / "policy" / "weights" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "model.safetensors' of the checkpoint" in refused("train", run_file, "-q")
+    weights.write_bytes((older / "policy" / "weights" / "model.safetensors").read_bytes())
+    assert "its checksum differs" in refused("train", run_file, "-q")
+    weights.write_bytes(whole[:-1])
+    assert "bytes instead of" in refused("train", run_file, "-q")
+    weights.unlink()
+    assert "is missing" in refused("train", run_file, "-q")
+    weights.write_bytes(whole)
+
+    shutil.copytree(older, checkpoints / "step_99")
+    assert "was saved as step 2" in refused("train", run_file, "-q")
+    (checkpoints / "step_99" / "manifest.json").unlink()
+    assert "was saved as step 2" in refused("train", run_file, "-q")
+    shutil.rmtree(checkpoints / "step_99")
+
+    # as earlier versions wrote them
+    (newer / "manifest.json").unlink()
+    code, _, said = limbeck("train", run_file, "-q")
+    assert (code, "step_4 has no manifest.json" in said) == (0, True)
