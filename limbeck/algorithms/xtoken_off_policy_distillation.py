@@ -276,6 +276,8 @@ class _Loop(TrainingLoop):
         self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
 
     def take_step(self, batch: BatchedDataDict) -> dict[str, Any]:
+        # measured on the weights that this step changes
+        self.state.pop("val_loss", None)
         return self.student.train(
             batch, self.loss_fn, teachers=self.teachers, gbs=self.rows_per_update, timer=self.timer
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -162,3 +163,5 @@ def test_checkpoints_are_ranked_by_their_own_validation(stuff, tmp_path):
     limbeck("train", run_file, "-q", "distillation.max_num_steps=7", "distillation.val_at_end=false")
     # validated at 4 alone: that one is the best, 7 the latest; what lies between was never measured
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_4", "step_7"]
+    infos = [checkpoint(tmp_path / "run", step) / "training_info.json" for step in (4, 7)]
+    assert ["val_loss" in json.loads(info.read_text()) for info in infos] == [True, False]
