@@ -125,3 +125,33 @@ def test_what_computes_does_without_the_optional_parts(module: str) -> None:
     code = "import sys\nfor n in ('torchdata', 'datasets', 'ray', 'typer'): sys.modules[n] = None\n"
     result = subprocess.run([sys.executable, "-c", f"{code}import {module}"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+# Questions to transformers, peft and the standard library, whose versions and models differ.
+FOREIGN = {
+    "losses/signals.py": {"get_output_embeddings", "config", "get_text_config", "logit_scale", "lm_head_multiplier"}
+    | {"logits_scaling", "final_logit_softcapping"},
+    "teachers/cache/format.py": {"file_digest"},
+    "models/attention.py": {"layer_types", "sliding_window", "_attn_implementation", "logits"},
+    "models/language_model.py": {"layers"},
+    "models/loading.py": {"base_model"},
+    "models/lora.py": {"get_base_model", "peft_config", "generation_config"},
+    "algorithms/workload.py": {"intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings"},
+}
+
+
+def _probes(path: Path) -> set[str]:
+    """Attributes that a file asks for by name, because they may not be there."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    named = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id in ("hasattr", "getattr")]
+    return {n.args[1].value for n in named if len(n.args) > 1 and isinstance(n.args[1], ast.Constant)}
+
+
+def test_no_probes() -> None:
+    """What a loss, a teacher or a model can do is said by its class, not found out."""
+    found = {}
+    for package in ("losses", "teachers", "models", "algorithms"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if probes := _probes(path):
+                found[path.relative_to(ROOT).as_posix()] = probes
+    assert found == FOREIGN

@@ -58,7 +58,7 @@ def _teacher(own: TeacherConfig) -> TeacherPlan:
         return TeacherPlan("cache", signal_bytes=float(estimate_bytes(1, k=own.cache_k)))
     if own.server is not None:
         return TeacherPlan("server", signal_bytes=float(own.server.k * _JSON_BYTES_PER_TOKEN))
-    return TeacherPlan("live", shape_of(own), precision, sharded=bool(getattr(own.dtensor_cfg, "fsdp", False)))
+    return TeacherPlan("live", shape_of(own), precision, sharded=own.dtensor_cfg.fsdp)
 
 
 def _optimizer_bytes(policy: PolicyConfig) -> int:

@@ -391,7 +391,7 @@ def cached_copy(path: str, what: str, cache_dir: str | None, fill: Callable[[str
     """A derived form of ``path``, made by ``fill(target)`` the first time and whenever the file has changed."""
     stat = os.stat(path)
     key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, what])
-    folder = Path(cache_dir) if cache_dir else default_cache_dir()
+    folder = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{what.split(':')[0]}"
     if target.exists():
         return str(target)

@@ -428,3 +428,12 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: shuffled)
     assert texts(RecordDataset("hf:some/texts")) == [TEXTS[4], TEXTS[2]]
     assert np.array_equal(RecordDataset("hf:some/texts")._readers[0].sizes(), [0, 0])
+
+
+def test_cache_folders_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LIMBECK_CACHE", "~/shared")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines([{"text": "one"}])))
+    for option, folder in ((None, tmp_path / "shared" / "data"), ("~/own", tmp_path / "own")):
+        assert texts(RecordDataset(str(tmp_path / "a.jsonl.gz"), {"cache_dir": option})) == ["one"]
+        assert list(folder.iterdir())

@@ -13,6 +13,7 @@ import torch
 from limbeck.data.microbatch import get_microbatch_iterator
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
+from limbeck.teachers.server import teacher as teacher_module
 from limbeck.teachers.server.client import ServerClient, ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.errors import DataError, ServerError
@@ -295,3 +296,13 @@ def test_the_key_is_sent_and_never_shown(policy, monkeypatch, caplog):
         assert KEY not in str(caught.value)
     assert KEY not in caplog.text
     assert KEY not in json.dumps(source.config.model_dump(mode="json"))
+
+
+def test_a_signal_travels_in_one_copy(server, monkeypatch):
+    """Copied one by one, without pinned memory, each tensor would make the host wait for the device."""
+    sent = []
+    monkeypatch.setattr(teacher_module, "to_device", lambda tree, device: sent.append(tree) or tree)
+    (mb,) = get_microbatch_iterator(batch([0, 1]), {}, 2, None, None)[0]
+    signal = remote(server).signal(mb, torch.device("cpu"))
+    (tree,) = sent
+    assert all(getattr(tree, name) is getattr(signal, name) for name in ("topk_ids", "topk_logprobs", "next_ids"))
