@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from limbeck.config import resolve
@@ -116,3 +117,62 @@ def _schedule(optimizer: torch.optim.Optimizer, entry: SchedulerConfig) -> LRSch
     if not isinstance(schedule, LRScheduler):
         raise ConfigError(f"{entry.name!r} returned a {type(schedule).__name__}, not a learning-rate schedule")
     return schedule
+
+
+# ---- optimizer state that does not depend on the layout ----
+
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+
+
+def _places(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> list[int]:
+    """For each parameter in the optimizer's own order, its place in ``order``."""
+    place = {id(p): i for i, p in enumerate(order)}
+    return [place[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """The optimizer's state as if ``order`` were its one group of parameters, however they are grouped here."""
+    state, places = optimizer.state_dict(), _places(optimizer, order)
+    group = {**state["param_groups"][0], "params": list(range(len(order)))}
+    return {"state": {places[i]: state["state"][i] for i in sorted(state["state"])}, "param_groups": [group]}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter], state: dict[str, Any]
+) -> None:
+    """Put back what :func:`optimizer_state` gave, under this or another layout."""
+    own, places = optimizer.state_dict(), _places(optimizer, order)
+    if len(state["param_groups"]) == 1 and len(state["param_groups"][0]["params"]) == len(places):
+        stored = state["param_groups"][0]
+        groups = [{**stored, "params": group["params"]} for group in own["param_groups"]]
+        state = {
+            "state": {i: state["state"][p] for i, p in enumerate(places) if p in state["state"]},
+            "param_groups": groups,
+        }
+    optimizer.load_state_dict(state)
+
+
+def empty_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's tensors, in the layout of its parameters, without moving any: a step of rate 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def scheduler_state(state: Any, groups: int | None = None) -> Any:
+    """A schedule's state with one entry per parameter group reduced to one, or (with ``groups``) spread again."""
+    if isinstance(state, list):
+        return [scheduler_state(value, groups) for value in state]
+    if not isinstance(state, dict):
+        return state
+    spread: Callable[[list[Any]], list[Any]] = lambda v: v[:1] if groups is None else v[:1] * groups  # noqa: E731
+    return {
+        key: spread(value) if key in _PER_GROUP and isinstance(value, list) else scheduler_state(value, groups)
+        for key, value in state.items()
+    }

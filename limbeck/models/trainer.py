@@ -18,19 +18,22 @@ from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
-from limbeck.distributed.sharding import (
-    empty_optimizer_state,
-    load_optimizer_state,
-    optimizer_state,
-    scheduler_state,
-)
 from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses.blocks import deferred_checks
 from limbeck.losses.contract import Counts, Loss, State, Teacher
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
-from limbeck.models.optim import OptimizerConfig, SchedulerConfig, build_optimizer, build_scheduler
+from limbeck.models.optim import (
+    OptimizerConfig,
+    SchedulerConfig,
+    build_optimizer,
+    build_scheduler,
+    empty_optimizer_state,
+    load_optimizer_state,
+    optimizer_state,
+    scheduler_state,
+)
 from limbeck.utils.metrics import Metrics, Pair
 from limbeck.utils.timer import Timer
 
