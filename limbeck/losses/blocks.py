@@ -42,34 +42,46 @@ class Block:
     token_ids_E: Tensor
     token_weight_E: Tensor
     chunks: tuple[ChunkBlock, ...]
+    shares_row: bool = False  # its last row belongs to the next block, and is here for a chunk before it
 
 
-def cut_blocks(tokens: TokenLayout, layouts: Sequence[ChunkLayout], block_rows: int) -> tuple[Block, ...]:
+def cut_blocks(
+    tokens: TokenLayout, layouts: Sequence[ChunkLayout], block_rows: int, *, next_rows: bool = False
+) -> tuple[Block, ...]:
     """Blocks of at most `block_rows` student rows and as many teacher rows per teacher, on the CPU. No border cuts a
-    chunk; one that is larger gets a block of its own size."""
-    rows = torch.cat([tokens.rows, *(layout.student_rows for layout in layouts)]).unique()
+    chunk; one that is larger gets a block of its own size. next_rows: with the row behind every chunk."""
+    behind = [layout.student_rows[layout.student_first + layout.student_count - 1] + 1 for layout in layouts]
+    rows = torch.cat(
+        [tokens.rows, *(layout.student_rows for layout in layouts), *(behind if next_rows else [])]
+    ).unique()
     token_place = torch.searchsorted(rows, tokens.rows)
     places = [torch.searchsorted(rows, layout.student_rows) for layout in layouts]
     cuts = _cuts(rows.numel(), layouts, places, block_rows)
     token_cut = np.searchsorted(token_place.numpy(), cuts).tolist()
-    chunks = [_cut_chunks(layout, place, cuts) for layout, place in zip(layouts, places, strict=True)]
+    after = [torch.searchsorted(rows, own) if next_rows else None for own in behind]
+    chunks = [_cut_chunks(*sides, cuts) for sides in zip(layouts, places, after, strict=True)]
     blocks = []
     for i, (row0, row1) in enumerate(pairwise(cuts.tolist())):
         own = slice(token_cut[i], token_cut[i + 1])
+        here = [parts[i] for parts in chunks]
+        if own.start == own.stop and not any(part.num_chunks for part in here):
+            continue  # a row that only a chunk of the block before reads
+        shares = any(bool((part.next_row_C == row1 - row0).any()) for part in here if part.next_row_C is not None)
         blocks.append(
             Block(
                 (own.start, own.stop),
-                rows[row0:row1],
+                rows[row0 : row1 + shares],
                 token_place[own] - row0,
                 tokens.ids[own],
                 tokens.weight[own],
-                tuple(parts[i] for parts in chunks),
+                tuple(here),
+                shares,
             )
         )
     return tuple(blocks)
 
 
-def _cut_chunks(layout: ChunkLayout, place: Tensor, cuts: np.ndarray) -> list[ChunkBlock]:
+def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: np.ndarray) -> list[ChunkBlock]:
     chunk_cut = np.searchsorted(place[layout.student_first].numpy(), cuts)
     student_cut = np.searchsorted(layout.student_chunk.numpy(), chunk_cut).tolist()
     teacher_cut = np.searchsorted(layout.teacher_chunk.numpy(), chunk_cut).tolist()
@@ -92,6 +104,7 @@ def _cut_chunks(layout: ChunkLayout, place: Tensor, cuts: np.ndarray) -> list[Ch
                 teacher_count_C=layout.teacher_count[c0:c1],
                 student_last_C=layout.student_last[c0:c1],
                 teacher_last_C=layout.teacher_last[c0:c1],
+                next_row_C=None if after is None else after[c0:c1] - row0,
             )
         )
     return out
@@ -234,6 +247,7 @@ class _Pass:
     def __init__(self, run: BlockRun, hidden_RH: Tensor, params: Sequence[Tensor], needs: Sequence[bool]) -> None:
         self.work, self.hidden_RH = run, hidden_RH.detach()
         self.with_grad = any(needs)
+        self.shares_rows = any(block.shares_row for block in run.blocks)
         self.head_params = list(params[: len(params) - sum(len(term.learned) for term in run.terms)])
         given = iter(params[len(self.head_params) :])
         self.learned = [
@@ -293,7 +307,11 @@ class _Pass:
         else:
             grad_NH = self._linear(hidden_NH, grad_NV.to(head.weight.dtype), head.weight, head.bias)
         if self.hidden_grad is not None:
-            self.hidden_grad[rows_N] = grad_NH.to(self.hidden_grad.dtype)
+            grad_NH = grad_NH.to(self.hidden_grad.dtype)
+            if self.shares_rows:
+                self.hidden_grad.index_add_(0, rows_N, grad_NH)
+            else:
+                self.hidden_grad[rows_N] = grad_NH
 
     def _linear(self, hidden_NH: Tensor, grad_NV: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gradients of a plain linear head by hand: the weight's go straight into their sum."""

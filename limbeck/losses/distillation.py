@@ -91,6 +91,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     root_weight: float = Field(1.0, description="tree_kl: factor of the comparison of cells at a chunk's start")
     inner_student_weight: float = Field(1.0, description="tree_kl: factor of the parts inside teacher tokens")
     inner_teacher_weight: float = Field(1.0, description="tree_kl: factor of the parts inside student tokens")
+    terminal_weight: float = Field(0.0, description="tree_kl: factor of the parts where a teacher token has ended")
     condition: Condition = Field(
         "none",
         description="tree_kl: leave out tokens that the other side's last token rules out (byte-pair only)",
@@ -124,7 +125,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
-        weights = ("chunk_weight", "root_weight", "inner_student_weight", "inner_teacher_weight")
+        weights = ("chunk_weight", "root_weight", "inner_student_weight", "inner_teacher_weight", "terminal_weight")
         for name in ("kl_loss_weight", "ce_loss_scale", *weights):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -206,6 +207,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             root_weight=self.root_weight,
             inner_student_weight=self.inner_student_weight,
             inner_teacher_weight=self.inner_teacher_weight,
+            terminal_weight=self.terminal_weight,
             condition=self.condition,
             gate=self.gate,
         )
@@ -277,6 +279,10 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         """One per teacher."""
         return list(self.teachers)  # type: ignore[arg-type]
 
+    @property
+    def _reads_next_row(self) -> bool:
+        return any(objective.reads_next_row for objective in self.objectives)
+
     # ---- counting and layouts (CPU) ----
 
     def counts(self, batch: Batch) -> Counts:
@@ -317,6 +323,10 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
     def shard(self, inputs: LossInputs, comm: Comm) -> LossInputs:
         """One rank's share of a micro-batch that all ranks of `comm` have prepared: whole chunks, about as many rows as
         any other's."""
+        if self._reads_next_row:
+            raise ConfigError(
+                "terminal_weight needs the rows of a sequence on one rank; set it to 0, or context_parallel_size to 1"
+            )
         here = inputs.to("cpu")
         tokens, layouts = shard_layouts(here.tokens, here.layouts, comm.rank, comm.size)
         return replace(self._laid_out(tokens, layouts, inputs.num_samples), comm=comm)
@@ -325,7 +335,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         return LossInputs(
             tokens,
             layouts,
-            cut_blocks(tokens, layouts, self.block_rows),
+            cut_blocks(tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
             num_samples,
             float(tokens.weight.double().sum()),
             fast.plan_lanes(self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows),

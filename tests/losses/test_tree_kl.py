@@ -146,8 +146,11 @@ class Enumerated:
             target, own = torch.cat((target, 1 - target.sum()[None])), torch.cat((own, end[None]))
         return divergence(target / target.sum(), own / own.sum(), self.direction)
 
-    def chunk(self, ids: tuple[list[int], list[int]], p_s: list[Tensor], p_t: list[Tensor]) -> dict[str, Tensor]:
-        """Parts of a chunk with its realised ids and the distributions that predict them."""
+    def chunk(
+        self, ids: tuple[list[int], list[int]], p_s: list[Tensor], p_t: list[Tensor], after: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Parts of a chunk with its realised ids and the distributions that predict them; after: the student's behind
+        the chunk, for terminal nodes."""
         s, t = (tuple(side) for side in ids)
         zero = p_s[0].new_zeros(())
         parts = {"root_kl": self.root(p_s[0], p_t[0])}
@@ -155,6 +158,9 @@ class Enumerated:
         inside_t = [j for j in range(1, len(t)) if self.tau[s[0]][: j + 1] == t[: j + 1]]
         parts["inner_student_kl"] = sum((self.student_node(s[:j], p_t[0], p_s[j]) for j in inside_s), zero)
         parts["inner_teacher_kl"] = sum((self.teacher_node(t[:j], p_s[0], p_t[j]) for j in inside_t), zero)
+        goes_on = any(spelling[: len(s)] == s and len(spelling) > len(s) for spelling in self.sigma)
+        if after is not None and len(t) == 1 and self.sigma[t[0]] == s and goes_on:
+            parts["terminal_kl"] = self.student_node(s, p_t[0], after)
         spelled = (len(t) == 1 and self.sigma[t[0]] == s) or (len(s) == 1 and self.tau[s[0]] == t)
         parts["chunk_kl"] = zero
         if (len(s) > 1 or len(t) > 1) and not spelled:
@@ -179,7 +185,9 @@ def chunks_of(batch: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
     return out
 
 
-def enumerated(pair: Pair, batch: dict[str, Any], models: Models, **options: Any) -> dict[str, Tensor]:
+def enumerated(
+    pair: Pair, batch: dict[str, Any], models: Models, *, terminal: bool = False, **options: Any
+) -> dict[str, Tensor]:
     """Sums of all parts over a batch."""
     reference = Enumerated(pair, **options)
     p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
@@ -188,7 +196,8 @@ def enumerated(pair: Pair, batch: dict[str, Any], models: Models, **options: Any
     total: dict[str, Tensor] = {}
     for b, s, t in chunks_of(batch):
         ids = [batch["input_ids"][b, i].item() for i in s], [teacher_ids(batch)[b, i].item() for i in t]
-        parts = reference.chunk(ids, [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t])
+        after = p_s[b, s[-1]] if terminal else None
+        parts = reference.chunk(ids, [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t], after)
         for name, value in parts.items():
             total[name] = total.get(name, 0) + value
     return total
@@ -226,6 +235,23 @@ def test_weights_choose_the_parts(name: str) -> None:
     loss, _ = run(build(pair, **{f"{part}_weight": value for part, value in weights.items()}), batch, models)
     want = sum(value * parts[f"{part}_kl"] for part, value in weights.items()) / len(chunks_of(batch))
     torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("block_rows", [1, 4, 1000])
+@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher"])
+def test_terminal_nodes_read_the_row_behind_the_chunk(name: str, block_rows: int) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=6)
+    batch["token_mask"][:, -3:] = 0  # some rows carry nothing but a terminal node
+    models = models_of(batch, pair)
+    parts = enumerated(pair, batch, models, terminal=True)
+    loss, metrics = run(build(pair, terminal_weight=1.0, block_rows=block_rows), batch, models)
+    want = sum(parts.values()) / len(chunks_of(batch))
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(gradients(loss, models), gradients(want, models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+    assert float(metrics["teacher_0/terminal_kl"][0]) == pytest.approx(float(parts["terminal_kl"].detach()))
+    assert float(metrics["teacher_0/terminal_kl"][1]) > 0
 
 
 def test_the_pairs_have_every_part() -> None:
@@ -323,7 +349,7 @@ def test_a_list_of_all_tokens_is_the_whole_distribution(name: str, condition: st
     listed, _ = run(fn, batch, models, kind="topk", k=pair[1].size)
     torch.testing.assert_close(listed, whole, rtol=1e-6, atol=1e-6)
     short, metrics = run(fn, batch, models, kind="topk", k=3)
-    assert float(short) > 0
+    assert float(short.detach()) > 0
     for part in ("root", "inner_student", "inner_teacher", "chunk"):
         assert float(metrics[f"teacher_0/{part}_kl"][0]) > -1e-9
     assert all(torch.isfinite(grad).all() for grad in gradients(short, models))

@@ -67,6 +67,7 @@ class ChunkBlock:
     teacher_count_C: Tensor
     student_last_C: Tensor  # the token before each chunk
     teacher_last_C: Tensor
+    next_row_C: Tensor | None = None  # place of the row after each chunk, where an objective reads it
     weight_C: Tensor | None = None  # what each chunk counts; None: 1
 
     @property
@@ -141,6 +142,7 @@ class ObjectiveOptions:
     root_weight: float = 1.0
     inner_student_weight: float = 1.0
     inner_teacher_weight: float = 1.0
+    terminal_weight: float = 0.0
     condition: Condition = "none"
     gate: Gate = "none"
 
@@ -171,6 +173,11 @@ class Objective(nn.Module, ABC):
         super().__init__()
         self.vocab = None
         self.options, self.temperature, self.spec = options, options.temperature, options.spec
+
+    @property
+    def reads_next_row(self) -> bool:
+        """Whether a chunk's loss reads the student's row behind the chunk, too."""
+        return False
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         """Cut the tables to the heads' sizes, or refuse them."""

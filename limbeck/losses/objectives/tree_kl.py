@@ -10,10 +10,12 @@ The parts, for a chunk of student tokens s_1..s_n and teacher tokens t_1..t_m (f
 - **teacher tree**: the mirror. The teacher's distribution after t_1..t_j inside s_1 is the target for the student's
   distribution at the root, restricted to tokens whose teacher spelling begins so. Where no student token ends, the
   teacher's mass off the tree is left out: the student could not answer it.
+- **terminal** (student tree, off by default): where s_1..s_n spell t_1 and other spellings go on, the row behind the
+  chunk is compared like those inside it: the token could have gone on, and has ended.
 - **chunk**: binary divergence of the realised chunk's probability where neither tree spells the chunk to its end.
 
 Along the student tree the expectation of the parts over the teacher's tokens is KL(p_T || Q_S) with Q_S the probability
-that the student spells the token and stops there, up to cells that are deeper than one link and terminal nodes.
+that the student spells the token and stops there, up to cells that are deeper than one link.
 """
 
 from __future__ import annotations
@@ -286,6 +288,10 @@ class TreeKL(ProjectedObjective):
                 f"{student_size} and {teacher_size}; tree_kl needs heads that have a row for every token"
             )
 
+    @property
+    def reads_next_row(self) -> bool:
+        return self.options.terminal_weight > 0
+
     # ---- root ----
 
     def cells(self, probs: Tensor, cell: Tensor, axis: VocabAxis) -> Tensor:
@@ -365,6 +371,14 @@ class TreeKL(ProjectedObjective):
             parts = teacher_node_divergence(found, self.spec, listed=listed)
             teacher_C = chunk_sum(parts, inner_t.chunk, chunks.num_chunks)
 
+        terminal_C = zero_C
+        if chunks.next_row_C is not None:
+            ended = self._ended(chunks, chunks.next_row_C)
+            found = tree_buckets(self.student_tree, ended, (probs_CU, teacher.axis), (probs_NV, student.axis))
+            parts = student_node_divergence(found, self.spec, listed=listed)
+            terminal_C = chunk_sum(parts, ended.chunk, chunks.num_chunks)
+            metrics["terminal_kl"] = (chunks.weighted(terminal_C).sum(), count.new_tensor(float(ended.count)))
+
         log_s = chunk_sum(chunks.student_tokens(student, tau), chunks.student_chunk_M, chunks.num_chunks)
         log_t = teacher.log_prob_of(chunks.teacher_ids_Q, tau).to(log_s.dtype)
         log_t = chunk_sum(log_t, chunks.teacher_chunk_Q, chunks.num_chunks)
@@ -374,6 +388,7 @@ class TreeKL(ProjectedObjective):
             options.root_weight * root.rows_C
             + options.inner_student_weight * student_C
             + options.inner_teacher_weight * teacher_C
+            + options.terminal_weight * terminal_C
             + options.chunk_weight * chunk_C
         )
         if options.gate != "none":
@@ -442,6 +457,16 @@ class TreeKL(ProjectedObjective):
             chunks.student_row_M,
             chunks.teacher_count_C,
         )
+
+    def _ended(self, chunks: ChunkBlock, next_row_C: Tensor) -> Positions:
+        """Chunks of one teacher token that the student spells to its end, where the tree goes on."""
+        place = torch.arange(chunks.student_ids_M.numel(), device=next_row_C.device)
+        node = self.student_tree.walk(chunks.student_ids_M, place - chunks.student_first_C[chunks.student_chunk_M])
+        node_C = node[chunks.student_first_C + chunks.student_count_C - 1]
+        first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
+        inner = self.student_tree.child_start[node_C + 1] > self.student_tree.child_start[node_C.clamp(min=0)]
+        at = (self.student_tree.ended(node_C, first_t) & (chunks.teacher_count_C == 1) & inner).nonzero().squeeze(1)
+        return Positions(node_C[at], next_row_C[at], at)
 
     def _inside_teacher(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
         first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
