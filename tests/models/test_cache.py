@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import pickle
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
-from limbeck.teachers.cache.format import RecordLayout
+from limbeck.teachers.cache.format import RecordLayout, sha256_of
 from limbeck.utils.errors import CacheError
 from tests.patience import TEST_SECONDS
 
@@ -232,6 +233,56 @@ def test_bad_values_are_refused(tmp_path):
     with pytest.raises(CacheError, match="are no ids"):
         writer.add(**{**document(1), "ids": -document(1)["ids"] - 1})
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("topk_ids", 70_001, "70001, which is no id of a vocabulary of 70000"),
+        ("topk_ids", -7, "-7, which is no id"),
+        ("topk_ids", None, "twice in a row"),
+        ("topk_logprobs", np.nan, "topk_logprobs holds numbers that are not finite"),
+        ("next_logprob", np.inf, "next_logprob holds numbers that are not finite"),
+    ],
+)
+def test_stored_values_that_no_teacher_gave_are_refused(tmp_path, name, value, said):
+    """A cache whose checksums are right all the same: written by a faulty program, or made by hand."""
+    doc = document(1, 5)
+    write_as_given(tmp_path, doc, name, value)
+    with pytest.raises(CacheError, match=said):
+        CacheReader(tmp_path).get(doc["ids"])
+    with pytest.raises(CacheError, match=r"cannot be stored|not finite"):
+        CacheWriter(tmp_path / "new", SPEC).add(**spoiled(doc, name, value))
+
+
+def spoiled(doc, name, value):
+    """``doc`` with another first number of an array; None: its second."""
+    changed = doc[name].copy()
+    changed.flat[0] = changed.flat[1] if value is None else value
+    return {**doc, name: changed}
+
+
+def write_as_given(folder, doc, name, value):
+    """A cache of one document without the writer's look at its values."""
+    with CacheWriter(folder, SPEC) as writer:
+        writer.add(**doc)
+    (journal,), (shard,) = folder.glob("*.journal"), folder.glob("*.lbk")
+    row = json.loads(journal.read_text())
+    record = RecordLayout(SPEC, row["n"]).pack(spoiled(doc, name, value))
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[: row["offset"]] + record + raw[row["offset"] + len(record) :])
+    journal.write_text(json.dumps({**row, "crc": zlib.crc32(record)}) + "\n")
+    index = json.loads((folder / "index_000.json").read_text())
+    index["shards"][0]["journal_sha256"] = sha256_of(journal)
+    (folder / "index_000.json").write_text(json.dumps(index))
+
+
+def test_hidden_states_that_are_not_finite_are_refused(tmp_path):
+    for dtype, bits in (("bfloat16", 0x7F80), ("float16", 0xFC01)):
+        spec = CacheSpec("hidden", vocab_size=10, teacher_fingerprint="f", hidden_size=2, hidden_dtype=dtype)
+        arrays = {"next_logprob": np.zeros(1, np.float32), "logsumexp": np.zeros(1, np.float32)}
+        with pytest.raises(CacheError, match="hidden holds numbers that are not finite"):
+            CacheWriter(tmp_path / dtype, spec).add([1, 2], hidden=np.array([[0, bits]], np.uint16), **arrays)
 
 
 def test_one_writer_at_a_time(tmp_path):

@@ -140,6 +140,10 @@ def test_head_file(tmp_path):
     again = load_head(tmp_path, "cpu")
     x = torch.randn(4, 3)
     assert torch.equal(again.logits(x), head.logits(x))
+    stored = (tmp_path / "head.safetensors").read_bytes()
+    (tmp_path / "head.safetensors").write_bytes(stored[:-1] + bytes([stored[-1] ^ 64]))
+    with pytest.raises(CacheError, match="its checksum differs"):
+        load_head(tmp_path, "cpu")
     (tmp_path / "head.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CacheError, match="cannot be read"):
         load_head(tmp_path, "cpu")

@@ -18,6 +18,7 @@ import hashlib
 import json
 import re
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -154,6 +155,23 @@ class RecordLayout:
         if self._spec.vocab_size > EMPTY:
             raise CacheError(f"an empty place cannot be stored for a vocabulary of {self._spec.vocab_size} tokens")
         return np.where(empty, EMPTY, ids)
+
+    def check_values(self, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
+        """What is wrong with the arrays of a record, as the writer would have refused it; None where nothing is."""
+        for name, value in arrays.items():
+            if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+                return f"{name} holds numbers that are not finite"
+        if self._spec.kind == "hidden":
+            exponent = 0x7F80 if self._spec.hidden_dtype == "bfloat16" else 0x7C00
+            not_finite = (arrays["hidden"] & exponent == exponent).any()
+            return "hidden holds numbers that are not finite" if not_finite else None
+        ids = np.sort(arrays["topk_ids"].astype(np.int64), axis=1)
+        empty = ids == (EMPTY if self._spec.id_dtype.itemsize == 2 and self._spec.vocab_size <= EMPTY else -1)
+        beyond = ids[~empty & ((ids < 0) | (ids >= self._spec.vocab_size))]
+        if beyond.size:
+            return f"topk_ids holds {int(beyond[0])}, which is no id of a vocabulary of {self._spec.vocab_size}"
+        twice = ids[:, 1:][(ids[:, 1:] == ids[:, :-1]) & ~empty[:, 1:]]
+        return f"topk_ids holds {int(twice[0])} twice in a row" if twice.size else None
 
     def views(self, record: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of a record (``size`` bytes), without a copy."""
@@ -311,7 +329,8 @@ def save_head(folder: str | Path, head: Head) -> None:
     tensors = {"weight": head.weight.detach()[: head.vocab_size].cpu().contiguous().clone()}
     if head.bias is not None:
         tensors["bias"] = head.bias.detach()[: head.vocab_size].cpu().contiguous().clone()
-    meta = json.dumps({"vocab_size": head.vocab_size, "scale": head.scale, "softcap": head.softcap})
+    numbers = {"vocab_size": head.vocab_size, "scale": head.scale, "softcap": head.softcap}
+    meta = json.dumps({**numbers, "crc32": _head_crc(numbers, tensors["weight"], tensors.get("bias"))})
     path = Path(folder) / HEAD_NAME
     tmp = path.with_suffix(".tmp")
     save_file(tensors, tmp, metadata={"head": meta})
@@ -319,14 +338,29 @@ def save_head(folder: str | Path, head: Head) -> None:
     tmp.replace(path)
 
 
+def _head_crc(numbers: Mapping[str, Any], *tensors: torch.Tensor | None) -> int:
+    found = zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
+    for tensor in tensors:
+        if tensor is not None:
+            found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
+    return found
+
+
 def load_head(folder: str | Path, device: torch.device | str) -> Head:
-    """Read a stored head onto ``device``."""
+    """Read a stored head onto ``device``. Heads of earlier versions have no checksum and are taken as they are."""
     path = Path(folder) / HEAD_NAME
     try:
-        with safe_open(path, framework="pt", device=str(device)) as f:
+        with safe_open(path, framework="pt", device="cpu") as f:
             meta = json.loads((f.metadata() or {})["head"])
             weight = f.get_tensor("weight")
             bias = f.get_tensor("bias") if "bias" in f.keys() else None  # noqa: SIM118
+        expected = meta.pop("crc32", None)
+        if expected is not None and expected != _head_crc(meta, weight, bias):
+            raise CacheError(
+                f"the head of the cache {str(folder)!r} is not what was stored (its checksum differs); make the cache "
+                "again"
+            )
+        weight, bias = weight.to(device), None if bias is None else bias.to(device)
         return Head(int(meta["vocab_size"]), weight=weight, bias=bias, softcap=meta["softcap"], scale=meta["scale"])
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as e:
         raise CacheError(f"the head of the cache {str(folder)!r} cannot be read ({e}); make the cache again") from e

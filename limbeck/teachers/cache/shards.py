@@ -169,7 +169,10 @@ class CacheWriter:
         for name, value in arrays.items():
             if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
                 raise CacheError(f"the teacher gave {name} that is not finite for document {key}; check its weights")
-        record = RecordLayout(self.spec, len(tokens)).pack({"ids": tokens, **arrays})
+        layout = RecordLayout(self.spec, len(tokens))
+        record = layout.pack({"ids": tokens, **arrays})
+        if wrong := layout.check_values(layout.views(np.frombuffer(record, np.uint8))):
+            raise CacheError(f"the signals of document {key} cannot be stored: {wrong}; check the teacher")
         if self._end + self._pending_bytes() + len(record) > self._limits[0] and self._shard_documents + len(
             self._pending
         ):
@@ -287,8 +290,8 @@ class CachedDocument:
 class CacheReader:
     """Maps a cache and finds documents by their token ids. Safe to use from many processes at once, and to pickle.
 
-    Each document's checksum is checked when it is first read. ``teacher_fingerprint`` and ``model_identity``, where
-    given, must be those of the teacher that made the cache.
+    Each document's checksum and values are checked when it is first read. ``teacher_fingerprint`` and
+    ``model_identity``, where given, must be those of the teacher that made the cache.
     """
 
     def __init__(
@@ -443,6 +446,11 @@ class CacheReader:
                 raise CacheError(
                     f"document {key} in {str(self._paths[entry.shard])!r} (byte {entry.offset}) does not match its "
                     "checksum; the file is damaged, make the cache again"
+                )
+            if wrong := layout.check_values(layout.views(record)):
+                raise CacheError(
+                    f"document {key} in {str(self._paths[entry.shard])!r} (byte {entry.offset}) is not usable: "
+                    f"{wrong}; make the cache again"
                 )
             self._checked.add(key)
         return layout.views(record)
