@@ -43,7 +43,7 @@ def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[An
     return CrossTokenizerCollator(
         student_tokenizer=student_tokenizer,
         teacher_tokenizer=foreign,
-        ctx_length_student=min(data.max_input_seq_length, config.policy.max_total_sequence_length),
+        ctx_length_student=student_length(config),
         ctx_length_teacher=teacher_lengths(config),
         make_seq_div_by_student=config.policy.make_sequence_length_divisible_by,
         make_seq_div_by_teacher=[t.make_sequence_length_divisible_by for t in teachers],
@@ -57,10 +57,20 @@ def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[An
     )
 
 
+def student_length(config: MasterConfig) -> int:
+    """Tokens of the longest row of the student."""
+    own = config.policy.max_total_sequence_length
+    return min(config.data.max_input_seq_length or own, own)
+
+
 def teacher_lengths(config: MasterConfig) -> list[int]:
     """Tokens of the longest row of each teacher."""
-    lengths, own = config.data.max_teacher_seq_length, config.data.max_input_seq_length
-    return lengths if isinstance(lengths, list) else [lengths or own] * len(config.all_teachers)
+    teachers, given = config.all_teachers, config.data.max_teacher_seq_length
+    limits = given if isinstance(given, list) else [given or config.data.max_input_seq_length] * len(teachers)
+    if len(limits) != len(teachers):
+        raise ConfigError(f"data.max_teacher_seq_length has {len(limits)} entries for {len(teachers)} teachers")
+    own = [teacher.max_total_sequence_length for teacher in teachers]
+    return [min(limit or most, most) for limit, most in zip(limits, own, strict=True)]
 
 
 def make_loaders(

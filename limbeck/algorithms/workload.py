@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from limbeck.algorithms.build import student_length
 from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
@@ -23,7 +24,7 @@ def workload_of(config: MasterConfig) -> Workload:
     """What a run file asks the devices to do."""
     policy = config.policy
     student = shape_of(policy)
-    length = min(config.data.max_input_seq_length, policy.max_total_sequence_length)
+    length = student_length(config)
     batching = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
     micro = batching.train_mb_tokens if batching.enabled and batching.train_mb_tokens else None
     compute = _BYTES[policy.precision]

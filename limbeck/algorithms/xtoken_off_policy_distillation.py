@@ -16,7 +16,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, make_loaders, teacher_lengths
+from limbeck.algorithms.build import (
+    load_datasets,
+    load_tokenizers,
+    make_collator,
+    make_loaders,
+    student_length,
+    teacher_lengths,
+)
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
 from limbeck.algorithms.validation import evaluate, teacher_bits
@@ -26,7 +33,7 @@ from limbeck.distributed.launch import check_cluster
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
-from limbeck.models.loading import check_settings
+from limbeck.models.loading import check_length, check_settings
 from limbeck.models.policy import Policy
 from limbeck.projection import load_or_build
 from limbeck.teachers.build import connect_servers, make_teacher
@@ -160,11 +167,14 @@ def setup(
 
 
 def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list[Any]) -> None:
-    """Refuse a layout that does not fit one of the models before any of them is loaded."""
+    """Refuse a layout or a length that does not fit one of the models before any of them is loaded."""
     check_settings(config.policy, student_tokenizer, name="student", trained=True)
+    check_length(config.policy, student_length(config), name="student")
+    lengths = teacher_lengths(config)
     for index, (own, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
         if own.cache is None and own.server is None:
             check_settings(own, tokenizer, name=f"teacher_{index}", trained=False)
+            check_length(own, lengths[index], name=f"teacher_{index}")
 
 
 def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:

@@ -83,10 +83,10 @@ class DataConfig(ReadingConfig):
     which must not wait for text, and none elsewhere."""
     append_eos: bool = False
     """Close every document with the tokenizer's end token (text mode)."""
-    max_input_seq_length: int = Field(default=2048, ge=1)
-    """Longest student sequence in tokens."""
+    max_input_seq_length: int | None = Field(default=None, ge=1)
+    """Longest sequence in tokens; default, and never more: each model's ``max_total_sequence_length``."""
     max_teacher_seq_length: int | list[int] | None = None
-    """Longest teacher sequence in tokens, one number or one per teacher; default: the student's."""
+    """The same for teachers alone, one number or one per teacher; default: ``max_input_seq_length``."""
 
     @model_validator(mode="before")
     @classmethod

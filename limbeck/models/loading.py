@@ -87,6 +87,7 @@ class ModelConfig(MicrobatchConfig):
     """Keys of the transformers configuration; with ``init: random`` and no ``model_name`` it must hold model_type."""
     logprob_batch_size: int = Field(default=1, ge=1)
     max_total_sequence_length: int = Field(default=2048, ge=1)
+    """Longest sequence of this model in tokens; more than its positions is an error."""
     precision: Dtype = "float32"
     """Type of the computation. bfloat16 over float32 parameters runs under autocast."""
     param_dtype: Dtype | None = None
@@ -372,6 +373,29 @@ def check_layout(cfg: ModelConfig, name: str, model: nn.Module | None, size: int
             "in main memory; leave it off"
         )
     return shape
+
+
+def positions(numbers: Any) -> int | None:
+    """Positions for which a model was made, by its transformers configuration; None where that does not say."""
+    values = numbers if isinstance(numbers, Mapping) else vars(numbers)
+    most = values.get("max_position_embeddings") or values.get("n_positions")
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if not isinstance(most, int):
+        return None
+    # some models say how far a stretched RoPE reaches, others only from where and how far it is stretched
+    return max(most, int(original * factor)) if original and factor else most
+
+
+def check_length(settings: ModelConfig | Mapping[str, Any], length: int, *, name: str) -> None:
+    """Refuse sequences of up to ``length`` tokens for a model with fewer positions."""
+    numbers = model_numbers(settings)
+    most = None if numbers is None else positions(numbers)
+    if most is not None and length > most:
+        raise ConfigError(
+            f"{name} has {most} positions, but its sequences may have {length} tokens; lower its "
+            "max_total_sequence_length, or data.max_input_seq_length and data.max_teacher_seq_length"
+        )
 
 
 def check_settings(settings: ModelConfig | Mapping[str, Any], tokenizer: Any, *, name: str, trained: bool) -> None:
