@@ -58,7 +58,7 @@ def served(rank: int, world: int, where: str, far: dict[str, Any]) -> None:
 def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
     near = made(tmp_path, "near")
     policy = Policy(
-        near.teacher.policy_settings(),
+        near.teacher,
         workshop(330),
         device="cpu",
         init_optimizer=False,

@@ -7,7 +7,6 @@ collator and the loss of the tiny material, set-up and loop of the recipes), so 
 from __future__ import annotations
 
 import functools
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,7 +21,6 @@ from torch import nn
 from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
 from limbeck.config import dump_yaml, load_config, merge
-from limbeck.losses.fast import triton_available
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
@@ -34,6 +32,7 @@ from tests.distributed.cases import batch as batch_of
 from tests.distributed.cases import loss_of
 from tests.golden.digest import Record, Watch, record_of, watching
 from tests.helpers import runs, trace_runs
+from tests.helpers.interpreter import interpreter_fault
 from tests.helpers.servers import ScoringServer, serving
 from tests.helpers.tokenizers import workshop
 from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
@@ -230,8 +229,8 @@ def play(case: Case, dtype: str, folder: Path) -> Record:
 
 
 def can_play(case: Case) -> bool:
-    """False where a case needs kernels on the CPU and Triton's interpreter is not at hand."""
-    return not case.kernels or (os.environ.get("TRITON_INTERPRET") == "1" and triton_available())
+    """False where a case needs kernels on the CPU and Triton's interpreter is of no use."""
+    return not case.kernels or interpreter_fault() is None
 
 
 @torch.no_grad()

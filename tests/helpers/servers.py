@@ -201,5 +201,5 @@ class ScoringServer:
 @contextmanager
 def serving(server: ScoringServer) -> Iterator[ScoringServer]:
     """Let it listen."""
-    with listening(server.handle, server.closing) as server.url:
+    with listening(lambda *request: server.handle(*request), server.closing) as server.url:
         yield server
