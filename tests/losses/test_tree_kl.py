@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from limbeck.config import resolve
-from limbeck.errors import ConfigError, LossError
+from limbeck.errors import ConfigError, LossError, ProjectionError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.divergences import DivergenceSpec
@@ -368,7 +368,27 @@ def test_a_teacher_token_that_the_student_cannot_say_is_lost_mass() -> None:
     p_t = torch.softmax(models.teacher_hidden[0] @ models.teacher_weight[0].t(), -1)
     rows = [b * teacher_ids(batch).shape[1] + t[0] - 1 for b, _, t in chunks_of(batch)]
     assert float(metrics["teacher_0/lost_mass"][0]) == pytest.approx(float(p_t[rows, COARSE.end].sum()))
-    assert float(loss) > 0
+    assert float(loss.detach()) > 0
+
+
+def test_a_head_may_lack_rows_of_tokens_that_no_text_has(caplog: pytest.LogCaptureFixture) -> None:
+    pair = FINE, COARSE
+    sigma, tau = worlds.spellings(*pair)
+    sigma.append(())
+    projection = projection_of(pair)
+    projection.trees = type(projection.trees).from_spellings(sigma, tau, FINE.rule())  # type: ignore[union-attr]
+    projection.teacher_size += 1
+    cfg = {"mode": "tree_kl", "ce_loss_scale": 0.5, "condition": "cheap"}
+    fn = CrossTokenizerDistillationLossFn(cfg, projections=[projection])
+    assert "teacher tokenizer has no merges" in caplog.text
+    batch = text_batch(pair)
+    models = models_of(batch, pair)
+    loss, metrics = run(fn, batch, models)
+    assert torch.isfinite(loss)
+    assert float(metrics["teacher_0/excluded_mass_student"][0]) == pytest.approx(0, abs=1e-12)
+    assert float(metrics["teacher_0/excluded_mass_teacher"][0]) > 0.01
+    with pytest.raises(ProjectionError, match="14 teacher tokens"):
+        fn.objectives[0].fit(FINE.size, COARSE.size - 1)
 
 
 @pytest.mark.parametrize("name", list(PAIRS))

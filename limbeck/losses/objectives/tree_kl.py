@@ -20,6 +20,7 @@ that the student spells the token and stops there, up to cells that are deeper t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,8 @@ from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.projection import SpellingTree
 from limbeck.projection.pairs import PairRule
 from limbeck.utils.errors import LossError
+
+logger = logging.getLogger(__name__)
 
 
 class TreeTables(nn.Module):
@@ -278,15 +281,32 @@ class TreeKL(ProjectedObjective):
             Conditioner(trees.student_pairs, trees.student_tree.first),
             Conditioner(trees.teacher_pairs, trees.teacher_tree.first),
         )
+        without = [
+            side for side, own in zip(("student", "teacher"), self.conditioners, strict=True) if own.rule is None
+        ]
+        if options.condition != "none" and without:
+            logger.warning(
+                "condition %r: the %s tokenizer has no merges, so its last token rules nothing out",
+                options.condition,
+                " and ".join(without),
+            )
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         super().fit(student_size, teacher_size)
-        sizes = self.student_cell.numel(), self.teacher_cell.numel()
-        if (student_size, teacher_size) != sizes:
-            raise LossError(
-                f"the trees are those of {sizes[0]} student and {sizes[1]} teacher tokens but the models score "
-                f"{student_size} and {teacher_size}; tree_kl needs heads that have a row for every token"
-            )
+        sides = (
+            ("student", student_size, self.student_cell, self.teacher_tree),
+            ("teacher", teacher_size, self.teacher_cell, self.student_tree),
+        )
+        for side, size, cells, tree in sides:
+            used = (cells[size:] < self.num_cells) | (tree.place[size : cells.numel()] >= 0)
+            if size > cells.numel() or bool(used.any()):
+                raise LossError(
+                    f"the trees are those of {cells.numel()} {side} tokens but the {side} scores {size}; tree_kl needs "
+                    "heads that have a row for every token of a text"
+                )
+        self.student_cell, self.teacher_cell = self.student_cell[:student_size], self.teacher_cell[:teacher_size]
+        for conditioner, size in zip(self.conditioners, (teacher_size, student_size), strict=True):
+            conditioner.first = conditioner.first[:size]
 
     @property
     def reads_next_row(self) -> bool:
