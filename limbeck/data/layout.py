@@ -65,7 +65,7 @@ class ChunkLayout:
     `*_rows`: flat predicting rows `[Ns]`/`[Nt]`; `*_chunk`: chunk number, non-decreasing; `*_ids`: the realised token.
     `sample` `[C]`: row of the batch that a chunk belongs to. `*_first` `[C]`: index (into the arrays above) of a
     chunk's first token; `*_count` `[C]`: its number of tokens; both are derived where they are not given. `*_last`
-    `[C]`: the token before the chunk, -1 where it is not known.
+    `[C]`: the token before the chunk, -1 where it is not known. `weight` `[C]`: what its sample counts; None: all 1.
     `max_*` are plain integers so that range checks cost no device synchronisation.
     """
 
@@ -83,6 +83,7 @@ class ChunkLayout:
     teacher_count: Tensor = field(default=None)  # type: ignore[assignment]
     student_last: Tensor = field(default=None)  # type: ignore[assignment]
     teacher_last: Tensor = field(default=None)  # type: ignore[assignment]
+    weight: Tensor | None = None
     max_student_row: int = -2
     max_student_id: int = -2
     max_teacher_row: int = -2
@@ -118,6 +119,7 @@ class ChunkLayout:
             sample=None if self.sample is None else self.sample[start:end],
             student_last=self.student_last[start:end],
             teacher_last=self.teacher_last[start:end],
+            weight=None if self.weight is None else self.weight[start:end],
         )
 
     def to(self, device: torch.device | str) -> ChunkLayout:
@@ -140,6 +142,12 @@ class AlignmentTensors:
         if missing:
             raise LossError(f"the batch lacks {missing}; collate it with an aligner for this teacher")
         return cls(**{n: batch[prefix + n].cpu() for n in names})
+
+
+def _chunk_weight(sample_mask: Tensor, sample: Tensor) -> Tensor | None:
+    """What the samples of chunks count; None where it is 1 for every one that counts at all."""
+    mask = sample_mask.cpu().float()
+    return mask[sample] if bool(((mask > 0) & (mask != 1)).any()) else None
 
 
 def _supervised(lengths: Tensor, token_mask: Tensor) -> Tensor:
@@ -264,6 +272,7 @@ def build_chunk_layout(
         sample=kept // width,
         student_last=s_last,
         teacher_last=t_last,
+        weight=_chunk_weight(sample_mask, kept // width),
     )
 
 
@@ -280,7 +289,8 @@ def build_identity_layout(
     teacher_rows = teacher_row_start.cpu()[sample] + token - 1
     target = ids.cpu()[sample, token]
     chunk = torch.arange(rows.numel())
-    return ChunkLayout(rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample=sample)
+    weight = _chunk_weight(sample_mask, sample)
+    return ChunkLayout(rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample=sample, weight=weight)
 
 
 # ---- the keys of a batch ----
@@ -357,14 +367,16 @@ def _sample_mask(batch: Mapping[str, Any], teacher: int) -> Tensor:
 
 
 def teacher_chunks(batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool) -> Tensor:
-    """Number of chunks that `teacher_layout` would hold, float64, without building it."""
+    """What the chunks of `teacher_layout` count together, float64, without building it; their number where every
+    sample counts 1."""
     prefix = _aligned_prefix(batch, teacher, same_vocabulary)
     mask = _sample_mask(batch, teacher)
     if prefix is None:
-        return count_tokens(batch["input_lengths"], batch["token_mask"], (mask > 0).double())
+        return count_tokens(batch["input_lengths"], batch["token_mask"], mask)
     lengths = (batch["input_lengths"], batch[prefix[0] + "input_lengths"])
     alignment = AlignmentTensors.from_batch(batch, prefix[1])
-    return usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0].sum(dtype=torch.float64)
+    usable = usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0]
+    return (usable.view(len(mask), -1).sum(1) * mask.cpu().double().clamp(min=0)).sum()
 
 
 def padded_row_start(ids: Tensor) -> Tensor:

@@ -163,7 +163,8 @@ def shard_layouts(
 class TeacherTerm:
     """One teacher's part of a run: an objective, where it applies, and the factor of its sum in the total.
 
-    chunk_weight_C: factor of each chunk, or None. learned: what `objective.learned()` gave.
+    chunk_weight_C: factor of each chunk, or None. weighs_samples: the teacher's own weight differs from sample to
+    sample and is in chunk_weight_C, not in factor. learned: what `objective.learned()` gave.
     """
 
     name: str
@@ -173,6 +174,7 @@ class TeacherTerm:
     layout: ChunkLayout
     teacher: TeacherRows
     chunk_weight_C: Tensor | None = None
+    weighs_samples: bool = False
     learned: tuple[Tensor, ...] = ()
 
     def chunks(self, block: Block) -> ChunkBlock:

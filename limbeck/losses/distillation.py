@@ -439,6 +439,9 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             terms = self._averaged(terms)
         elif len(terms) > 1 and (cfg.teacher_scoring != "static" or cfg.teacher_combination != "sum"):
             self._weigh(terms, inputs.num_samples, inputs.comm)
+        for term in terms:
+            own, given = term.layout.weight, term.chunk_weight_C
+            term.chunk_weight_C = own if given is None else given if own is None else given * own
         return terms
 
     def _averaged(self, terms: list[TeacherTerm]) -> list[TeacherTerm]:
@@ -463,22 +466,27 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         weights = sample_weights(torch.stack(scores), cfg.scoring_alpha, select=select)
         for term, weight_B in zip(terms, weights, strict=True):
             assert term.layout.sample is not None
-            term.chunk_weight_C, term.factor = weight_B[term.layout.sample], 1.0
+            term.chunk_weight_C, term.factor, term.weighs_samples = weight_B[term.layout.sample], 1.0, True
 
     # ---- metrics and step ----
 
     def _metrics(self, run: BlockRun, loss: Tensor, inputs: LossInputs, counts: Counts) -> Metrics:
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
         raw = dict(run.metrics)
-        chunks = sum(layout.num_chunks for layout in inputs.layouts)
+        sizes = [zero + _size(layout) for layout in inputs.layouts]
+        chunks = sum(sizes, zero)
+        for term in run.terms:
+            name = f"{term.name}/kl"
+            if name in raw and term.layout.weight is not None:
+                raw[name] = (raw[name][0], sizes[term.index])
         total_tokens = counts["tokens"].to(zero, non_blocking=True)
         total_chunks = sum((counts[f"chunks_{i}"].to(zero, non_blocking=True) for i in range(self.num_teachers)), zero)
         by_tokens = (zero + inputs.num_tokens) / total_tokens.clamp(min=1e-9)
-        fraction = torch.where(total_tokens > 0, by_tokens, (zero + chunks) / total_chunks.clamp(min=1))
+        fraction = torch.where(total_tokens > 0, by_tokens, chunks / _or_one(total_chunks))
         out = {
             "loss": (loss.double(), fraction),
             "tokens": (zero + inputs.num_tokens, fraction),
-            "chunks": (zero + chunks, fraction),
+            "chunks": (chunks, fraction),
             "ce_loss": raw.pop("ce", (zero, zero)),
             "accuracy": raw.pop("accuracy", (zero, zero)),
         }
@@ -488,14 +496,14 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             kd = zero
             for term, weight in zip(run.terms, self.weights, strict=True):
                 value = raw.get(f"{term.name}/kl", (zero, zero))[0]
-                static = weight if term.chunk_weight_C is None else 1.0
+                static = 1.0 if term.weighs_samples else weight
                 chunks_of = counts[f"chunks_{term.index}"].to(zero, non_blocking=True)
-                kd = kd + value * static / chunks_of.clamp(min=1)
+                kd = kd + value * static / _or_one(chunks_of)
             out["kl_loss"] = (kd, fraction)
         for term in run.terms:
-            if term.chunk_weight_C is not None:
-                given = term.chunk_weight_C
-                raw[f"{term.name}/weight"] = (given.sum().to(zero), zero + given.numel())
+            if term.weighs_samples:
+                assert term.chunk_weight_C is not None
+                raw[f"{term.name}/weight"] = (term.chunk_weight_C.sum().to(zero), sizes[term.index])
         right = [raw[f"{t.name}/proj_accuracy"] for t in run.terms if f"{t.name}/proj_accuracy" in raw]
         if right:
             out["proj_accuracy"] = (sum((r[0] for r in right), zero), sum((r[1] for r in right), zero))
@@ -536,7 +544,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             for i, weight in enumerate(self.weights):
                 # where samples have weights of their own, the sum holds them already
                 own = 1.0 if f"teacher_{i}/weight" in metrics else weight
-                kl += own * float(metrics[f"teacher_{i}/kl_loss"][0]) / max(counts[f"chunks_{i}"], 1.0)
+                kl += own * float(metrics[f"teacher_{i}/kl_loss"][0]) / (counts[f"chunks_{i}"] or 1.0)
             out["kl_loss"] = (kl, 1.0)
         distil, plain = self._factors()
         out["loss"] = (distil * kl + plain * ce, 1.0)
@@ -580,9 +588,18 @@ def _load_projections(path: str | list[str | None] | None) -> list[ProjectionLik
     return [None if p is None else Projection.load(p) for p in paths]
 
 
+def _size(layout: ChunkLayout) -> float | Tensor:
+    """What the chunks of a layout count together."""
+    return float(layout.num_chunks) if layout.weight is None else layout.weight.sum(dtype=torch.float64)
+
+
+def _or_one(count: Tensor) -> Tensor:
+    return count.where(count > 0, torch.ones_like(count))
+
+
 def _over(factor: float, count: Tensor) -> float | Tensor:
     """factor / count without waiting for a device; a count of 0 divides by 1, since its sum is 0 too."""
     if count.device.type == "cpu":
         value = float(count)
         return factor / value if value > 0 else factor
-    return (factor / count.where(count > 0, torch.ones_like(count))).float()
+    return (factor / _or_one(count)).float()

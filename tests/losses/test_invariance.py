@@ -123,3 +123,33 @@ def test_invariance(name: str, groups: list[list[int]], layout: str, data: tuple
             metrics[key][0] / count.clamp(min=1e-9), value / count.clamp(min=1e-9), rtol=1e-5, atol=1e-6
         )
         torch.testing.assert_close(metrics[key][1], count, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_sample_that_counts_twice_is_one_that_is_there_twice(name: str, data: tuple[dict[str, Any], Any]) -> None:
+    """Weights of samples weigh distillation as they weigh cross-entropy, and the denominators count them."""
+    batch, models = data
+
+    def logits(rows: list[int]) -> tuple[Tensor, list[Tensor]]:
+        def of(ids: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+            return (hidden @ weight.T).view(*ids.shape, -1)[rows].detach()
+
+        teachers = [
+            of(batch[f"teacher_{i}_input_ids"], models.teacher_hidden[i], models.teacher_weight[i]) for i in (0, 1)
+        ]
+        return of(batch["input_ids"], models.hidden, models.weight), teachers
+
+    def loss(rows: list[int], weight: list[float]) -> tuple[float, dict[str, float]]:
+        part = pick(batch, rows)
+        part["sample_mask"] = part["sample_mask"] * torch.tensor(weight)
+        value, metrics = build(name)(part, None, None, *logits(rows))
+        return float(value), {key: float(metrics[key][0] / metrics[key][1]) for key in ("kl_loss", "chunks", "tokens")}
+
+    for weighted in ([2.0, 1.0, 1.0], [1.0, 0.5, 0.5], [0.5, 0.25, 0.25]):
+        value, metrics = loss([0, 1, 3], weighted)
+        twice, expected = loss([0, 0, 1, 3], [weighted[0] / 2, weighted[0] / 2, *weighted[1:]])
+        same, _ = loss([0, 0, 1, 3], [1.0] * 4)
+        assert value == pytest.approx(twice, rel=1e-5)
+        assert value == pytest.approx(same, rel=1e-5)
+        assert metrics == pytest.approx(expected, rel=1e-5)
+    assert loss([0, 1, 3], [1.0, 1.0, 1.0])[0] != pytest.approx(value, rel=1e-3)
