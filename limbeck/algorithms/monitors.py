@@ -23,7 +23,7 @@ from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
-from limbeck.tokens.roles import is_end
+from limbeck.tokens.vocab import is_end
 from limbeck.utils.errors import LossError
 from limbeck.utils.metrics import Pair
 

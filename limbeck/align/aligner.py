@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from limbeck.align.boundaries import Chunks, chunk_stretch, role_pairs
-from limbeck.tokens import ByteVocab, Rendering, Segment
-from limbeck.tokens.roles import role_class
-from limbeck.utils.errors import AlignmentError
+from limbeck.errors import AlignmentError
+from limbeck.tokens import ByteVocab, Rendering, Segment, Tokenizer
+from limbeck.tokens.vocab import role_class
 
 if TYPE_CHECKING:
     import torch
@@ -298,20 +298,20 @@ class TokenAligner:
     """Aligns student and teacher tokenizations of the same text on shared byte boundaries.
 
     Args:
-        student_tokenizer, teacher_tokenizer: transformers fast tokenizers.
+        student_tokenizer, teacher_tokenizer: tokenizers, in any form that ``Tokenizer.of`` takes.
         projection_matrix_path: kept for the loss, as in the published signature; not used here.
         max_comb_len: accepted for compatibility; byte boundaries need no limit on chunk length.
     """
 
     def __init__(
         self,
-        student_tokenizer: Any,
-        teacher_tokenizer: Any,
+        student_tokenizer: object,
+        teacher_tokenizer: object,
         projection_matrix_path: str | Path | None = None,
         max_comb_len: int = 4,
     ) -> None:
-        self.student_vocab = ByteVocab.from_tokenizer(student_tokenizer)
-        self.teacher_vocab = ByteVocab.from_tokenizer(teacher_tokenizer)
+        self.student_vocab = Tokenizer.of(student_tokenizer).vocab
+        self.teacher_vocab = Tokenizer.of(teacher_tokenizer).vocab
         self.projection_matrix_path = projection_matrix_path
         self.max_comb_len = max_comb_len
 
@@ -369,8 +369,8 @@ class TokenAligner:
         )
         return [
             AlignmentPair(
-                display_tokens(self.student_vocab, student.ids[a:b]),
-                display_tokens(self.teacher_vocab, teacher.ids[c:d]),
+                self.student_vocab.display(student.ids[a:b].tolist()),
+                self.teacher_vocab.display(teacher.ids[c:d].tolist()),
                 a,
                 b,
                 c,
@@ -444,12 +444,3 @@ def _placed(chunks: Chunks, student_at: IntArray, teacher_at: IntArray) -> Chunk
             values[f"{side}_start"] = at[values[f"{side}_start"]]
             values[f"{side}_end"] = at[values[f"{side}_end"] - 1] + 1
     return Chunks(**values)
-
-
-def display_tokens(vocab: ByteVocab, ids: IntArray) -> list[str]:
-    """Tokens as strings for people: text where the bytes are text, ``\\xHH`` where they are not, roles in brackets."""
-    shown = []
-    for i in ids.tolist():
-        data = vocab.token_bytes[i]
-        shown.append(data.decode("utf-8", "backslashreplace") if data else f"[{vocab.roles.get(i, 'empty')}]")
-    return shown

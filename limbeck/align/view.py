@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.align.aligner import TokenAligner, display_tokens
+from limbeck.align.aligner import TokenAligner
 from limbeck.align.boundaries import Chunks
-from limbeck.tokens import ByteVocab, Rendering, TextEncoder
-from limbeck.tokens.chat import render_chat
+from limbeck.tokens import ByteVocab, Rendering, Tokenizer, render_chat
 
 
-def view_text(student_tokenizer: Any, teacher_tokenizer: Any, text: str) -> dict[str, Any]:
+def view_text(student_tokenizer: object, teacher_tokenizer: object, text: str) -> dict[str, Any]:
     """Align two tokenizations of a plain text."""
-    sides = [TextEncoder.for_tokenizer(t) for t in (student_tokenizer, teacher_tokenizer)]
+    sides = [Tokenizer.of(t) for t in (student_tokenizer, teacher_tokenizer)]
     student, teacher = (s.encode(text, bos=s.adds_bos) for s in sides)
     return build_view(TokenAligner(student_tokenizer, teacher_tokenizer), student, teacher)
 
 
 def view_messages(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def _side(rendering: Rendering, vocab: ByteVocab) -> dict[str, Any]:
         "family": vocab.family,
         "vocabulary": vocab.size,
         "ids": rendering.ids.tolist(),
-        "tokens": display_tokens(vocab, rendering.ids),
+        "tokens": vocab.display(rendering.ids.tolist()),
         "bytes": len(rendering.source),
         "targets": int(rendering.target.sum()),
         "dropped": dict(rendering.dropped),
@@ -71,8 +70,8 @@ def _chunk_rows(
             {
                 "student_ids": s.tolist(),
                 "teacher_ids": t.tolist(),
-                "student_tokens": display_tokens(vocabs[0], s),
-                "teacher_tokens": display_tokens(vocabs[1], t),
+                "student_tokens": vocabs[0].display(s.tolist()),
+                "teacher_tokens": vocabs[1].display(t.tolist()),
                 "text": text,
                 "kind": kind,
                 "exact": bool(chunks.exact[k]),

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.errors import ProjectionError
 from limbeck.projection.counted import PairCounter
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ProjectionError
 
 CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
 

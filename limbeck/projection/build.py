@@ -6,33 +6,43 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import VERSION, Projection
 from limbeck.projection.pairs import PairRule
-from limbeck.projection.retokenise import Progress, Retokeniser
 from limbeck.projection.rules import DEFAULT_K, build_rules, role_partners, rule_name
 from limbeck.projection.trees import Spelling, VocabTrees
-from limbeck.tokens import ByteVocab
+from limbeck.tokens import ByteVocab, Tokenizer
+from limbeck.tokens.tokenizer import Advance
 from limbeck.utils import files
 
 logger = logging.getLogger(__name__)
 
 
 def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path, *, k: int, reverse: bool) -> Path:
-    """File of a pair of tokenizers in the cache; everything that decides the content is in its name."""
-    parts = (student.fingerprint[:20], teacher.fingerprint[:20], rule_name(reverse), f"k{k}", f"v{VERSION}")
-    return cache_dir / ("_".join(parts) + ".safetensors")
+    """File of a pair of tokenizers in the cache; everything that decides the content is in its name.
+
+    A file that an earlier release stored under the fingerprints of version 1 goes on being used.
+    """
+    current, earlier = (
+        cache_dir / f"{of_student[:20]}_{of_teacher[:20]}_{rule_name(reverse)}_k{k}_v{VERSION}.safetensors"
+        for of_student, of_teacher in (
+            (student.fingerprint, teacher.fingerprint),
+            (student.first_fingerprint, teacher.first_fingerprint),
+        )
+    )
+    return earlier if earlier.exists() and not current.exists() else current
 
 
-def build_trees(student_tokenizer: Any, teacher_tokenizer: Any, *, progress: Progress | None = None) -> VocabTrees:
+def build_trees(
+    student_tokenizer: object, teacher_tokenizer: object, *, progress: Advance | None = None
+) -> VocabTrees:
     """Cells, trees and pair rules of two tokenizers."""
-    spell_student, spell_teacher = Retokeniser(student_tokenizer), Retokeniser(teacher_tokenizer)
-    student, teacher = spell_student.vocab, spell_teacher.vocab
+    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    student, teacher = of_student.vocab, of_teacher.vocab
     total = student.size + teacher.size
 
-    def spelled(speller: Retokeniser, own: ByteVocab, other: ByteVocab, done: int) -> list[Spelling]:
+    def spelled(speller: Tokenizer, own: ByteVocab, other: ByteVocab, done: int) -> list[Spelling]:
         ids = [i for i, data in enumerate(own.token_bytes) if data]
         report = None if progress is None else lambda count, _: progress(done + count, total)
         out: list[Spelling] = [()] * own.size
@@ -42,8 +52,8 @@ def build_trees(student_tokenizer: Any, teacher_tokenizer: Any, *, progress: Pro
             out[i] = (partner,)
         return out
 
-    sigma = spelled(spell_student, teacher, student, 0)
-    tau = spelled(spell_teacher, student, teacher, teacher.size)
+    sigma = spelled(of_student, teacher, student, 0)
+    tau = spelled(of_teacher, student, teacher, teacher.size)
     rules = (
         PairRule.from_tokenizer(tokenizer, vocab.token_bytes)
         for tokenizer, vocab in ((student_tokenizer, student), (teacher_tokenizer, teacher))
@@ -52,15 +62,15 @@ def build_trees(student_tokenizer: Any, teacher_tokenizer: Any, *, progress: Pro
 
 
 def load_or_build(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     path: str | os.PathLike[str] | None = None,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     k: int = DEFAULT_K,
     reverse: bool = False,
     trees: bool = False,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> Projection:
     """The projection of two tokenizers.
 
@@ -71,8 +81,7 @@ def load_or_build(
     trees: with cells and trees. A cached matrix without them gets them; a file at `path` is left as it is, and its
     trees are built for this process only.
     """
-    student = ByteVocab.from_tokenizer(student_tokenizer)
-    teacher = ByteVocab.from_tokenizer(teacher_tokenizer)
+    student, teacher = Tokenizer.of(student_tokenizer).vocab, Tokenizer.of(teacher_tokenizer).vocab
     projection: Projection | None = None
     if path is not None:
         target = Path(path)

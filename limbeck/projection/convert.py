@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import MAX_VOCAB, MAX_WIDTH, ROW_SUM_TOLERANCE, Projection, from_triples
-from limbeck.projection.retokenise import Retokeniser
 from limbeck.projection.rules import exact_partners, refuse_empty_overlap
-from limbeck.utils.errors import ProjectionError
+from limbeck.tokens import Tokenizer
 
 _NOTES: dict[str, type] = {"student_model_id": str, "teacher_model_id": str, "enable_scale_trick": bool}
 
@@ -44,14 +44,14 @@ class Conversion:
     rows_rescaled: int
 
 
-def convert_published(path: str | os.PathLike[str], student_tokenizer: Any, teacher_tokenizer: Any) -> Conversion:
+def convert_published(path: str | os.PathLike[str], student_tokenizer: object, teacher_tokenizer: object) -> Conversion:
     """Read a published matrix for the given tokenizers. The file does not say for which tokenizers it was made beyond
     its sizes, so the result is bound to the ones given here."""
     target = Path(path)
     indices, likelihoods, notes = _read(target)
-    spell_student, spell_teacher = Retokeniser(student_tokenizer), Retokeniser(teacher_tokenizer)
-    student, teacher = spell_student.vocab, spell_teacher.vocab
-    student_ids, teacher_ids = spell_student.canonical_ids(), spell_teacher.canonical_ids()
+    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    student, teacher = of_student.vocab, of_teacher.vocab
+    student_ids, teacher_ids = of_student.canonical_ids(), of_teacher.canonical_ids()
     refuse_empty_overlap(student_ids, teacher_ids)
 
     filled = (likelihoods > 0) & (indices >= 0)

@@ -7,7 +7,6 @@ the same byte. Counting such pairs estimates P(teacher token | student token); r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +15,8 @@ from limbeck.align import Chunks, align_renderings
 from limbeck.projection.corpus import batched
 from limbeck.projection.matrix import Projection, from_triples
 from limbeck.projection.trees import VocabTrees
-from limbeck.tokens import TextEncoder
-from limbeck.utils.errors import ProjectionError
+from limbeck.tokens import Tokenizer
+from limbeck.errors import ProjectionError
 
 DEFAULT_K = 16
 DEFAULT_SMOOTHING = 10.0
@@ -40,11 +39,11 @@ class PairCounter:
         boundaries: chunks that were counted; `inexact`: chunks left out because a normaliser changed their bytes.
     """
 
-    def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any, trees: VocabTrees | None = None) -> None:
+    def __init__(self, student_tokenizer: object, teacher_tokenizer: object, trees: VocabTrees | None = None) -> None:
         self._trees = trees
         self.inner_student = self.inner_teacher = (0, 0)
-        self._student = TextEncoder.for_tokenizer(student_tokenizer)
-        self._teacher = TextEncoder.for_tokenizer(teacher_tokenizer)
+        self._student = Tokenizer.of(student_tokenizer)
+        self._teacher = Tokenizer.of(teacher_tokenizer)
         self.student, self.teacher = self._student.vocab, self._teacher.vocab
         self.shape = (self.student.size, self.teacher.size)
         self.student_tokens: IntArray = np.zeros(self.shape[0], dtype=np.int64)
@@ -103,8 +102,8 @@ class PairCounter:
 
 
 def count_pairs(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     texts: Iterable[str],
     *,
     trees: VocabTrees | None = None,

@@ -172,7 +172,7 @@ class Projection:
             ("student", student, self.student_fingerprint, self.student_size),
             ("teacher", teacher, self.teacher_fingerprint, self.teacher_size),
         ):
-            if vocab is not None and (vocab.fingerprint != fingerprint or vocab.size != size):
+            if vocab is not None and (not vocab.has_fingerprint(fingerprint) or vocab.size != size):
                 raise ProjectionError(
                     f"the projection belongs to another {side} tokenizer (fingerprint {fingerprint[:12]}, {size} ids; "
                     f"this {side}: {vocab.fingerprint[:12]}, {vocab.size} ids); build it anew with `limbeck project`."

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import Projection, from_triples
-from limbeck.projection.retokenise import Progress, Retokeniser, Spelling
-from limbeck.tokens import ByteVocab
-from limbeck.tokens.roles import role_class
-from limbeck.utils.errors import ProjectionError
+from limbeck.tokens import ByteVocab, Tokenizer
+from limbeck.tokens.tokenizer import Advance, Spelling
+from limbeck.tokens.vocab import role_class
 
 DEFAULT_K = 4
 FIRST_WEIGHT = 0.9
@@ -35,12 +34,12 @@ class Triples:
 
 
 def build_rules(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     *,
     k: int = DEFAULT_K,
     reverse: bool = False,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> Projection:
     """Build W by rules.
 
@@ -54,9 +53,9 @@ def build_rules(
 
     Raises ProjectionError where the vocabularies share no byte string at all.
     """
-    spell_student, spell_teacher = Retokeniser(student_tokenizer), Retokeniser(teacher_tokenizer)
-    student, teacher = spell_student.vocab, spell_teacher.vocab
-    student_ids, teacher_ids = spell_student.canonical_ids(), spell_teacher.canonical_ids()
+    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    student, teacher = of_student.vocab, of_teacher.vocab
+    student_ids, teacher_ids = of_student.canonical_ids(), of_teacher.canonical_ids()
     refuse_empty_overlap(student_ids, teacher_ids)
 
     triples = Triples()
@@ -72,12 +71,12 @@ def build_rules(
         triples.add(row, column, 1.0)
         settled[row] = True
 
-    spellings = spell_teacher.spell([student.token_bytes[row] for row in open_rows], progress)
+    spellings = of_teacher.spell([student.token_bytes[row] for row in open_rows], progress)
     for row, spelling in zip(open_rows, spellings, strict=True):
         _add_pieces(triples, ((row, piece) for piece in spelling[:k]))
     details = {"reverse": str(reverse).lower(), "unspelled_tokens": str(sum(not s for s in spellings))}
     if reverse:
-        _add_reverse(triples, spell_student, teacher, set(student_ids), settled, k, progress)
+        _add_reverse(triples, of_student, teacher, set(student_ids), settled, k, progress)
 
     indices, weights = from_triples(
         triples.rows, triples.columns, triples.weights, shape=(student.size, teacher.size), k=k
@@ -147,15 +146,15 @@ def _add_pieces(triples: Triples, pairs: Iterable[tuple[int, int]]) -> None:
 
 def _add_reverse(
     triples: Triples,
-    spell_student: Retokeniser,
+    of_student: Tokenizer,
     teacher: ByteVocab,
     known: set[bytes],
     settled: npt.NDArray[np.bool_],
     k: int,
-    progress: Progress | None,
+    progress: Advance | None,
 ) -> None:
     columns = [column for column, data in enumerate(teacher.token_bytes) if data and data not in known]
-    spellings: list[Spelling] = spell_student.spell([teacher.token_bytes[column] for column in columns], progress)
+    spellings: list[Spelling] = of_student.spell([teacher.token_bytes[column] for column in columns], progress)
     for column, spelling in zip(columns, spellings, strict=True):
         for place, row in enumerate(spelling[:k]):
             if not settled[row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from limbeck.utils.errors import TokenizerError
+from limbeck.errors import TokenizerError
 from limbeck.utils.files import package_file
 
 

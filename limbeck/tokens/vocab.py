@@ -1,8 +1,7 @@
-"""A token is its bytes: what every id of a tokenizer contributes to a text.
+"""A token is its bytes: what every id of a tokenizer contributes to a text, and what a special token is for.
 
->>> vocab = ByteVocab.from_tokenizer(load_tokenizer("path/to/model"))
->>> vocab.join(tokenizer.encode("Hello", add_special_tokens=False))
-b'Hello'
+A special token contributes no bytes to a text; what two vocabularies can share about it is its *role*. Strings that
+model families use are listed here; what a tokenizer's own names say fills the gaps.
 """
 
 from __future__ import annotations
@@ -10,23 +9,92 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
-from limbeck.tokens.roles import role_of
-from limbeck.utils.errors import TokenizerError
+from limbeck.errors import TokenizerError
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
+Spec = dict[str, Any]
+"""A tokenizer's description: ``tokenizer.json`` as a dict."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE = "\u2581"
+
+KNOWN_ROLES: dict[str, str] = {
+    # beginning of a document
+    "<|begin_of_text|>": "bos",
+    "<|startoftext|>": "bos",
+    "<s>": "bos",
+    "<bos>": "bos",
+    "<BOS_TOKEN>": "bos",
+    "<｜begin▁of▁sentence｜>": "bos",
+    "[CLS]": "bos",
+    # end of a document
+    "<|end_of_text|>": "eos",
+    "<|endoftext|>": "eos",
+    "</s>": "eos",
+    "<eos>": "eos",
+    "<EOS_TOKEN>": "eos",
+    "<｜end▁of▁sentence｜>": "eos",
+    "[SEP]": "eos",
+    # end of a turn
+    "<|eot_id|>": "eot",
+    "<|im_end|>": "eot",
+    "<end_of_turn>": "eot",
+    "<|end|>": "eot",
+    "<|return|>": "eot",
+    "<|END_OF_TURN_TOKEN|>": "eot",
+    "<|eom_id|>": "eom",
+    "<|call|>": "eom",
+    # start of a turn
+    "<|start_header_id|>": "start_of_turn",
+    "<|im_start|>": "start_of_turn",
+    "<start_of_turn>": "start_of_turn",
+    "<|start|>": "start_of_turn",
+    "<|START_OF_TURN_TOKEN|>": "start_of_turn",
+    "<|end_header_id|>": "end_of_header",
+    "<|message|>": "end_of_header",
+    # the rest
+    "<pad>": "pad",
+    "<PAD>": "pad",
+    "[PAD]": "pad",
+    "<|finetune_right_pad_id|>": "pad",
+    "<unk>": "unk",
+    "<UNK>": "unk",
+    "[UNK]": "unk",
+    "<mask>": "mask",
+    "[MASK]": "mask",
+}
+
+_END_ROLES = frozenset({"eos", "eot", "eom"})
+
+
+def role_of(content: str, special_tokens_map: Mapping[str, object]) -> str:
+    """Role of the special token ``content``; ``special:<content>`` where nobody names one."""
+    if content in KNOWN_ROLES:
+        return KNOWN_ROLES[content]
+    for key in ("bos", "eos", "pad", "unk", "mask", "sep", "cls"):
+        if str(special_tokens_map.get(f"{key}_token", "")) == content:
+            return {"sep": "eos", "cls": "bos"}.get(key, key)
+    return f"special:{content}"
+
+
+def role_class(role: str) -> str:
+    """Roles that stand for each other across families: an end is an end, whether of a turn or of a document."""
+    return "end" if role in _END_ROLES else role
+
+
+def is_end(role: str) -> bool:
+    """Whether a token of this role can close an assistant's turn."""
+    return role in _END_ROLES
 
 
 @lru_cache(maxsize=1)
@@ -43,24 +111,6 @@ def byte_alphabet() -> dict[str, int]:
     return table
 
 
-def backend_spec(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's own description (``tokenizer.json`` as a dict).
-
-    Added tokens that the tokenizer names as its begin, end, padding, ... are special whatever their flag says.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
-    if backend is None or not hasattr(backend, "to_str"):
-        raise TokenizerError(
-            f"{type(tokenizer).__name__} has no `tokenizers` backend, so its tokens cannot be read as bytes; "
-            "load it from a tokenizer.json (PreTrainedTokenizerFast)."
-        )
-    spec: dict[str, Any] = json.loads(backend.to_str())
-    named = {str(v) for v in getattr(tokenizer, "special_tokens_map", {}).values() if not isinstance(v, list)}
-    for added in spec.get("added_tokens") or []:
-        added["special"] = added["special"] or added["content"] in named
-    return spec
-
-
 def _types(node: Any) -> set[str]:
     """Every ``type`` named in a component of the description."""
     found: set[str] = set()
@@ -74,7 +124,7 @@ def _types(node: Any) -> set[str]:
     return found
 
 
-def _family(spec: dict[str, Any]) -> str:
+def _family(spec: Spec) -> str:
     model = spec["model"].get("type", "")
     parts = _types(spec.get("decoder")) | _types(spec.get("pre_tokenizer")) | _types(spec.get("normalizer"))
     if model == "WordPiece" or "WordPiece" in parts:
@@ -109,25 +159,99 @@ def _added_to_bytes(content: str, family: str) -> bytes:
     return content.encode("utf-8")
 
 
-def _model_vocab(spec: dict[str, Any]) -> list[tuple[str, int]]:
+def _model_vocab(spec: Spec) -> list[tuple[str, int]]:
     vocab = spec["model"]["vocab"]
     if isinstance(vocab, dict):
         return [(token, int(i)) for token, i in vocab.items()]
     return [(entry[0], i) for i, entry in enumerate(vocab)]
 
 
-def _fingerprint(spec: dict[str, Any]) -> str:
-    """Hash of all that decides which ids a text gets: vocabulary, merges, normaliser, splitting, added tokens."""
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+# What an option is when a description leaves it out, by the type of the part that it belongs to.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "BPE": {},
+    "Unigram": {},
+    "WordLevel": {"unk_token": "<unk>"},
+    "WordPiece": {"unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    "ByteLevel": {"use_regex": True},
+    "Metaspace": {"replacement": _METASPACE, "prepend_scheme": "always", "split": True},
+    "Strip": {"strip_left": True, "strip_right": True},
+    "BertNormalizer": {"clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+    "CharDelimiterSplit": {},
+}
+# Says how offsets are shown, or repeats another option; no id depends on it.
+_WITHOUT_MEANING = ("trim_offsets", "str_rep")
+
+
+def _fingerprint(spec: Spec) -> str:
+    """Hash of what decides which ids a text gets, however the description is written.
+
+    Entries by id, merges as pairs, added tokens by id, and the options of model, normaliser and splitting that are not
+    at their defaults.
+    """
+    model = dict(spec["model"])
+    vocab = model.pop("vocab")
+    # Flat lists: half a million short ones take a second to write.
+    merges = [half for m in model.pop("merges", None) or [] for half in (m.split(" ", 1) if isinstance(m, str) else m)]
+    if isinstance(vocab, dict):
+        entries = [x for entry in sorted(vocab.items(), key=lambda e: e[1]) for x in entry]
+    else:
+        # Scores are single-precision numbers, and libraries differ in the digits beyond that.
+        entries = [x for piece, score in vocab for x in (piece, float(np.float32(score)))]
+    model.setdefault("type", "BPE" if merges else "Unigram" if isinstance(vocab, list) else "WordPiece")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    added = [
+        [a["id"], a["content"], *(bool(a.get(flag)) for flag in flags)]
+        for a in sorted(spec.get("added_tokens") or [], key=lambda a: a["id"])
+    ]
+    parts = [_meaning(part) for part in (model, spec.get("normalizer"), spec.get("pre_tokenizer"))]
+    return _hash("limbeck.tokenizer.2", entries, merges, *parts, added)
+
+
+def _meaning(part: Any) -> Any:
+    """A part of a description without what its type takes for granted."""
+    if isinstance(part, list):
+        return [_meaning(child) for child in part]
+    if not isinstance(part, dict):
+        return part
+    part = {key: _meaning(value) for key, value in part.items() if key not in _WITHOUT_MEANING}
+    kind = part.get("type")
+    if kind == "Metaspace" and "add_prefix_space" in part:
+        before = part.pop("add_prefix_space")
+        part.setdefault("prepend_scheme", "always" if before else "never")
+    defaults = _DEFAULTS.get(str(kind), {})
+    return {key: value for key, value in part.items() if value not in (None, False, "") and defaults.get(key) != value}
+
+
+def _first_fingerprint(spec: Spec) -> str:
+    """The fingerprint of version 1, which files made before version 2 carry.
+
+    It covers the description as the installed ``tokenizers`` writes it, so that library has to write the options here;
+    entries and merges it leaves as they are, and does not get.
+    """
     model = dict(spec["model"])
     vocab = model.pop("vocab")
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.pop("merges", None) or []]
-    digest = hashlib.sha256()
+    few: Any = {} if isinstance(vocab, dict) else vocab[: (model.get("unk_id") or 0) + 1]
+    small = {**model, "vocab": few, **({"merges": []} if merges else {})}
+    empty: Spec = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    written = json.loads(Tokenizer.from_str(json.dumps({**spec, **empty, "model": small})).to_str())
+    options = {key: value for key, value in written["model"].items() if key not in ("vocab", "merges")}
     entries = sorted(vocab.items(), key=lambda e: e[1]) if isinstance(vocab, dict) else vocab
     added = sorted(spec.get("added_tokens") or [], key=lambda a: a["id"])
-    for part in (entries, merges, model, spec.get("normalizer"), spec.get("pre_tokenizer"), added):
+    return _hash(entries, merges, options, written["normalizer"], written["pre_tokenizer"], added)
+
+
+def _hash(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
         digest.update(json.dumps(part, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+# -- vocabularies ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +265,9 @@ class ByteVocab:
         roles: special id -> role (``bos``, ``eos``, ``eot``, ``pad``, ...).
         family: ``byte_level``, ``sentencepiece`` or ``wordpiece``.
         lossless: whether joined bytes reproduce a text up to the tokenizer's normaliser.
-        fingerprint: SHA-256 of vocabulary, merges, normaliser, splitting rules and added tokens.
+        fingerprint: SHA-256 of vocabulary, merges, normaliser, splitting rules and added tokens: what they mean,
+            however a file or a library writes them.
+        first_fingerprint: the same in version 1, as files of earlier releases carry it.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -151,6 +277,7 @@ class ByteVocab:
     family: str
     lossless: bool
     fingerprint: str
+    first_fingerprint: str
 
     @property
     def size(self) -> int:
@@ -183,6 +310,18 @@ class ByteVocab:
         """Whether two tokenizers are the same; decided by fingerprint, never by name or size."""
         return self.fingerprint == other.fingerprint
 
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Whether a file that carries ``fingerprint``, of either version, was made for this vocabulary."""
+        return fingerprint in (self.fingerprint, self.first_fingerprint)
+
+    def display(self, ids: Iterable[int]) -> list[str]:
+        """Tokens for people: text where the bytes are text, ``\\xHH`` where they are not, roles in brackets."""
+        shown = []
+        for i in ids:
+            data = self.token_bytes[i]
+            shown.append(data.decode("utf-8", "backslashreplace") if data else f"[{self.roles.get(i, 'empty')}]")
+        return shown
+
     def head_report(self, width: int) -> dict[str, int]:
         """How a model head of ``width`` rows fits: rows that are no token, and ids that the head cannot predict."""
         return {
@@ -193,19 +332,15 @@ class ByteVocab:
         }
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, *, spec: dict[str, Any] | None = None) -> ByteVocab:
-        """Read a transformers fast tokenizer; the result is kept with the tokenizer object.
+    def from_tokenizer(cls, tokenizer: object) -> ByteVocab:
+        """``Tokenizer.of(tokenizer).vocab``."""
+        from limbeck.tokens.tokenizer import Tokenizer  # it is made of this class
 
-        ``spec`` is its :func:`backend_spec`, for callers that have it already: it takes seconds to write and parse.
-        """
-        cached = _CACHE.get(tokenizer)
-        if cached is None:
-            cached = cls._build(spec or backend_spec(tokenizer), dict(tokenizer.special_tokens_map))
-            _CACHE[tokenizer] = cached
-        return cached
+        return Tokenizer.of(tokenizer).vocab
 
     @classmethod
-    def _build(cls, spec: dict[str, Any], special_map: dict[str, Any]) -> ByteVocab:
+    def from_spec(cls, spec: Spec, named: Mapping[str, str]) -> ByteVocab:
+        """Read a tokenizer's description; ``named`` maps ``bos_token``, ``eos_token``, ... to contents."""
         family = _family(spec)
         entries = _model_vocab(spec)
         added: Sequence[dict[str, Any]] = spec.get("added_tokens") or []
@@ -222,7 +357,7 @@ class ByteVocab:
             present[i] = True
             if token["special"]:
                 token_bytes[i], special[i] = b"", True
-                roles[i] = role_of(token["content"], special_map)
+                roles[i] = role_of(token["content"], named)
             else:
                 token_bytes[i] = _added_to_bytes(token["content"], family)
         # A model's unknown token stands for text it cannot spell; it never has bytes of its own.
@@ -230,11 +365,9 @@ class ByteVocab:
         for display, i in entries:
             if display == unknown and not special[i]:
                 token_bytes[i], special[i], roles[i] = b"", True, "unk"
-        return cls(tuple(token_bytes), special, present, roles, family, family != "wordpiece", _fingerprint(spec))
+        prints = _fingerprint(spec), _first_fingerprint(spec)
+        return cls(tuple(token_bytes), special, present, roles, family, family != "wordpiece", *prints)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.token_bytes, self.special, self.present, self.roles, self.family, self.lossless)
-        return (type(self), (*fields, self.fingerprint))
-
-
-_CACHE: weakref.WeakKeyDictionary[Any, ByteVocab] = weakref.WeakKeyDictionary()
+        return (type(self), (*fields, self.fingerprint, self.first_fingerprint))

@@ -4,17 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.projection.retokenise import Retokeniser, _utf8_runs
+from limbeck.tokens import Tokenizer
+from limbeck.tokens.tokenizer import _utf8_runs
 from tests import zoo
 from tests.helpers.tokenizers import byte_level, sentencepiece
 
 SPELLERS = {
-    "byte_level": Retokeniser(
+    "byte_level": Tokenizer.of(
         byte_level(["the cat", "水", "201", "\r\n\r\n"], split_digits=True, specials=["<|end|>"])
     ),
-    "nfc": Retokeniser(byte_level(["é", "the"], nfc=True)),
-    "sentencepiece": Retokeniser(sentencepiece([" the", "水", "cat"], specials=["</s>"])),
-    "prefix": Retokeniser(sentencepiece([" the", "水", "cat"], prefix=True)),
+    "nfc": Tokenizer.of(byte_level(["é", "the"], nfc=True)),
+    "sentencepiece": Tokenizer.of(sentencepiece([" the", "水", "cat"], specials=["</s>"])),
+    "prefix": Tokenizer.of(sentencepiece([" the", "水", "cat"], prefix=True)),
 }
 
 
@@ -58,7 +59,7 @@ def test_progress_reaches_the_end() -> None:
 
 
 def test_wordpiece_words_are_the_same_with_and_without_a_space() -> None:
-    speller = Retokeniser(zoo.tokenizer("minilm"))
+    speller = Tokenizer.of(zoo.tokenizer("minilm"))
     with_space, without, unknown = speller.spell([b" walking", b"walking", "\u0f00".encode() * 3])
     assert with_space == without
     assert speller.vocab.join(without) == b"walking"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from limbeck.tokens import Tokenizer
 from limbeck.tokens.chat import ChatTemplate
 from limbeck.tokens.chat.markers import lay_out
 from limbeck.tokens.chat.turns import TurnFinder
@@ -17,7 +18,10 @@ from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call,
 def _regions(template_name: str, messages: list[Message], tools: list[dict] | None) -> dict[int, str] | None:
     """Supervised text by message, without end-of-turn tokens; None where the template refuses in its own words."""
     template = ChatTemplate(
-        zoo.tokenizer("smollm2"), tools=tools, template=zoo.trl_template(template_name), name=template_name
+        Tokenizer.of(zoo.tokenizer("smollm2")),
+        tools=tools,
+        template=zoo.trl_template(template_name),
+        name=template_name,
     )
     try:
         layout = lay_out(template, messages, holds_special=lambda text: False)
@@ -58,7 +62,7 @@ def test_every_string_is_found_or_the_template_refuses(name: str) -> None:
 
 def test_arguments_are_found_in_whatever_form_they_are_written() -> None:
     value = "quote \" ' slash \\ é 🌤 </b>"
-    tokenizer = zoo.tokenizer("smollm2")
+    tokenizer = Tokenizer.of(zoo.tokenizer("smollm2"))
     writings = {
         "json": "{{ c.arguments | tojson }}",
         "ascii": "{{ c.arguments | tojson(ensure_ascii=True) }}",
@@ -90,7 +94,7 @@ def test_a_template_that_looks_at_names_is_followed() -> None:
         "{% if t.function.name == 'python' %}<code>{{ t.function.arguments.code }}</code>{% else %}"
         "{{ raise_exception('unknown tool') }}{% endif %}{% endfor %};{% endfor %}"
     )
-    template = ChatTemplate(zoo.tokenizer("smollm2"), template=source, name="code")
+    template = ChatTemplate(Tokenizer.of(zoo.tokenizer("smollm2")), template=source, name="code")
     messages = [user("q"), answer("go", tool_calls=[call(1, {"code": "1+1"}, name="python")])]
     layout = lay_out(template, messages, holds_special=lambda text: False)
     (turn,) = TurnFinder(layout, []).find([1])

@@ -10,8 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from limbeck.tokens import ByteVocab, load_tokenizer
-from limbeck.tokens.roles import is_end, role_class, role_of
-from limbeck.tokens.vocab import byte_alphabet
+from limbeck.tokens.vocab import byte_alphabet, is_end, role_class, role_of
 from limbeck.utils.errors import TokenizerError
 from tests.zoo import FAMILY, NAMES, tokenizer
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from markupsafe import escape
 
+from limbeck.errors import TemplateError
 from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
-from limbeck.utils.errors import TemplateError
 
 Path = tuple[Any, ...]
 

@@ -22,9 +22,9 @@ from limbeck.tokens.chat.markers import Layout, Place
 from limbeck.tokens.chat.render import AliasedText, supervise
 from limbeck.tokens.chat.template import ChatTemplate
 from limbeck.tokens.chat.turns import Special, Turn, locate_turns
-from limbeck.tokens.encoder import TextEncoder
 from limbeck.tokens.rendering import Rendering
-from limbeck.tokens.roles import KNOWN_ROLES, is_end
+from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.vocab import KNOWN_ROLES, is_end
 
 IntArray = npt.NDArray[np.int64]
 
@@ -91,14 +91,13 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
+        self, tokenizer: object, *, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
     ) -> None:
-        self.tokenizer = tokenizer
-        self.encoder = TextEncoder.for_tokenizer(tokenizer)
+        self.tokenizer = Tokenizer.of(tokenizer)
         self.template_kwargs = dict(template_kwargs or {})
         self.name = name
         self.tokens = 0
-        self._added = _added_pattern(self.encoder, tokenizer)
+        self._added = _added_pattern(self.tokenizer)
         self._alone: dict[str, bool] = {}
         self._known: dict[tuple[str, tuple[int, ...]], AliasedText] = {}
 
@@ -109,7 +108,7 @@ class ChatRenderer:
     def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> Conversation:
         """Render a conversation and cut it into pieces; nothing is tokenised yet."""
         template = ChatTemplate(self.tokenizer, tools=tools, arguments=self.template_kwargs, name=self.name)
-        located = locate_turns(template, self.encoder, messages)
+        located = locate_turns(template, self.tokenizer, messages)
         atoms = self._with_added(located.layout, located.specials)
         return _Cutter(located.layout, located.specials, atoms, located.turns).cut(list(messages), located.dropped)
 
@@ -130,8 +129,8 @@ class ChatRenderer:
     def _stands_alone(self, content: str) -> bool:
         """Whether an added token is always cut out of the text around it."""
         if content not in self._alone:
-            before, own = (self.encoder.encode(text).ids.tolist() for text in ("a\n", content))
-            whole = self.encoder.encode(f"a\n{content}a").ids.tolist()
+            before, own = (self.tokenizer.encode(text).ids.tolist() for text in ("a\n", content))
+            whole = self.tokenizer.encode(f"a\n{content}a").ids.tolist()
             self._alone[content] = len(own) == 1 and whole[: len(before) + 1] == before + own
         return self._alone[content]
 
@@ -139,7 +138,7 @@ class ChatRenderer:
         """A piece's tokens; tokenised once however many sequences hold it."""
         known = self._known.get(piece.key)
         if known is None:
-            known = self._known[piece.key] = AliasedText(piece.text, piece.specials, self.encoder)
+            known = self._known[piece.key] = AliasedText(piece.text, piece.specials, self.tokenizer)
             self.tokens += len(known.rendering)
         return known
 
@@ -206,9 +205,9 @@ def _target(aliased: AliasedText, turns: Sequence[Turn]) -> Target | None:
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-def _added_pattern(encoder: TextEncoder, tokenizer: Any) -> re.Pattern[str] | None:
+def _added_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Matches added tokens that are not special, the longest first."""
-    contents = [c for c in tokenizer.get_added_vocab() if c.strip() and c == c.strip() and c not in encoder.aliases]
+    contents = [c for c in tokenizer.added if c.strip() and c == c.strip()]
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True)))) if contents else None
 
 

@@ -7,11 +7,12 @@ refuse one in mid-conversation, drop it, or move it to the front get the hint at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
-
-import jinja2
+from functools import lru_cache
+from typing import Literal, get_args
 
 from limbeck.errors import TemplateError
+from limbeck.tokens.chat.template import ChatTemplate, Message, render_errors
+from limbeck.tokens.tokenizer import Tokenizer
 
 Placement = Literal["system", "append", "user"]
 """``system``: own system turn; ``append``: end of the last user or tool turn; ``user``: own user turn."""
@@ -21,53 +22,37 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 _HINT, _BEFORE, _TARGET = "qzhintzq", "qzbeforezq", "qztargetzq"
 
 
-class ChatTokenizer(Protocol):
-    """What the probe needs of a tokenizer."""
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool) -> Any: ...
-
-
-_known: dict[str, Placement] = {}
-
-
-def probe_placement(tokenizer: ChatTokenizer) -> Placement:
+def probe_placement(tokenizer: object) -> Placement:
     """The best placement that this tokenizer's chat template carries out faithfully.
 
     A placement passes when the hint is rendered exactly once, after the turn before it and before the target, in a
     conversation that ends with a user turn and, where the template knows tools at all, in one that ends with a tool
     result. The answer is remembered per template.
     """
-    template = repr(getattr(tokenizer, "chat_template", None))
-    if template == "None":
-        raise TemplateError(
-            f"the tokenizer {_name(tokenizer)} has no chat template, so hints cannot be placed: set one"
-        )
-    if template not in _known:
-        _known[template] = _probe(tokenizer)
-    return _known[template]
+    own = Tokenizer.of(tokenizer)
+    if not own.templates:
+        raise TemplateError(f"the tokenizer {own.name!r} has no chat template, so hints cannot be placed: set one")
+    return _probe(ChatTemplate(own))
 
 
-def _name(tokenizer: Any) -> str:
-    return repr(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-
-
-def _probe(tokenizer: ChatTokenizer) -> Placement:
-    usable = [conversation for conversation in _conversations() if _render(tokenizer, conversation) is not None]
+@lru_cache(maxsize=64)
+def _probe(template: ChatTemplate) -> Placement:
+    usable = [conversation for conversation in _conversations() if _render(template, conversation) is not None]
     if not usable:
         raise TemplateError(
-            f"the chat template of {_name(tokenizer)} refuses a plain conversation of two user and two assistant "
+            f"the chat template of {template.name!r} refuses a plain conversation of two user and two assistant "
             "turns: check the template"
         )
     for placement in PLACEMENTS:
-        if all(_placed_well(tokenizer, conversation, placement) for conversation in usable):
+        if all(_placed_well(template, conversation, placement) for conversation in usable):
             return placement
     raise TemplateError(
-        f"the chat template of {_name(tokenizer)} shows a hint neither in a system turn, nor in the last user or tool "
+        f"the chat template of {template.name!r} shows a hint neither in a system turn, nor in the last user or tool "
         "turn, nor in a user turn of its own: use another template"
     )
 
 
-def _conversations() -> list[list[dict[str, Any]]]:
+def _conversations() -> list[list[Message]]:
     function = {"name": "look", "arguments": {"at": "x"}}
     call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral wants ids of nine characters
     start = [{"role": "user", "content": "Hello."}]
@@ -83,26 +68,23 @@ def _conversations() -> list[list[dict[str, Any]]]:
     ]
 
 
-def _render(tokenizer: ChatTokenizer, messages: Sequence[dict[str, Any]]) -> str | None:
+def _render(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
     """The conversation as text, or None where the template refuses it."""
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
-        # Templates refuse with raise_exception, or stumble over a missing field.
+        text, _ = template.render(messages)
+    except render_errors():
         return None
-    return text if isinstance(text, str) and _TARGET in text and _BEFORE in text else None
+    return text if _TARGET in text and _BEFORE in text else None
 
 
-def _placed_well(tokenizer: ChatTokenizer, conversation: list[dict[str, Any]], placement: Placement) -> bool:
-    text = _render(tokenizer, insert_hint(conversation, len(conversation) - 1, _HINT, placement))
+def _placed_well(template: ChatTemplate, conversation: list[Message], placement: Placement) -> bool:
+    text = _render(template, insert_hint(conversation, len(conversation) - 1, _HINT, placement))
     if text is None or text.count(_HINT) != 1:
         return False
     return text.index(_BEFORE) < text.index(_HINT) < text.index(_TARGET)
 
 
-def insert_hint(
-    messages: Sequence[dict[str, Any]], target_index: int, hint: str, placement: Placement
-) -> list[dict[str, Any]]:
+def insert_hint(messages: Sequence[Message], target_index: int, hint: str, placement: Placement) -> list[Message]:
     """The conversation with a hint directly before the message at ``target_index``.
 
     The target then stands at ``target_index + len(result) - len(messages)``. The messages given are not changed. An

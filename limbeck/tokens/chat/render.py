@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from limbeck.errors import ConfigError, TemplateError
 from limbeck.tokens.chat.template import ChatTemplate, Message
 from limbeck.tokens.chat.turns import Special, Turn, locate_turns
-from limbeck.tokens.encoder import TextEncoder
 from limbeck.tokens.rendering import Rendering, Segment
-from limbeck.utils.errors import ConfigError, TemplateError
+from limbeck.tokens.tokenizer import Tokenizer
 
 
 def render_chat(
-    tokenizer: Any,
+    tokenizer: object,
     messages: Sequence[Message],
     *,
     tools: Sequence[Any] | None = None,
@@ -44,6 +44,7 @@ def render_chat(
     context only.
 
     Args:
+        tokenizer: a :class:`Tokenizer`, or a transformers fast tokenizer.
         messages: dicts with ``role``, ``content`` and optionally ``reasoning_content``, ``tool_calls`` (arguments as an
             object or a JSON string), ``tool_call_id``, ``name``, ``supervise``, ``weight``.
         tools: JSON schemas or functions, passed to the template.
@@ -66,10 +67,10 @@ def render_chat(
     """
     if train_on not in ("all", "last"):
         raise ConfigError(f"train_on is {train_on!r}, expected 'all' or 'last' (assistant messages).")
-    chat_template = ChatTemplate(tokenizer, tools=tools, template=template, arguments=template_kwargs, name=name)
-    encoder = TextEncoder.for_tokenizer(tokenizer)
-    located = locate_turns(chat_template, encoder, messages, train_on=train_on, generation_prompt=add_generation_prompt)
-    rendering, straddling = supervise(AliasedText(located.layout.text, located.specials, encoder), located.turns)
+    own = Tokenizer.of(tokenizer)
+    chat_template = ChatTemplate(own, tools=tools, template=template, arguments=template_kwargs, name=name)
+    located = locate_turns(chat_template, own, messages, train_on=train_on, generation_prompt=add_generation_prompt)
+    rendering, straddling = supervise(AliasedText(located.layout.text, located.specials, own), located.turns)
     dropped = Counter(rendering.dropped) + located.dropped + Counter(straddle=straddling)
     return replace(rendering, dropped=dict(dropped))
 
@@ -104,20 +105,20 @@ class AliasedText:
         rendering: ids and byte ends; nothing is a target yet.
     """
 
-    def __init__(self, text: str, specials: Sequence[Special], encoder: TextEncoder) -> None:
+    def __init__(self, text: str, specials: Sequence[Special], tokenizer: Tokenizer) -> None:
         self._specials = list(specials)
         self._special_starts = [s.start for s in specials]
         self._special_ends = [s.end for s in specials]
         contents = [text[s.start : s.end] for s in specials]
         cuts = [0, *(x for s in specials for x in (s.start, s.end)), len(text)]
         plain = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
-        aliases = [encoder.aliases[content] for content in contents]
-        self.rendering: Rendering = encoder.encode_aliased("".join(_interleave(plain, aliases)))
-        self._tokens = self._place_specials(encoder)
+        aliases = [tokenizer.aliases[content] for content in contents]
+        self.rendering: Rendering = tokenizer.encode_aliased("".join(_interleave(plain, aliases)))
+        self._tokens = self._place_specials(tokenizer)
         self._text = text
         self._bytes = _byte_counts(text, [content.encode() for content in contents], self._special_ends)
 
-    def _place_specials(self, encoder: TextEncoder) -> list[int]:
+    def _place_specials(self, tokenizer: Tokenizer) -> list[int]:
         """Token index of every special; anything but an unknown-token beyond those is an error."""
         places: list[int] = []
         rendering = self.rendering
@@ -125,7 +126,7 @@ class AliasedText:
             token = int(rendering.ids[index])
             if len(places) < len(self._specials) and token == self._specials[len(places)].id:
                 places.append(index)
-            elif encoder.vocab.roles.get(token) != "unk":
+            elif tokenizer.vocab.roles.get(token) != "unk":
                 raise TemplateError(f"text of the conversation became special token {token}; please report this.")
         if len(places) != len(self._specials):
             raise TemplateError("the tokenizer lost a special token that the chat template wrote; please report this.")

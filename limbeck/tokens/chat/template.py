@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from limbeck.utils.errors import TemplateError
+from limbeck.errors import TemplateError
+from limbeck.tokens.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -30,30 +31,36 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         tools: Sequence[Any] | None = None,
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        self.name = name or str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self.name = name or tokenizer.name
         self.tools = _schemas(tools)
         self.source = self._resolve(tokenizer, template)
-        self._arguments = {**tokenizer.special_tokens_map, **(arguments or {})}
+        self._arguments = {**tokenizer.named, **(arguments or {})}
         self.reads_tools = re.search(r"\btools\b", self.source) is not None
         self.has_generation_markers = _GENERATION.search(self.source) is not None
 
-    def _resolve(self, tokenizer: Any, template: str | None) -> str:
-        if template is None and not tokenizer.chat_template:
+    def _resolve(self, tokenizer: Tokenizer, template: str | None) -> str:
+        templates = tokenizer.templates
+        if template is not None:
+            return templates.get(template, template)
+        if not templates:
             raise TemplateError(
                 f"tokenizer {self.name!r} has no chat template, which rendering a conversation needs; pass template=, "
                 "or train on plain text."
             )
-        try:
-            source: str = tokenizer.get_chat_template(template, self.tools)
-        except ValueError as error:
-            raise TemplateError(f"tokenizer {self.name!r} has no usable chat template: {one_line(error)}") from error
+        source = templates.get("tool_use" if self.tools and "tool_use" in templates else "default")
+        if source is None:
+            names = ", ".join(sorted(templates))
+            raise TemplateError(
+                f"tokenizer {self.name!r} has the chat templates {names} and no default one; pass the name of one of "
+                "them as template=."
+            )
         return source
 
     def render(

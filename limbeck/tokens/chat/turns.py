@@ -7,13 +7,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 
 from limbeck.tokens.chat.markers import Layout, lay_out
 from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
-from limbeck.tokens.encoder import TextEncoder
-from limbeck.tokens.roles import is_end
+from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.vocab import is_end
 
 _CALL = {"name": "tool_call", "argument": "tool_call"}
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
@@ -56,14 +55,14 @@ class LocatedTurns:
 
 def locate_turns(
     template: ChatTemplate,
-    encoder: TextEncoder,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     train_on: str = "all",
     generation_prompt: bool = False,
 ) -> LocatedTurns:
     """Render a conversation and find the turns of its assistant messages; see :func:`render_chat`."""
-    pattern = special_pattern(encoder)
+    pattern = tokenizer.special_pattern
     layout = lay_out(
         template,
         messages,
@@ -71,7 +70,7 @@ def locate_turns(
         generation_prompt=generation_prompt,
     )
     strings = [(p.start - e[0], p.end + e[1]) for p, e in zip(layout.places, layout.edges, strict=True)]
-    specials = find_specials(layout.text, strings, encoder)
+    specials = find_specials(layout.text, strings, tokenizer)
     finder = TurnFinder(layout, specials)
     turns = finder.find(_supervised(messages, train_on))
     if template.tools and not template.reads_tools:
@@ -93,24 +92,17 @@ def _edged(layout: Layout, turns: Sequence[Turn]) -> int:
     return sum(leaf.message in messages and leaf.text != leaf.text.strip() for leaf in layout.marked.leaves)
 
 
-@lru_cache(maxsize=32)
-def special_pattern(encoder: TextEncoder) -> re.Pattern[str] | None:
-    """Matches the content of any special token, the longest first."""
-    contents = sorted((c for c in encoder.aliases if c), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents))) if contents else None
-
-
-def find_specials(text: str, protected: Iterable[Span], encoder: TextEncoder) -> list[Special]:
+def find_specials(text: str, protected: Iterable[Span], tokenizer: Tokenizer) -> list[Special]:
     """The special tokens in a rendering, outside the spans that hold text of messages."""
-    pattern = special_pattern(encoder)
+    pattern = tokenizer.special_pattern
     if pattern is None:
         return []
     found, at = [], 0
-    ids = encoder.special_ids
+    ids = tokenizer.special_ids
     for start, end in [*protected, (len(text), len(text))]:
         for match in pattern.finditer(text, at, start):
             token = ids[match[0]]
-            found.append(Special(match.start(), match.end(), token, encoder.vocab.roles.get(token, "")))
+            found.append(Special(match.start(), match.end(), token, tokenizer.vocab.roles.get(token, "")))
         at = end
     return found
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from limbeck.errors import LimbeckError, TemplateError, TraceError
-from limbeck.tokens import ByteVocab
+from limbeck.tokens import Tokenizer
 from limbeck.tokens.chat import ChatRenderer, Conversation
 from limbeck.traces.collate.config import CollatorConfig, TokenizerLike
 from limbeck.traces.collate.examples import Example, HintTarget, to_example
@@ -226,10 +226,10 @@ class ComposerDataCollator:
         return rows
 
 
-def _pad_id(tokenizer: TokenizerLike, given: int | None = None) -> int:
-    known = (i for i in (given, tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
+def _pad_id(tokenizer: Tokenizer, given: int | None = None) -> int:
+    known = (i for i in (given, tokenizer.pad_id, tokenizer.eos_id) if i is not None)
     pad_id = next(known, 0)
-    size = ByteVocab.from_tokenizer(tokenizer).size
+    size = tokenizer.vocab.size
     if not 0 <= pad_id < size:
         raise TraceError(f"pad_token_id is {pad_id}, outside the tokenizer's {size} ids; give one of them")
     return pad_id

@@ -1,8 +1,8 @@
-"""Text to ids with exact byte ends; no text ever yields a special token.
+"""One tokenizer: text to ids with exact byte ends, and byte strings to ids; no text ever yields a special token.
 
-The encoder works on a twin of the tokenizer in which the content of every special token is replaced by an alias that
-nobody can type. Plain text therefore passes as text whatever it contains, while a renderer that *means* a special token
-writes its alias. Everything else (splitting, merges, normaliser) is the tokenizer's own, in one pass.
+It works on a twin of the tokenizer in which the content of every special token is replaced by an alias that nobody can
+type. Plain text therefore passes as text whatever it contains, while a renderer that *means* a special token writes its
+alias. Everything else (splitting, merges, normaliser) is the tokenizer's own, in one pass.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import json
 import re
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+import tokenizers
 
+from limbeck.errors import TokenizerError
 from limbeck.tokens.rendering import Rendering, Segment
-from limbeck.tokens.vocab import ByteVocab, backend_spec, byte_alphabet
-from limbeck.utils.errors import TokenizerError
+from limbeck.tokens.vocab import ByteVocab, Spec, byte_alphabet
+
+Advance = Callable[[int, int], None]  # (done, total)
+Spelling = tuple[int, ...]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -32,12 +36,17 @@ _ALIAS = re.compile(f"{_ALIAS_OPEN}[0-9a-f]+{_ALIAS_CLOSE}")
 _ALIAS_BYTES = re.compile(_ALIAS.pattern.encode("utf-8"))
 
 
-def _alias_twin(spec: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    """A copy of the tokenizer whose special tokens answer to aliases, and special content -> alias."""
-    spec = copy.copy(spec)
+def _aliases(spec: Spec) -> dict[str, str]:
+    """Special content -> the alias that stands for it."""
     nonce = secrets.token_hex(8)
     added = spec.get("added_tokens") or []
-    aliases = {a["content"]: f"{_ALIAS_OPEN}{nonce}{a['id']:x}{_ALIAS_CLOSE}" for a in added if a["special"]}
+    return {a["content"]: f"{_ALIAS_OPEN}{nonce}{a['id']:x}{_ALIAS_CLOSE}" for a in added if a["special"]}
+
+
+def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """A copy of the tokenizer whose special tokens answer to their aliases."""
+    spec = copy.copy(spec)
+    added = spec.get("added_tokens") or []
     spec["added_tokens"] = [{**a, "content": aliases.get(a["content"], a["content"])} for a in added]
     model = dict(spec["model"])
     vocab = model["vocab"]
@@ -52,7 +61,7 @@ def _alias_twin(spec: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
     spec.update(model=model, post_processor=None, truncation=None, padding=None)
-    return Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)), aliases
+    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
 
 
 def _char_byte_starts(text: str) -> IntArray:
@@ -87,41 +96,108 @@ def _group_starts(text: str, offsets: IntArray) -> tuple[BoolArray, IntArray]:
     return first, np.maximum.accumulate(start)
 
 
-class TextEncoder:
-    """Encodes text with one tokenizer and proves, token by token, that bytes and text agree.
+class Tokenizer:
+    """One vocabulary and its text rules: the only form of a tokenizer inside the house.
+
+    Args:
+        spec: its description, as in ``tokenizer.json``. Added tokens that ``named`` lists are special whatever their
+            flag says.
+        named: ``bos_token``, ``eos_token``, ``pad_token``, ... -> content.
+        templates: name -> Jinja text of a chat template; ``default`` is the usual one.
+        adds_bos: whether it puts its begin token in front of a text by default.
+        name: what errors call it.
 
     Attributes:
-        vocab: the tokenizer's :class:`ByteVocab`.
-        aliases: content of each special token -> the string that stands for it in :meth:`encode_aliased`.
+        vocab: its :class:`ByteVocab`.
+        bos_id, eos_id, pad_id: begin and end of a document and padding, or None.
         special_ids: content of each special token -> its id.
-        bos_id, eos_id: the tokenizer's own begin and end of a document, or None.
-        adds_bos: whether the tokenizer puts its begin token in front of a text by default.
+        added: contents of the other added tokens, which are cut out of a text before it is split.
+        aliases: content of each special token -> the string that stands for it in :meth:`encode_aliased`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        spec = backend_spec(tokenizer)
-        self.vocab = ByteVocab.from_tokenizer(tokenizer, spec=spec)
-        self._backend, self.aliases = _alias_twin(spec)
-        self._alias_ids = {alias: self._backend.token_to_id(alias) for alias in self.aliases.values()}
-        added: list[dict[str, Any]] = spec.get("added_tokens") or []
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        named: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        adds_bos: bool = False,
+        name: str = "",
+    ) -> None:
+        self.named, self.templates, self.name, self.adds_bos = dict(named or {}), dict(templates or {}), name, adds_bos
+        contents = set(self.named.values())
+        added = [{**a, "special": a["special"] or a["content"] in contents} for a in spec.get("added_tokens") or []]
+        self._spec: Spec | None = {**spec, "added_tokens": added}
+        self.vocab = ByteVocab.from_spec(self._spec, self.named)
         self.special_ids: dict[str, int] = {a["content"]: a["id"] for a in added if a["special"]}
-        moved = [c for c, i in self.special_ids.items() if self._alias_ids[self.aliases[c]] != i]
-        if moved:
-            raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
-        self.bos_id: int | None = tokenizer.bos_token_id
-        self.eos_id: int | None = tokenizer.eos_token_id
-        self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
-        self._meant = self.vocab.special.copy()
-        self._meant[list(self.vocab.ids_with_role("unk"))] = False
-        self._is_byte_level = self.vocab.family == "byte_level"
+        self.added = tuple(a["content"] for a in added if not a["special"])
+        self.aliases = _aliases(self._spec)
+        ids = {**_entries(spec), **{a["content"]: a["id"] for a in added}}
+        self.bos_id, self.eos_id, self.pad_id = (
+            ids.get(self.named.get(f"{key}_token", "")) for key in ("bos", "eos", "pad")
+        )
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Any) -> TextEncoder:
-        """The encoder of a tokenizer, built once and kept with the tokenizer object."""
-        encoder = _CACHE.get(tokenizer)
-        if encoder is None:
-            encoder = _CACHE[tokenizer] = cls(tokenizer)
-        return encoder
+    def of(cls, tokenizer: object) -> Tokenizer:
+        """The form that the house uses of a tokenizer.
+
+        A ``Tokenizer`` as it is; a transformers fast tokenizer wrapped, once per object, with the chat template that it
+        has now; a ``tokenizers.Tokenizer`` wrapped, without names for its special tokens.
+        """
+        if isinstance(tokenizer, Tokenizer):
+            return tokenizer
+        if isinstance(tokenizer, tokenizers.Tokenizer):
+            return cls(json.loads(tokenizer.to_str()))
+        known = _KNOWN.get(tokenizer)
+        if known is None:
+            known = _KNOWN[tokenizer] = cls._wrap(tokenizer)
+        current = _state(tokenizer)
+        if current != {key: getattr(known, key) for key in current}:
+            known = copy.copy(known)
+            known.__dict__.update(current)
+            _KNOWN[tokenizer] = known
+        return known
+
+    @classmethod
+    def _wrap(cls, tokenizer: Any) -> Tokenizer:
+        backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
+        if backend is None or not hasattr(backend, "to_str"):
+            raise TokenizerError(
+                f"{type(tokenizer).__name__} has no `tokenizers` backend, so its tokens cannot be read as bytes; "
+                "load it from a tokenizer.json (PreTrainedTokenizerFast)."
+            )
+        named = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list)}
+        begin = tokenizer.bos_token_id
+        adds_bos = begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
+        return cls(json.loads(backend.to_str()), named=named, adds_bos=adds_bos)
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: object) -> Tokenizer:
+        """:meth:`of`, by its earlier name."""
+        return cls.of(tokenizer)
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:
+        assert self._spec is not None, "the description is kept until the twin is built"
+        twin = _alias_twin(self._spec, self.aliases)
+        self._spec = None
+        moved = [c for c, i in self.special_ids.items() if twin.token_to_id(self.aliases[c]) != i]
+        if moved:
+            raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
+        return twin
+
+    @cached_property
+    def _meant(self) -> BoolArray:
+        """``[size]`` bool; special tokens but the unknown one, which stands for text."""
+        meant = self.vocab.special.copy()
+        meant[list(self.vocab.ids_with_role("unk"))] = False
+        return meant
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the content of any special token, the longest first."""
+        contents = sorted((c for c in self.aliases if c), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, contents))) if contents else None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> Rendering:
         """Render a plain text: every token of it is a target, in one segment of kind ``text``.
@@ -144,7 +220,7 @@ class TextEncoder:
         """Render a text in which aliases stand for special tokens; nothing is a target yet."""
         _check_text(text)
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        source = _ALIAS.sub(lambda match: "" if match[0] in self._alias_ids else match[0], text)
+        source = _ALIAS.sub(lambda match: "" if match[0] in self._alias_set else match[0], text)
         rendering = self._locate(ids, source) or self._resync(text)
         return Rendering(
             rendering.ids,
@@ -157,12 +233,43 @@ class TextEncoder:
             rendering.dropped,
         )
 
+    def spell(self, items: Sequence[bytes], progress: Advance | None = None) -> list[Spelling]:
+        """How this vocabulary writes byte strings: token ids of each, ``()`` where it cannot; never other bytes.
+
+        A byte string that is text goes through the tokenizer as text, so its splitting rules hold. Where that changes
+        the bytes (a normaliser, a space put in front) or the bytes are no text (part of a character), the tokenizer's
+        model spells the bytes directly. ``progress(done, total)`` is called after each batch.
+        """
+        spellings: list[Spelling] = []
+        for start in range(0, len(items), _SPELL_BATCH):
+            spellings.extend(self._spell_batch(items[start : start + _SPELL_BATCH]))
+            if progress is not None:
+                progress(min(start + _SPELL_BATCH, len(items)), len(items))
+        return spellings
+
+    def canonical_ids(self) -> dict[bytes, int]:
+        """Byte string -> the one id that the tokenizer itself writes for it.
+
+        Vocabularies hold byte strings twice (``<0x41>`` beside ``A``); a distribution puts its mass on the id that the
+        tokenizer produces, so that is the one to compare.
+        """
+        table: dict[bytes, int] = {}
+        repeated: dict[bytes, list[int]] = {}
+        for token_id, data in enumerate(self.vocab.token_bytes):
+            if data and table.setdefault(data, token_id) != token_id:
+                repeated.setdefault(data, [table[data]]).append(token_id)
+        names = list(repeated)
+        for data, spelling in zip(names, self.spell(names), strict=True):
+            if len(spelling) == 1:
+                table[data] = spelling[0]
+        return table
+
     def encode_bytes_ids(self, data: bytes) -> list[int]:
         """Ids of raw bytes, without splitting rules or an added space: how this vocabulary spells one token.
 
         Bytes that the vocabulary cannot spell give an empty list.
         """
-        if self._is_byte_level:
+        if self.vocab.family == "byte_level":
             return [t.id for t in self._backend.model.tokenize(_byte_display(data))]
         try:
             text = data.decode("utf-8")
@@ -172,6 +279,37 @@ class TextEncoder:
         display = text.replace(" ", "\u2581") if self.vocab.family == "sentencepiece" else text
         ids = [t.id for t in self._backend.model.tokenize(display)]
         return ids if self.vocab.join(ids) == data else []
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether it puts a space in front of every text: then no byte string passes as text unchanged."""
+        return self.vocab.join(self.encode("a").ids.tolist()) != b"a"
+
+    def _spell_batch(self, items: Sequence[bytes]) -> Iterable[Spelling]:
+        texts = [None if self._adds_prefix else _as_text(data) for data in items]
+        rendered = iter(self.encode_batch([text for text in texts if text is not None]))
+        for data, text in zip(items, texts, strict=True):
+            ids = () if text is None else tuple(next(rendered).ids.tolist())
+            yield ids if ids and self._stands_for(ids, data) else self._spell_bytes(data)
+
+    def _spell_bytes(self, data: bytes) -> Spelling:
+        if self.vocab.family == "sentencepiece":
+            pieces = [self.encode_bytes_ids(run) for run in _utf8_runs(data)]
+            ids = tuple(i for piece in pieces for i in piece) if all(pieces) else ()
+        else:
+            ids = tuple(self.encode_bytes_ids(data))
+        return ids if ids and self._stands_for(ids, data) else ()
+
+    def _stands_for(self, ids: Spelling, data: bytes) -> bool:
+        joined = self.vocab.join(ids)
+        if self.vocab.lossless:
+            return joined == data
+        # WordPiece has no spaces: a word is the same word with and without one in front.
+        return joined == data.strip() and not any(self.vocab.special[i] for i in ids)
+
+    @cached_property
+    def _alias_set(self) -> frozenset[str]:
+        return frozenset(self.aliases.values())
 
     def _locate(self, ids: list[int], text: str) -> Rendering | None:
         """The rendering when joined token bytes equal the text's; None otherwise."""
@@ -217,7 +355,7 @@ class TextEncoder:
         """Move byte ends from the aliased text to the text without aliases."""
         source = aliased.encode("utf-8")
         found = _ALIAS_BYTES.finditer(source)
-        cuts = [match.span() for match in found if match[0].decode("utf-8") in self._alias_ids]
+        cuts = [match.span() for match in found if match[0].decode("utf-8") in self._alias_set]
         if cuts:
             keep = np.ones(len(source), dtype=bool)
             for start, end in cuts:
@@ -262,7 +400,34 @@ class TextEncoder:
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        """With the twin built: a loader process would otherwise build it anew for every worker."""
+        assert self._backend is not None
         return self.__dict__
+
+
+TextEncoder = Tokenizer
+"""Its earlier name."""
+
+
+def _state(tokenizer: Any) -> dict[str, Any]:
+    """What can change on a transformers tokenizer after it is loaded, as attributes of :class:`Tokenizer`."""
+    templates = getattr(tokenizer, "chat_template", None)
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    named = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list)}
+    return {
+        "name": str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+        "templates": dict(templates or {}),
+        "named": named,
+        "bos_id": tokenizer.bos_token_id,
+        "eos_id": tokenizer.eos_token_id,
+        "pad_id": getattr(tokenizer, "pad_token_id", None),
+    }
+
+
+def _entries(spec: Spec) -> dict[str, int]:
+    vocab = spec["model"]["vocab"]
+    return vocab if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
 
 
 def _check_text(text: str) -> None:
@@ -302,5 +467,29 @@ def _equal_spans(
     return result
 
 
+def _as_text(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _utf8_runs(data: bytes) -> list[bytes]:
+    """Cut `data` into stretches that are whole characters and stretches that are parts of characters."""
+    runs: list[bytes] = []
+    rest = data
+    while rest:
+        try:
+            rest.decode("utf-8")
+        except UnicodeDecodeError as error:
+            runs.extend(run for run in (rest[: error.start], rest[error.start : error.end]) if run)
+            rest = rest[error.end :]
+        else:
+            runs.append(rest)
+            break
+    return runs
+
+
 _DISPLAY = {b: c for c, b in byte_alphabet().items()}
-_CACHE: weakref.WeakKeyDictionary[Any, TextEncoder] = weakref.WeakKeyDictionary()
+_SPELL_BATCH = 4096
+_KNOWN: weakref.WeakKeyDictionary[Any, Tokenizer] = weakref.WeakKeyDictionary()
