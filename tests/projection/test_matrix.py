@@ -32,7 +32,7 @@ def make(indices: Any, weights: Any, exact: Any = None, teacher_size: int = 6, *
 
 
 def vocab(fingerprint: str, size: int) -> Any:
-    return SimpleNamespace(fingerprint=fingerprint, size=size)
+    return SimpleNamespace(fingerprint=fingerprint, size=size, has_fingerprint=fingerprint.__eq__)
 
 
 @st.composite
