@@ -234,7 +234,7 @@ def _first_fingerprint(spec: Spec) -> str:
     vocab = model.pop("vocab")
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.pop("merges", None) or []]
     few: Any = {} if isinstance(vocab, dict) else vocab[: (model.get("unk_id") or 0) + 1]
-    small = {**model, "vocab": few, **({"merges": []} if merges else {})}
+    small = {**model, "vocab": few, **({"merges": []} if "merges" in spec["model"] else {})}
     empty: Spec = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     written = json.loads(Tokenizer.from_str(json.dumps({**spec, **empty, "model": small})).to_str())
     options = {key: value for key, value in written["model"].items() if key not in ("vocab", "merges")}
