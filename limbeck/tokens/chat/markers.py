@@ -19,6 +19,7 @@ from typing import Any
 from markupsafe import escape
 
 from limbeck.errors import TemplateError
+from limbeck.tokens.chat.sandbox import LimitExceeded
 from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
 
 Path = tuple[Any, ...]
@@ -455,6 +456,8 @@ def lay_out(
             text, generation = template.render(conversation, generation_prompt=generation_prompt)
             layout = _locate(template, conversation, text, generation, holds_special, generation_prompt)
             layout.check()
+        except LimitExceeded:
+            raise
         except TemplateError as error:
             failures.losses.append(error)
         except render_errors() as error:

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import jinja2
+
 from limbeck.errors import TemplateError
+from limbeck.tokens.chat import sandbox
 from limbeck.tokens.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -37,7 +40,9 @@ class ChatTemplate:
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         name: str | None = None,
+        limits: sandbox.Limits | None = None,
     ) -> None:
+        self.limits = limits
         self.name = name or tokenizer.name
         self.tools = _schemas(tools)
         self.source = self._resolve(tokenizer, template)
@@ -68,20 +73,17 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The conversation as a string, and the character spans that generation markers enclose.
 
-        Raises the template's own error; :meth:`refusal` turns it into a :class:`TemplateError`.
+        Raises the template's own error, which :meth:`refusal` turns into a :class:`TemplateError`; ``LimitExceeded``
+        where it runs too long or writes too much.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered: Any = render_jinja_template(
-            [list(messages)],
-            tools=self.tools if tools is None else tools,
-            chat_template=self.source,
-            return_assistant_tokens_mask=self.has_generation_markers,
-            add_generation_prompt=generation_prompt,
+        variables = {
+            "messages": list(messages),
+            "tools": self.tools if tools is None else tools,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
             **self._arguments,
-        )
-        texts, spans = rendered
-        return texts[0], list(spans[0]) if spans else []
+        }
+        return sandbox.render(self.source, variables, self.limits)
 
     def refusal(self, error: BaseException, messages: Sequence[Message]) -> TemplateError:
         """The template's error with the first message that provokes it, found by rendering ever longer prefixes."""
@@ -124,9 +126,7 @@ class ChatTemplate:
 
 def render_errors() -> tuple[type[Exception], ...]:
     """What a template can raise while it renders: its own refusals and operations that do not fit the data."""
-    from jinja2 import TemplateError as JinjaError
-
-    return (JinjaError, TypeError, ValueError, LookupError, AttributeError)
+    return (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 def one_line(error: BaseException) -> str:
@@ -138,8 +138,14 @@ def one_line(error: BaseException) -> str:
 def _schemas(tools: Sequence[Any] | None) -> list[Any] | None:
     if not tools:
         return None
-    from transformers.utils import get_json_schema
-
+    if any(map(callable, tools)):
+        try:
+            from transformers.utils import get_json_schema
+        except ImportError:
+            raise TemplateError(
+                "a tool is given as a function, whose schema the training parts read: pip install 'limbeck[train]', or "
+                "give the JSON schema."
+            ) from None
     return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
 
 
