@@ -7,8 +7,7 @@ refuse one in mid-conversation, drop it, or move it to the front get the hint at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from limbeck.errors import TemplateError
 from limbeck.tokens.chat.template import ChatTemplate, Message, render_errors
@@ -22,32 +21,50 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 _HINT, _BEFORE, _TARGET = "qzhintzq", "qzbeforezq", "qztargetzq"
 
 
-def probe_placement(tokenizer: object) -> Placement:
+class ChatTokenizer(Protocol):
+    """What the probe needs of a tokenizer that is not of the house."""
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool) -> Any: ...
+
+
+_known: dict[str, Placement] = {}
+
+
+def probe_placement(tokenizer: Tokenizer | ChatTokenizer) -> Placement:
     """The best placement that this tokenizer's chat template carries out faithfully.
 
     A placement passes when the hint is rendered exactly once, after the turn before it and before the target, in a
     conversation that ends with a user turn and, where the template knows tools at all, in one that ends with a tool
     result. The answer is remembered per template.
     """
-    own = Tokenizer.of(tokenizer)
-    if not own.templates:
-        raise TemplateError(f"the tokenizer {own.name!r} has no chat template, so hints cannot be placed: set one")
-    return _probe(ChatTemplate(own))
+    templates = tokenizer.templates if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "chat_template", None)
+    if not templates:
+        raise TemplateError(
+            f"the tokenizer {_name(tokenizer)} has no chat template, so hints cannot be placed: set one"
+        )
+    key = repr(templates)
+    if key not in _known:
+        _known[key] = _probe(tokenizer)
+    return _known[key]
 
 
-@lru_cache(maxsize=64)
-def _probe(template: ChatTemplate) -> Placement:
-    usable = [conversation for conversation in _conversations() if _render(template, conversation) is not None]
+def _name(tokenizer: Any) -> str:
+    known = tokenizer.name if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "name_or_path", "")
+    return repr(known or type(tokenizer).__name__)
+
+
+def _probe(tokenizer: Tokenizer | ChatTokenizer) -> Placement:
+    usable = [conversation for conversation in _conversations() if _render(tokenizer, conversation) is not None]
     if not usable:
         raise TemplateError(
-            f"the chat template of {template.name!r} refuses a plain conversation of two user and two assistant "
+            f"the chat template of {_name(tokenizer)} refuses a plain conversation of two user and two assistant "
             "turns: check the template"
         )
     for placement in PLACEMENTS:
-        if all(_placed_well(template, conversation, placement) for conversation in usable):
+        if all(_placed_well(tokenizer, conversation, placement) for conversation in usable):
             return placement
     raise TemplateError(
-        f"the chat template of {template.name!r} shows a hint neither in a system turn, nor in the last user or tool "
+        f"the chat template of {_name(tokenizer)} shows a hint neither in a system turn, nor in the last user or tool "
         "turn, nor in a user turn of its own: use another template"
     )
 
@@ -68,17 +85,21 @@ def _conversations() -> list[list[Message]]:
     ]
 
 
-def _render(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
+def _render(tokenizer: Tokenizer | ChatTokenizer, messages: Sequence[Message]) -> str | None:
     """The conversation as text, or None where the template refuses it."""
     try:
-        text, _ = template.render(messages)
+        if isinstance(tokenizer, Tokenizer):
+            text, _ = ChatTemplate(tokenizer).render(messages)
+        else:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False)
     except render_errors():
+        # Templates refuse with raise_exception, or stumble over a missing field.
         return None
-    return text if _TARGET in text and _BEFORE in text else None
+    return text if isinstance(text, str) and _TARGET in text and _BEFORE in text else None
 
 
-def _placed_well(template: ChatTemplate, conversation: list[Message], placement: Placement) -> bool:
-    text = _render(template, insert_hint(conversation, len(conversation) - 1, _HINT, placement))
+def _placed_well(tokenizer: Tokenizer | ChatTokenizer, conversation: list[Message], placement: Placement) -> bool:
+    text = _render(tokenizer, insert_hint(conversation, len(conversation) - 1, _HINT, placement))
     if text is None or text.count(_HINT) != 1:
         return False
     return text.index(_BEFORE) < text.index(_HINT) < text.index(_TARGET)
