@@ -34,9 +34,7 @@ def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path, *, k: in
     return earlier if earlier.exists() and not current.exists() else current
 
 
-def build_trees(
-    student_tokenizer: object, teacher_tokenizer: object, *, progress: Advance | None = None
-) -> VocabTrees:
+def build_trees(student_tokenizer: object, teacher_tokenizer: object, *, progress: Advance | None = None) -> VocabTrees:
     """Cells, trees and pair rules of two tokenizers."""
     of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
     student, teacher = of_student.vocab, of_teacher.vocab

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.errors import ProjectionError
-from limbeck.tokens.vocab import backend_spec
+from limbeck.tokens.tokenizer import backend_spec
 
 IdArray = npt.NDArray[np.int32]
 _NEVER = np.iinfo(np.int32).max

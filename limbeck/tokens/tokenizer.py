@@ -160,16 +160,11 @@ class Tokenizer:
 
     @classmethod
     def _wrap(cls, tokenizer: Any) -> Tokenizer:
-        backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
-        if backend is None or not hasattr(backend, "to_str"):
-            raise TokenizerError(
-                f"{type(tokenizer).__name__} has no `tokenizers` backend, so its tokens cannot be read as bytes; "
-                "load it from a tokenizer.json (PreTrainedTokenizerFast)."
-            )
+        spec = backend_spec(tokenizer)
         named = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list)}
         begin = tokenizer.bos_token_id
         adds_bos = begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
-        return cls(json.loads(backend.to_str()), named=named, adds_bos=adds_bos)
+        return cls(spec, named=named, adds_bos=adds_bos)
 
     @classmethod
     def for_tokenizer(cls, tokenizer: object) -> Tokenizer:
@@ -185,6 +180,21 @@ class Tokenizer:
         if moved:
             raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
         return twin
+
+    def describe(self) -> Spec:
+        """Its description, in which every special token has its own content; takes seconds for a large vocabulary."""
+        spec: Spec = json.loads(self._backend.to_str())
+        contents = {alias: content for content, alias in self.aliases.items()}
+        model = spec["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {contents.get(token, token): i for token, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[contents.get(piece, piece), score] for piece, score in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = contents.get(model["unk_token"], model["unk_token"])
+        for token in spec["added_tokens"]:
+            token["content"] = contents.get(token["content"], token["content"])
+        return spec
 
     @cached_property
     def _meant(self) -> BoolArray:
@@ -407,6 +417,20 @@ class Tokenizer:
 
 TextEncoder = Tokenizer
 """Its earlier name."""
+
+
+def backend_spec(tokenizer: Any) -> Spec:
+    """A tokenizer's own description; of a :class:`Tokenizer` without merges that spell a special token."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.describe()
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
+    if backend is None or not hasattr(backend, "to_str"):
+        raise TokenizerError(
+            f"{type(tokenizer).__name__} has no `tokenizers` backend, so its tokens cannot be read as bytes; "
+            "load it from a tokenizer.json (PreTrainedTokenizerFast)."
+        )
+    spec: Spec = json.loads(backend.to_str())
+    return spec
 
 
 def _state(tokenizer: Any) -> dict[str, Any]:
