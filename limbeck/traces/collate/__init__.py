@@ -65,7 +65,7 @@ class ComposerDataCollator:
             kwargs = config.teacher_template_kwargs
             self.teacher = ChatRenderer(teacher_tokenizer, template_kwargs=kwargs, name="teacher")
         self.finder = SiteFinder(hints=config.hints(), recovery_weight=config.recovery_weight)
-        own = _pad_id(tokenizer, config.pad_token_id)
+        own = _pad_id(self.student.tokenizer, config.pad_token_id)
         self.pad_ids = own, own if self.teacher is self.student else _pad_id(self.teacher.tokenizer)
         self.dropped: Counter[str] = Counter()
         self._hint_side: HintSide | None = None
