@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.align import Chunks, align_renderings
+from limbeck.errors import ProjectionError
 from limbeck.projection.corpus import batched
 from limbeck.projection.matrix import Projection, from_triples
 from limbeck.projection.trees import VocabTrees
 from limbeck.tokens import Tokenizer
-from limbeck.errors import ProjectionError
 
 DEFAULT_K = 16
 DEFAULT_SMOOTHING = 10.0
