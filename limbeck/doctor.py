@@ -9,10 +9,9 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Any
 
 from limbeck.errors import LimbeckError
-from limbeck.tokens import ByteVocab, TextEncoder, load_tokenizer
+from limbeck.tokens import ByteVocab, Tokenizer, read_tokenizer
 from limbeck.tokens.chat import render_chat
 
 Finding = dict[str, str]
@@ -85,8 +84,8 @@ def _extra(module: str, extra: str, use: str) -> Finding:
 def examine_model(spec: str) -> list[Finding]:
     """Tokenizer, head width and chat template of one model."""
     try:
-        tokenizer = load_tokenizer(spec)
-        vocab = ByteVocab.from_tokenizer(tokenizer)
+        tokenizer = read_tokenizer(spec)
+        vocab = tokenizer.vocab
     except LimbeckError as error:
         return [_finding("bad", f"{spec}: tokenizer", str(error), "give a folder with a tokenizer.json")]
     kind = f"{vocab.family}, {vocab.size} ids, fingerprint {vocab.fingerprint[:12]}"
@@ -99,8 +98,8 @@ def examine_model(spec: str) -> list[Finding]:
     ]
 
 
-def _proof(spec: str, tokenizer: Any) -> Finding:
-    rendering = TextEncoder.for_tokenizer(tokenizer).encode("Naïve café, 1,024 = 2¹⁰; 日本語 👩‍🔬\r\n\tdone  <pad>")
+def _proof(spec: str, tokenizer: Tokenizer) -> Finding:
+    rendering = tokenizer.encode("Naïve café, 1,024 = 2¹⁰; 日本語 👩‍🔬\r\n\tdone  <pad>")
     changed = rendering.dropped.get("inexact_tokens", 0)
     if not changed:
         return _finding("ok", f"{spec}: bytes", "joined token bytes reproduce the text")
@@ -137,8 +136,8 @@ def _head(spec: str, vocab: ByteVocab) -> list[Finding]:
     return [_finding("ok", f"{spec}: head", text + extra)]
 
 
-def _template(spec: str, tokenizer: Any) -> Finding:
-    if not tokenizer.chat_template:
+def _template(spec: str, tokenizer: Tokenizer) -> Finding:
+    if not tokenizer.templates:
         return _finding("note", f"{spec}: chat template", "none", "use mode text, or give a template in the run file")
     try:
         rendering = render_chat(tokenizer, _PROBE, name=spec)

@@ -40,9 +40,9 @@ def align_command(
     content = "" if messages else _read_text(text, file)
 
     from limbeck.align.view import view_messages, view_text
-    from limbeck.tokens import load_tokenizer
+    from limbeck.tokens import read_tokenizer
 
-    tokenizers = load_tokenizer(student), load_tokenizer(teacher)
+    tokenizers = read_tokenizer(student), read_tokenizer(teacher)
     view = view_text(*tokenizers, content) if conversation is None else view_messages(*tokenizers, conversation, tools)
     names = _short(student), _short(teacher)
     if html:

@@ -84,9 +84,9 @@ def project_command(
     from limbeck.projection.audit import audit_pair, audit_projection
     from limbeck.projection.build import build_trees
     from limbeck.projection.convert import convert_published
-    from limbeck.tokens import ByteVocab, load_tokenizer
+    from limbeck.tokens import ByteVocab, read_tokenizer
 
-    student_tokenizer, teacher_tokenizer = load_tokenizer(student), load_tokenizer(teacher)
+    student_tokenizer, teacher_tokenizer = read_tokenizer(student), read_tokenizer(teacher)
     conversion: Conversion | None = None
     counter: PairCounter | None = None
     with display(quiet=json_output) as shown:

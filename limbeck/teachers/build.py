@@ -103,7 +103,7 @@ def make_teacher(own: TeacherConfig, number: int, tokenizer: Any, student: ByteV
     """A teacher without a server: its cache where it has one, otherwise its frozen model."""
     if own.cache is not None:
         return CachedTeacher(
-            own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprint, number=number
+            own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprints, number=number
         )
     policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed)
     return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ class CachedTeacher(Teacher):
     """
 
     def __init__(
-        self, cache: CacheReader | str | Path, *, teacher_fingerprint: str | None = None, number: int = 0
+        self,
+        cache: CacheReader | str | Path,
+        *,
+        teacher_fingerprint: str | Sequence[str] | None = None,
+        number: int = 0,
     ) -> None:
         self.reader = (
             cache if isinstance(cache, CacheReader) else CacheReader(cache, teacher_fingerprint=teacher_fingerprint)

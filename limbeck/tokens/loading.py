@@ -1,78 +1,275 @@
-"""Load a tokenizer from wherever a user has one."""
+"""Load a tokenizer from wherever a user has one.
+
+``read_tokenizer`` gives the form that the house works with and needs neither torch nor transformers for what has a
+``tokenizer.json``; ``load_tokenizer`` gives a transformers tokenizer, as models and checkpoints want it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from limbeck.errors import TokenizerError
-from limbeck.utils.files import package_file
+import tokenizers
+
+from limbeck.errors import TokenizerError, one_line
+from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.vocab import Spec
+from limbeck.utils.files import cache_dir, package_file
+
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_HUB_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load a fast tokenizer from a model folder, a ``tokenizer.json``, a GGUF file, a ``tekken.json`` or a hub id.
+def read_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Read a tokenizer from a model folder, a ``tokenizer.json``, a GGUF file, a ``tekken.json`` or a hub id.
 
-    ``package:NAME/FILE`` names a file inside an installed Python package.
-    A folder's ``tokenizer.json`` is read as it is: rebuilding a tokenizer from its class name can change ids.
+    ``package:NAME/FILE`` names a file inside an installed Python package. What has no ``tokenizer.json`` is converted
+    by transformers; the result of a GGUF file is kept in the cache folder.
     """
-    spec = package_file(spec)
-    path = Path(spec).expanduser()
+    path = _local(spec)
     try:
-        if path.is_dir():
-            return _from_folder(path, trust_remote_code)
-        if path.is_file():
-            return _from_file(path)
+        if path is not None and path.is_dir():
+            return _read_folder(path, trust_remote_code)
+        if path is not None:
+            return _read_file(path)
     except TokenizerError:
         raise
     except Exception as error:  # the backend raises bare exceptions for malformed files
-        raise TokenizerError(f"no tokenizer can be read from {spec}: {_one_line(error)}") from error
-    if path.suffix or str(spec).startswith((".", "/", "~")):
+        raise TokenizerError(f"no tokenizer can be read from {spec}: {one_line(error)}") from error
+    return _read_hub(str(spec), trust_remote_code)
+
+
+def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load a transformers fast tokenizer from all that :func:`read_tokenizer` takes; needs ``limbeck[train]``.
+
+    A folder's ``tokenizer.json`` is read as it is: rebuilding a tokenizer from its class name can change ids.
+    """
+    path = _local(spec)
+    try:
+        if path is not None and path.is_dir():
+            return _load_folder(path, trust_remote_code)
+        if path is not None:
+            return _load_file(path)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the backend raises bare exceptions for malformed files
+        raise TokenizerError(f"no tokenizer can be read from {spec}: {one_line(error)}") from error
+    return _load_hub(str(spec), trust_remote_code)
+
+
+def _local(spec: str | Path) -> Path | None:
+    """The file or folder that ``spec`` names; None for a hub id."""
+    text = package_file(spec)
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    if path.suffix or text.startswith((".", "/", "~")):
         raise TokenizerError(f"no tokenizer at {spec}: the path does not exist; give a model folder or a hub id.")
-    return _from_hub(str(spec), trust_remote_code)
+    return None
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+# -- without transformers ----------------------------------------------------------------------------------------------
 
 
-def _from_folder(path: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+def _read_folder(path: Path, trust_remote_code: bool) -> Tokenizer:
     if (path / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return _read_json(path / "tokenizer.json", path)
+    files = [*sorted(path.glob("*.gguf"))[:1], *path.glob("tekken.json")]
+    if files:
+        return _read_file(files[0])
+    return Tokenizer.of(_load_folder(path, trust_remote_code))
+
+
+def _read_file(path: Path) -> Tokenizer:
+    if path.suffix == ".gguf":
+        return _read_gguf(path)
+    if path.suffix == ".json" and not path.name.startswith("tekken"):
+        return _read_json(path, path.parent if path.name == "tokenizer.json" else None)
+    return Tokenizer.of(_load_file(path))
+
+
+def _read_json(file: Path, folder: Path | None) -> Tokenizer:
+    """A ``tokenizer.json`` with what its folder says about names, added tokens and chat templates."""
+    text = file.read_text(encoding="utf-8")
+    spec = json.loads(text)
+    config = {} if folder is None else _config(folder)
+    named = {key: _content(config[key]) for key in _NAMED if config.get(key)}
+    if spec.get("padding"):
+        named.setdefault("pad_token", spec["padding"]["pad_token"])
+    spec = _with_added(spec, text, config, named)
+    ids = {a["content"]: a["id"] for a in spec.get("added_tokens") or []}
+    begin = ids.get(named.get("bos_token", ""))
+    return Tokenizer(
+        spec,
+        named=named,
+        templates={} if folder is None else _templates(folder, config),
+        adds_bos=begin is not None and _prefix(spec) == begin,
+        name=str(folder or file),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """``tokenizer_config.json``; names of special tokens may stand in a file of their own, in older folders."""
+    config = _json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= {k: v for k, v in _json(folder / "special_tokens_map.json").items() if k in _NAMED}
+    return config
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _with_added(spec: Spec, text: str, config: Mapping[str, Any], named: Mapping[str, str]) -> Spec:
+    """The description with the added tokens that only the configuration knows, or knows better."""
+    there = {a["id"]: {k: v for k, v in a.items() if k != "id"} for a in spec.get("added_tokens") or []}
+    decoder = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
+    known = {a["content"] for a in there.values()} | {_content(token) for token in decoder.values()}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    names = [*named.values(), *(_content(token) for token in extra if not isinstance(extra, dict))]
+    missing = [content for content in dict.fromkeys(names) if content not in known]
+    if not missing and all(there.get(i) == token for i, token in decoder.items()):
+        return spec
+    backend = tokenizers.Tokenizer.from_str(text)
+    added = [tokenizers.AddedToken(**token) for _, token in sorted(decoder.items())]
+    backend.add_tokens([*added, *(tokenizers.AddedToken(content, special=True) for content in missing)])
+    merged: Spec = json.loads(backend.to_str())
+    return merged
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; files of their own go before what the configuration holds."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found = config.get("chat_template") or {}
+    if isinstance(found, str):
+        return {"default": found}
+    return {item["name"]: item["template"] for item in found} if isinstance(found, list) else dict(found)
+
+
+def _prefix(spec: Spec) -> int | None:
+    """The id that the tokenizer puts in front of a text by itself: what its last step does to a text of one token."""
+    if not spec.get("post_processor"):
+        return None
+    own = max((int(a["id"]) for a in spec.get("added_tokens") or []), default=0) + 1
+    small = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": spec["post_processor"],
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"a": own}, "unk_token": "a"},
+    }
+    ids = tokenizers.Tokenizer.from_str(json.dumps(small)).encode("a").ids
+    return ids[0] if ids and ids[0] != own else None
+
+
+def _read_gguf(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file, converted once."""
+    state = path.stat()
+    key = hashlib.sha256(f"1\0{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:20]
+    folder = cache_dir("tokenizers") / key
+    if not (folder / "tokenizer.json").is_file():
+        converted = _load_file(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder.parent))
+        try:
+            converted.save_pretrained(scratch)
+            scratch.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(scratch, ignore_errors=True)
+            if not (folder / "tokenizer.json").is_file():
+                return Tokenizer.of(converted)
+    return _read_json(folder / "tokenizer.json", folder)
+
+
+def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        file = Path(hf_hub_download(name, "tokenizer.json"))
+        for optional in _HUB_FILES:
+            try:
+                hf_hub_download(name, optional)
+            except EntryNotFoundError:
+                continue
+    except EntryNotFoundError:
+        return Tokenizer.of(_load_hub(name, trust_remote_code))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(_unreachable(name, error)) from error
+    return _read_json(file, file.parent)
+
+
+# -- with transformers -------------------------------------------------------------------------------------------------
+
+
+def _transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise TokenizerError(f"{what} needs the training parts: pip install 'limbeck[train]'") from None
+    return transformers
+
+
+def _load_folder(path: Path, trust_remote_code: bool) -> Any:
+    library = _transformers(f"{path} has no tokenizer.json, and to convert what it has")
+    if (path / "tokenizer.json").is_file():
+        return library.PreTrainedTokenizerFast.from_pretrained(path)
     gguf = sorted(path.glob("*.gguf"))
     if gguf:
-        return _from_file(gguf[0])
+        return _load_file(gguf[0])
     if (path / "tekken.json").is_file():
-        return _from_file(path / "tekken.json")
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return _load_file(path / "tekken.json")
+    return library.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def _from_file(path: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+def _load_file(path: Path) -> Any:
+    if path.suffix != ".gguf" and path.suffix != ".json":
+        raise TokenizerError(f"{path} is no tokenizer file; expected tokenizer.json, tekken.json or a .gguf file.")
+    library = _transformers(f"to read {path.name}")
     if path.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if path.name.startswith("tekken"):
         from transformers.integrations.mistral import convert_tekken_tokenizer
 
-        return convert_tekken_tokenizer(str(path))
-    if path.suffix == ".json":
-        if (path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
-            return PreTrainedTokenizerFast.from_pretrained(path.parent)
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    raise TokenizerError(f"{path} is no tokenizer file; expected tokenizer.json, tekken.json or a .gguf file.")
+        try:
+            return convert_tekken_tokenizer(str(path))
+        except ImportError:
+            raise TokenizerError(f"to read {path.name} takes the package mistral-common: pip install it") from None
+    if (path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
+        return library.PreTrainedTokenizerFast.from_pretrained(path.parent)
+    return library.PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def _from_hub(name: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+def _load_hub(name: str, trust_remote_code: bool) -> Any:
+    library = _transformers(f"{name!r} has no tokenizer.json on the hub, and to convert what it has")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(name)
+        return library.PreTrainedTokenizerFast.from_pretrained(name)
     except (OSError, ValueError) as first:
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            return library.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            raise TokenizerError(
-                f"{name!r} is neither a local path nor a model that can be fetched from the hub: {_one_line(error)}"
-            ) from first
+            raise TokenizerError(_unreachable(name, error)) from first
+
+
+def _unreachable(name: str, error: BaseException) -> str:
+    return f"{name!r} is neither a local path nor a model that can be fetched from the hub: {one_line(error)}"

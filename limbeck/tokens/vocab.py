@@ -312,7 +312,12 @@ class ByteVocab:
 
     def has_fingerprint(self, fingerprint: str) -> bool:
         """Whether a file that carries ``fingerprint``, of either version, was made for this vocabulary."""
-        return fingerprint in (self.fingerprint, self.first_fingerprint)
+        return fingerprint in self.fingerprints
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        """The fingerprint in both versions, the present one first."""
+        return self.fingerprint, self.first_fingerprint
 
     def display(self, ids: Iterable[int]) -> list[str]:
         """Tokens for people: text where the bytes are text, ``\\xHH`` where they are not, roles in brackets."""

@@ -290,15 +290,15 @@ class CachedDocument:
 class CacheReader:
     """Maps a cache and finds documents by their token ids. Safe to use from many processes at once, and to pickle.
 
-    Each document's checksum and values are checked when it is first read. ``teacher_fingerprint`` and
-    ``model_identity``, where given, must be those of the teacher that made the cache.
+    Each document's checksum and values are checked when it is first read. ``teacher_fingerprint`` (one, or the versions
+    of one) and ``model_identity``, where given, must be those of the teacher that made the cache.
     """
 
     def __init__(
         self,
         folder: str | Path,
         *,
-        teacher_fingerprint: str | None = None,
+        teacher_fingerprint: str | Sequence[str] | None = None,
         model_identity: Mapping[str, str] | None = None,
         allow_incomplete: bool = False,
     ) -> None:
@@ -315,10 +315,11 @@ class CacheReader:
         self._checked: set[str] = set()
         self.spec = self._open(allow_incomplete)
         where = f"cache {str(self.folder)!r}"
-        if teacher_fingerprint is not None and teacher_fingerprint != self.spec.teacher_fingerprint:
+        known = (teacher_fingerprint,) if isinstance(teacher_fingerprint, str) else tuple(teacher_fingerprint or ())
+        if known and self.spec.teacher_fingerprint not in known:
             raise CacheError(
                 f"{where} was made with a teacher tokenizer of fingerprint {self.spec.teacher_fingerprint[:16]}..., "
-                f"this run's has {teacher_fingerprint[:16]}...; make the cache again or name the teacher it came from"
+                f"this run's has {known[0][:16]}...; make the cache again or name the teacher it came from"
             )
         if model_identity is not None and dict(model_identity) != self.spec.model_identity:
             raise CacheError(
