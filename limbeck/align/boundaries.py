@@ -108,7 +108,7 @@ def _all_within(flag: BoolArray, start: IntArray, end: IntArray) -> BoolArray:
     if flag.all():
         return np.ones(len(start), dtype=bool)
     misses = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(~flag)])
-    return misses[start] == misses[end]
+    return np.asarray(misses[start] == misses[end])
 
 
 def chunk_stretch(

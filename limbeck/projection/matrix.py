@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +193,7 @@ class Projection:
             "teacher_fingerprint": self.teacher_fingerprint,
             "details": json.dumps(dict(self.details), sort_keys=True),
         }
-        tensors: dict[str, npt.NDArray] = {"indices": self.indices, "weights": self.weights, "exact": self.exact}
+        tensors: dict[str, npt.NDArray[Any]] = {"indices": self.indices, "weights": self.weights, "exact": self.exact}
         if self.trees is not None:
             tensors |= {_TREES + name: array for name, array in self.trees.tensors().items()}
         data = to_bytes({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=header)
@@ -276,7 +276,7 @@ def drop_vanished(
     return indices, weights
 
 
-def _read(target: Path) -> tuple[dict[str, str], dict[str, npt.NDArray]]:
+def _read(target: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any]]]:
     """Header and arrays of a projection file; types and names are checked before any array is read."""
     from safetensors import SafetensorError, safe_open
 

@@ -111,7 +111,7 @@ class PairRule:
         return np.argsort(self.place, kind="stable")
 
     def _key(self, token: npt.NDArray[Any], rank: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        return token.astype(np.int64) * (self.merge_left.size + 1) + rank
+        return np.asarray(token.astype(np.int64) * (self.merge_left.size + 1) + rank)
 
     def forbidden(self, last: int) -> IdArray:
         """Ids that cannot follow token `last`, ascending."""

@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "nowhere" / "tokenizer.json")
     for content in ("{not json", "[]", "{}", '{"model": {"vocab": 3}}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(TokenizerError, match="no tokenizer can be read|no known family") as caught:
+        with pytest.raises(TokenizerError, match=r"no tokenizer can be read|no known family") as caught:
             read_tokenizer(tmp_path / "tokenizer.json")
         assert "\n" not in str(caught.value)
     (tmp_path / "notes.txt").write_text("x")

@@ -180,7 +180,7 @@ class _byte_counts:
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         lengths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
         self._sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-        self._special_sums = [0, *np.cumsum([len(s) for s in specials]).tolist()]
+        self._special_sums: list[int] = [0, *np.cumsum([len(s) for s in specials]).tolist()]
         self._ends = ends
 
     def __call__(self, char: int) -> int:

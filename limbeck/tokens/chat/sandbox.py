@@ -340,8 +340,8 @@ def _wrapped(text: Any, width: int = 79, break_long_words: bool = True, wrapstri
 
 
 def _indented(text: Any, width: int | str = 4, *_: Any, **__: Any) -> int:
-    text = str(text)
-    return len(text) + (1 + text.count("\n")) * (width if isinstance(width, int) else len(width))
+    lines = str(text).split("\n")
+    return sum(map(len, lines)) + len(lines) * (1 + (width if isinstance(width, int) else len(width)))
 
 
 def _linked(text: Any, *arguments: Any, **named: Any) -> int:
