@@ -16,14 +16,17 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
-from limbeck.utils.errors import DataError
+from limbeck.utils.errors import DataError, one_line
 from limbeck.utils.files import cache_dir as cache_folder
 
+OPEN_FILES = 128
+"""Data files that a process keeps open at most."""
 _BLANK_LINES = re.compile(rb"\r?\n(?:[ \t\r]*\n)+")
 
 
@@ -171,7 +174,20 @@ class ArrowReader:
         self._key = key
         self._optional = optional
         self._table: Any = None
+        self._check(self._open())
         self._rows = self._open().num_rows
+
+    def _check(self, table: Any) -> None:
+        """All offsets and lengths must lie inside their buffers: Arrow itself trusts them, and would end the process.
+        Whether text is UTF-8 is asked row by row."""
+        import pyarrow as pa
+
+        text = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+        try:
+            for column in table.columns:
+                column.cast(text.get(column.type, column.type)).validate(full=True)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(f"{self.path} is a damaged Arrow file: {one_line(error)}.") from error
 
     def _open(self) -> Any:
         if self._table is not None:
@@ -486,19 +502,20 @@ def split_spans(data: bytes | mmap.mmap, start: int, end: int, limit: int) -> li
 
 
 class RandomAccessFile:
-    """Positioned reads that are safe in forked and spawned workers: no shared offset, nothing open when pickled."""
+    """Positioned reads that are safe in forked and spawned workers: no shared offset, nothing open when pickled.
+
+    Only the files read last stay open, however many there are.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._descriptor: int | None = None
 
     def read(self, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes from ``start``; a file that has shrunk is an error."""
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+        file = _descriptor(self)
         parts: list[bytes] = []
         while length > 0:
-            part = os.pread(self._descriptor, min(length, 1 << 30), start)
+            part = os.pread(file.number, min(length, 1 << 30), start)
             if not part:
                 raise DataError(f"{self.path} has become shorter since it was indexed; leave data alone during a run.")
             parts.append(part)
@@ -506,9 +523,18 @@ class RandomAccessFile:
             length -= len(part)
         return b"".join(parts)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_descriptor": None}
+
+class _Descriptor:
+    """An open file, closed with the last reference to it: a thread that still reads keeps it from being closed."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)  # type: ignore[arg-type]
+        if (number := getattr(self, "number", None)) is not None:
+            os.close(number)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _descriptor(file: RandomAccessFile) -> _Descriptor:
+    return _Descriptor(file.path)

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.data.readers import RandomAccessFile, expand, index_lines, split_spans
+from limbeck.data.readers import OPEN_FILES, RandomAccessFile, expand, index_lines, split_spans
 from limbeck.data.sources import (
     PAD_INDEX,
     DataConfig,
@@ -437,3 +438,33 @@ def test_cache_folders_may_begin_with_the_home_folder(tmp_path: Path, monkeypatc
     for option, folder in ((None, tmp_path / "shared" / "data"), ("~/own", tmp_path / "own")):
         assert texts(RecordDataset(str(tmp_path / "a.jsonl.gz"), {"cache_dir": option})) == ["one"]
         assert list(folder.iterdir())
+
+
+def test_a_damaged_arrow_file_is_an_error(tmp_path: Path) -> None:
+    """Offsets that point outside of the buffers: Arrow would follow them."""
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": TEXTS})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    offsets = np.cumsum([0, *(len(text.encode()) for text in TEXTS)]).astype("<i4").tobytes()
+    raw = path.read_bytes()
+    assert raw.count(offsets) == 1
+    at = raw.index(offsets) + 4
+    path.write_bytes(raw[:at] + (1 << 30).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(DataError, match=r"a\.arrow is a damaged Arrow file"):
+        len(RecordDataset(str(path)))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "arrow"])
+def test_few_of_many_files_are_open_at_once(tmp_path: Path, suffix: str) -> None:
+    count = 300
+    for i in range(count):
+        path = tmp_path / f"{i:03d}.{suffix}"
+        if suffix == "arrow":
+            arrow(path, pa.table({"text": [f"text {i}"]}), stream=False)
+        else:
+            path.write_text(json.dumps({"text": f"text {i}"}) + "\n" if suffix == "jsonl" else f"text {i}")
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = RecordDataset(str(tmp_path / f"*.{suffix}"))
+    assert [dataset[i]["text"] for i in range(count)] == [f"text {i}" for i in range(count)]
+    assert len(os.listdir("/proc/self/fd")) - before <= OPEN_FILES
