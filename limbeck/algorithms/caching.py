@@ -36,7 +36,7 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
     """
     if config.cluster.launcher == "ray":
         return cache_on_ray(config, say=say)
-    world = init_distributed(config.cluster.backend)
+    world = init_distributed(config.cluster.backend, config.cluster.timeout)
     job = CacheJob(config)
     out = []
     for index in job.wanted:

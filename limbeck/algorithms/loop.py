@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
-from limbeck.distributed.comm import Comm, leave_distributed
+from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
 from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.errors import CheckpointError, DataError, LossError
@@ -271,7 +271,8 @@ def whole_run(config: Any) -> Iterator[None]:
         torch.set_float32_matmul_precision("high")
     alone = not dist.is_initialized()
     try:
-        with run_folder.held(run_dir, config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None):
+        elsewhere = config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None
+        with run_folder.held(run_dir, elsewhere), naming_silent_ranks():
             yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

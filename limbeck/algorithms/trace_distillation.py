@@ -91,7 +91,7 @@ class TraceRun:
 
 def setup(config: TraceMasterConfig) -> TraceRun:
     """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
-    ranks = init_distributed(config.cluster.backend)
+    ranks = init_distributed(config.cluster.backend, config.cluster.timeout)
     check_cluster(config.cluster, ranks.size)
     seed = config.distillation.seed
     seed_everything(seed)

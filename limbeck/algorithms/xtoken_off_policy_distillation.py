@@ -118,7 +118,7 @@ def setup(
         checkpointer, state and configuration, in the published order.
     """
     config = master_config
-    world = init_distributed(config.cluster.backend)
+    world = init_distributed(config.cluster.backend, config.cluster.timeout)
     check_cluster(config.cluster, world.size)
     seed_everything(config.distillation.seed)
     tokenizers = _listed(teacher_tokenizer)

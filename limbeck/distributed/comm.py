@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,18 +21,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from limbeck.errors import LimbeckError
 
 _GOOD, _BAD = b"+", b"-"
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _BUCKET_BYTES = 32 * 2**20
 
 
-def init_distributed(backend: str = "auto") -> Comm:
-    """Join the ranks that torchrun (or Ray) has announced in the environment; `Comm.alone()` for a single process."""
+def init_distributed(backend: str = "auto", timeout: float | None = None) -> Comm:
+    """Join the ranks that torchrun (or Ray) has announced in the environment; `Comm.alone()` for a single process.
+
+    `timeout`: seconds that a collective waits for a rank; default: torch's.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         if backend == "auto":
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=None if timeout is None else timedelta(seconds=timeout))
     return Comm.world()
+
+
+@contextmanager
+def naming_silent_ranks(patience: float = 5.0) -> Iterator[None]:
+    """A collective that has waited too long becomes a `LimbeckError` that names the ranks nobody heard of.
+
+    Every rank whose collective timed out says so in the group's store; who does not within `patience` seconds is named.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if Comm.world().size == 1 or not _TIMED_OUT.search(str(error)):
+            raise
+        silent = _silent_ranks(patience)
+        who = f"rank {', '.join(map(str, silent))} has" if silent else "some rank has"
+        raise LimbeckError(
+            f"{who} not answered rank {Comm.world().rank} within cluster.timeout: it is stopped, or has more to do "
+            "than the others; look at its machine, or raise cluster.timeout"
+        ) from error
+
+
+def _silent_ranks(patience: float) -> list[int]:
+    world, store = Comm.world(), dist.distributed_c10d._get_default_store()
+    names = [f"limbeck/waiting/{rank}" for rank in range(world.size)]
+    try:
+        store.set_timeout(timedelta(seconds=patience))
+        store.set(names[world.rank], "1")
+        time.sleep(patience)
+        return [rank for rank, name in enumerate(names) if not store.check([name])]
+    except RuntimeError:
+        # the store lives in the process of rank 0, or dies with it
+        return [0]
 
 
 def leave_distributed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ class ClusterConfig(BaseModel):
     num_nodes: int = Field(default=1, ge=1)
     gpus_per_node: int | None = Field(default=None, ge=0)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds that the processes wait for one that does not answer, before the run ends."""
     launcher: Literal["local", "ray"] = "local"
     """``local``: this process, or those that torchrun started. ``ray``: workers of a Ray cluster."""
     num_workers: int | None = Field(default=None, ge=1)
@@ -157,7 +160,7 @@ def run_on_ray(run: Callable[[Any], Any], config: Any) -> None:
         trainer = TorchTrainer(
             _work,
             train_loop_config={**_payload(run, config), "outcome": outcome},
-            torch_config=TorchConfig(backend=_backend(cluster, "GPU" in needs)),
+            torch_config=TorchConfig(backend=_backend(cluster, "GPU" in needs), timeout_s=math.ceil(cluster.timeout)),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in needs, resources_per_worker=needs),
             run_config=RunConfig(
                 name="ray",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy
 from limbeck.utils import CheckpointManager
-from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
+from tests.distributed.cases import CASES, batch, free_port, loss_of, student_of, teachers_of, together
+from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +82,39 @@ def test_a_killed_rank_costs_one_step(tmp_path: Path) -> None:
         expected = torch.load(tmp_path / f"whole-{rank}.pt", weights_only=True)
         assert set(found[rank]) == set(expected)
         assert all(torch.equal(found[rank][name], value) for name, value in expected.items()), (victim, at)
+
+
+WAITING = """
+import os, sys, time
+from limbeck.distributed.comm import Comm, init_distributed, naming_silent_ranks
+from limbeck.errors import LimbeckError
+world = init_distributed("gloo", 2.0)
+world.barrier()
+if world.rank == 1:
+    time.sleep(600)
+try:
+    with naming_silent_ranks(0.5):
+        world.barrier()
+except LimbeckError as error:
+    print(error)
+    sys.stdout.flush()
+    os._exit(7)
+"""
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING], env={**os.environ, **place, "RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = ranks[0].communicate(timeout=TEST_SECONDS)[0].decode()
+        assert ranks[0].returncode == 7
+        assert "rank 1 has not answered rank 0 within cluster.timeout" in said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
