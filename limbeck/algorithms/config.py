@@ -34,7 +34,7 @@ class LoopConfig(_Section):
     """Records per step over all ranks."""
     max_num_steps: int = Field(default=1000, ge=1, json_schema_extra=FREE)
     max_num_epochs: int = Field(default=1, ge=1, json_schema_extra=FREE)
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     val_period: int = Field(default=0, ge=0, json_schema_extra=FREE)
     """Validate every this many steps; 0: not between start and end."""
     val_at_start: bool = Field(default=True, json_schema_extra=FREE)

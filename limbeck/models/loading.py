@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from safetensors import SafetensorError
 from torch import nn
 from typing_extensions import Self
 
@@ -194,11 +195,14 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
         source = str(path.parent)
         kwargs["gguf_file"] = path.name
         kwargs.update(_gguf_options())
+    else:
+        # weights in any other format are pickles
+        kwargs["use_safetensors"] = True
     try:
         model, found = _auto()[1].from_pretrained(
             source, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as e:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as e:
         raise ConfigError(f"model {str(name)!r} cannot be loaded: {_one_line(e)}") from e
     if not cfg.allow_missing:
         _refuse_misfits(str(name), found)

@@ -360,7 +360,7 @@ class CheckpointManager:
             return None
         try:
             info = json.loads((folder / INFO_NAME).read_text())
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise CheckpointError(f"{str(folder / INFO_NAME)!r} cannot be read ({e}); take another checkpoint") from e
         if not isinstance(info, dict):
             raise CheckpointError(f"{str(folder / INFO_NAME)!r} holds no object; take another checkpoint")

@@ -168,7 +168,7 @@ def load_state(folder: str | Path, *, template: Any = None, local: bool = False)
         names, packed, version = list(head["tensors"]), head["tree"], head["format"]
     except FileNotFoundError as e:
         raise CheckpointError(f"no state in {str(folder)!r} ({JSON_NAME} is missing); take another checkpoint") from e
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise CheckpointError(f"{str(folder / JSON_NAME)!r} is damaged ({e}); take another checkpoint") from e
     if version != FORMAT:
         raise CheckpointError(f"{str(folder)!r} has state format {version}, this version reads {FORMAT}")

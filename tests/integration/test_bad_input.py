@@ -51,6 +51,7 @@ def test_a_run_file_that_is_not_there(tmp_path):
         ("distillation.max_steps=3", "did you mean 'max_num_steps'?"),
         ("los_fn.mode=p_kl", "did you mean 'loss_fn'?"),
         ("distillation.max_num_steps=0", "'distillation.max_num_steps' is 0"),
+        ("distillation.seed=-5", "'distillation.seed' is -5"),
         ("loss_fn.mode=p_lk", "'loss_fn.mode' is 'p_lk'"),
         ("distillation.num_prompts_per_step=6", "smaller than one global batch"),
         ("policy.train_global_batch_size=3", "no multiple"),

@@ -285,6 +285,17 @@ def test_hidden_states_that_are_not_finite_are_refused(tmp_path):
             CacheWriter(tmp_path / dtype, spec).add([1, 2], hidden=np.array([[0, bits]], np.uint16), **arrays)
 
 
+def test_a_journal_that_is_gone_or_too_deep(tmp_path):
+    write(tmp_path, [1, 2])
+    (journal,) = tmp_path.glob("*.journal")
+    journal.write_text("[" * 100_000 + "\n")
+    with pytest.raises(CacheError, match="is no journal line"):
+        CacheReader(tmp_path)
+    journal.unlink()
+    with pytest.raises(CacheError, match="is not the one it was sealed with"):
+        CacheReader(tmp_path)
+
+
 def test_one_writer_at_a_time(tmp_path):
     writer = CacheWriter(tmp_path, SPEC)
     with pytest.raises(CacheError, match="another process writes"):

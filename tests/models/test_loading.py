@@ -76,6 +76,18 @@ def test_damaged_folders(tmp_path):
         load_model({"model_name": str(tmp_path / "x.bin")})
 
 
+def test_weights_that_are_cut_off_or_pickled_are_refused_in_one_line(tmp_path):
+    model = load_model(random_config(), vocab_size=50, seed=3)
+    model.save_pretrained(tmp_path / "cut")
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    model.config.save_pretrained(tmp_path / "pickled")
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    for name in ("cut", "pickled"):
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            load_model({"model_name": str(tmp_path / name)})
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     load_model(random_config(), vocab_size=50, seed=3).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has 50 embeddings but its tokenizer has 60 ids"):

@@ -276,7 +276,7 @@ def parse_journal(path: Path, shard: int) -> tuple[dict[str, Entry], int]:
             entry = Entry(shard, row["offset"], row["n"], row["crc"], prefixes)
             texts, numbers = (key, *prefixes), (entry.offset, entry.n, entry.crc)
             good = all(isinstance(t, str) for t in texts) and all(type(v) is int and v >= 0 for v in numbers)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good or entry.n < 2 or entry.offset % ALIGN:
             raise CacheError(f"{path}:{number} is no journal line; the cache is damaged, make it again")
@@ -291,7 +291,7 @@ def read_index(path: Path) -> dict[str, Any]:
         for shard in index["shards"]:
             good = good and bool(SHARD.fullmatch(shard["file"])) and type(shard["bytes"]) is int
             good = good and isinstance(shard["sha256"], str) and isinstance(shard["journal_sha256"], str)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CacheError(f"cache index {str(path)!r} cannot be read ({e}); it is damaged, make the cache again") from e
     if not good:
         raise CacheError(f"cache index {str(path)!r} is damaged or of another version; make the cache again")

@@ -371,7 +371,8 @@ class CacheReader:
                 raise CacheError(
                     f"shard {str(path)!r} has {size} bytes, its index says {sealed['bytes']}; it is damaged"
                 )
-            if sha256_of(path.with_suffix(".journal")) != sealed["journal_sha256"]:
+            journal = path.with_suffix(".journal")
+            if not journal.is_file() or sha256_of(journal) != sealed["journal_sha256"]:
                 raise CacheError(f"the journal of shard {str(path)!r} is not the one it was sealed with; it is damaged")
         with open(path, "rb") as f:
             found, start = read_header(f.read(min(size, 16 + (1 << 20))), str(path))
