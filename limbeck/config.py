@@ -86,7 +86,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
     A run file may name others it builds on, relative to itself: ``defaults: base.yaml`` or a list of them.
     """
-    return apply_overrides(_load_file(Path(path), ()), overrides)
+    config = apply_overrides(_load_file(Path(path), ()), overrides)
+    _refuse_secrets(config, ())
+    return config
+
+
+_KEY_NAME = re.compile(
+    r"(.*[_-])?(api[_-]?key|secret|password|passwd|credentials?|authorization)|((hf|hub|auth|access|api|wandb)[_-])?token",
+    re.IGNORECASE,
+)
+
+
+def _refuse_secrets(node: Any, path: tuple[str, ...]) -> None:
+    """A resolved run file is shown, stored in the run folder and handed to trackers; what must stay secret cannot be in
+    it."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if isinstance(value, str) and value and _KEY_NAME.fullmatch(str(key)):
+                where = ".".join((*path, str(key)))
+                raise ConfigError(
+                    f"{where!r} holds a key, and a run file is stored and shown as it is; give keys in the environment "
+                    "(such as WANDB_API_KEY or HF_TOKEN)"
+                )
+            _refuse_secrets(value, (*path, str(key)))
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            _refuse_secrets(value, (*path, str(number)))
 
 
 def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:

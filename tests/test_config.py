@@ -1,3 +1,6 @@
+import json
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,3 +153,34 @@ def test_merge_keeps_all_keys_and_the_later_one_wins(a, b):
     assert all(out[k] == v for k, v in b.items() if not isinstance(v, dict))
     assert merge(a, {}) == a
     assert merge({}, b) == b
+
+
+@pytest.mark.parametrize(
+    ("path", "refused"),
+    [
+        ("logger.wandb.api_key", True),
+        ("policy.model_overrides.token", True),
+        ("teacher.hf_token", True),
+        ("a.client_secret", True),
+        ("a.headers.Authorization", True),
+        ("teacher.server.api_key_env", False),
+        ("policy.tokenizer.chat_template_kwargs.pad_token", False),
+        ("data.tokens", False),
+    ],
+)
+def test_keys_are_refused_and_not_repeated(tmp_path, path, refused):
+    file = tmp_path / "run.yaml"
+    file.write_text("x: 1\n")
+    if not refused:
+        load_config(file, [f"{path}=sk-12345"])
+        return
+    with pytest.raises(ConfigError, match=f"'{re.escape(path)}' holds a key") as found:
+        load_config(file, [f"{path}=sk-12345"])
+    assert "sk-12345" not in str(found.value)
+    *above, last = path.split(".")
+    value = {last: "sk-12345"}
+    for name in reversed(above):
+        value = {name: [value]}
+    file.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="holds a key"):
+        load_config(file)
