@@ -376,7 +376,7 @@ def teacher_chunks(batch: Mapping[str, Any], teacher: int, *, same_vocabulary: b
     lengths = (batch["input_lengths"], batch[prefix[0] + "input_lengths"])
     alignment = AlignmentTensors.from_batch(batch, prefix[1])
     usable = usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0]
-    return (usable.view(len(mask), -1).sum(1) * mask.cpu().double().clamp(min=0)).sum()
+    return (usable.view(alignment.pair_valid.shape).sum(1) * mask.cpu().double().clamp(min=0)).sum()
 
 
 def padded_row_start(ids: Tensor) -> Tensor:

@@ -153,3 +153,8 @@ def test_a_sample_that_counts_twice_is_one_that_is_there_twice(name: str, data: 
         assert value == pytest.approx(same, rel=1e-5)
         assert metrics == pytest.approx(expected, rel=1e-5)
     assert loss([0, 1, 3], [1.0, 1.0, 1.0])[0] != pytest.approx(value, rel=1e-3)
+
+
+def test_a_rank_without_rows_counts_nothing(data: tuple[dict[str, Any], Any]) -> None:
+    counts = build("boundary_kl").counts(pick(data[0], []))
+    assert {name: float(value) for name, value in counts.items()} == {"tokens": 0.0, "chunks_0": 0.0, "chunks_1": 0.0}
