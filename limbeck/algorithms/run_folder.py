@@ -11,7 +11,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from limbeck import __version__
 from limbeck.align.view import view_messages, view_text
-from limbeck.config import FREE, dump_yaml, is_marked, parse_yaml
+from limbeck.config import FREE, dump_yaml, is_marked, parse_yaml, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
@@ -92,7 +92,11 @@ def open_run_folder(
     path = folder / CONFIG_NAME
     current = config.model_dump(mode="json")
     if has_checkpoint and path.is_file():
-        changed = differences(type(config), parse_yaml(path.read_text(encoding="utf-8"), str(path)), current)
+        old = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        with suppress(ConfigError):
+            # settings that are new since then had the value that is their default now
+            old = resolve(type(config), old).model_dump(mode="json")
+        changed = differences(type(config), old, current)
         if changed:
             shown = "; ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
             raise ConfigError(

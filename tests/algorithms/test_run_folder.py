@@ -151,3 +151,14 @@ def test_counts_and_failed_batches_are_stored(tmp_path):
     stored = load_file(folder / "batch.safetensors")
     assert torch.equal(stored["input_ids"], ids)
     assert torch.equal(stored["teacher_input_ids"], ids)
+
+
+def test_a_setting_that_is_new_since_a_run_began_does_not_stop_it(tmp_path):
+    opened(Run(), tmp_path, has_checkpoint=False)
+    before = parse_yaml((tmp_path / "config.yaml").read_text(), "config.yaml")
+    del before["policy"]["lr"]
+    (tmp_path / "config.yaml").write_text(json.dumps(before))
+    opened(Run(), tmp_path)
+    (tmp_path / "config.yaml").write_text(json.dumps(before))
+    with pytest.raises(ConfigError, match=r"policy.lr: 0.1 -> 0.2"):
+        opened(Run(policy=Part(lr=0.2)), tmp_path)
