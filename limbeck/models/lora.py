@@ -53,7 +53,7 @@ def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-            return peft.get_peft_model(model, adapters)  # type: ignore[arg-type]
+            return peft.get_peft_model(model, adapters)
     except ValueError as e:
         raise ConfigError(f"lora.target_modules {cfg.target_modules!r} does not fit the model: {e}") from e
 

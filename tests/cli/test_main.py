@@ -131,3 +131,13 @@ def _is_starting(pid: int) -> bool:
         return "pipe" not in Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"), [(["train", "x.yaml"], "train"), (["demo"], "train"), (["eval", "x"], "train")]
+)
+def test_a_part_that_is_not_installed_is_one_line(arguments: list[str], extra: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from limbeck.cli import main; main({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == ExitCode.ERROR
+    assert done.stderr == "limbeck: torch is not installed; pip install 'limbeck[train]' brings it\n"
