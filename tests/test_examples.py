@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from limbeck.algorithms.xtoken_off_policy_distillation import run
@@ -23,6 +24,7 @@ TEXT = "the quick dog counts 2024 leap days in the vessel"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `student` and `teacher`, and a file of texts."""
     folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
     for name, arch, size in (("student", tiny.LLAMA, 300), ("teacher", tiny.QWEN3, 340)):
         kind = {key: value for key, value in arch.items() if key != "model_type"}
         config = AutoConfig.for_model(
