@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.config import apply_overrides, dump_yaml, load_config, merge, parse_yaml, resolve
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 
 class Opt(BaseModel):

@@ -10,9 +10,9 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.sources import build_dataset
+from limbeck.errors import ConfigError, DataError
 from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
-from limbeck.utils.errors import ConfigError, DataError
 
 
 def load_tokenizers(config: MasterConfig) -> tuple[Any, list[Any]]:

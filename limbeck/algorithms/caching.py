@@ -17,6 +17,7 @@ from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import init_distributed
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
+from limbeck.errors import CacheError, ConfigError, LimbeckError
 from limbeck.models.policy import Policy
 from limbeck.teachers.build import connect_servers
 from limbeck.teachers.cache import CacheReader, CacheWriter, estimate_bytes
@@ -24,7 +25,6 @@ from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
 from limbeck.teachers.cache.format import read_index
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import CacheError, ConfigError, LimbeckError
 
 Say = Callable[[str], None]
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
+from limbeck.errors import ConfigError
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.hint import HintLossConfig
 from limbeck.losses.policy_gradient import PolicyLossConfig
@@ -19,7 +20,6 @@ from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.tokens.chat import Placement
 from limbeck.utils.checkpoint import CheckpointingConfig
-from limbeck.utils.errors import ConfigError
 from limbeck.utils.logger import LoggerConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from limbeck.config import near_name, resolve
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 DEFAULT = "xtoken_off_policy_distillation"
 # Name -> (module, its config model). Imported on demand: each brings models and losses of its own.

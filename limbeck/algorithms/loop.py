@@ -22,9 +22,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
+from limbeck.errors import CheckpointError, DataError, LossError
 from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import CheckpointError, DataError, LossError
 from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.state import capture_rng, load_state, restore_rng, save_state
 from limbeck.utils.timer import Timer

@@ -16,6 +16,7 @@ from torch import Tensor
 from limbeck.algorithms.config import MonitorConfig
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
+from limbeck.errors import LossError
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.policy_gradient import PolicyInputs
 from limbeck.losses.signals import Head, Signal
@@ -24,7 +25,6 @@ from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.vocab import is_end
-from limbeck.utils.errors import LossError
 from limbeck.utils.metrics import Pair
 
 CLASSES = ("special", "format", "number", "word", "other")

@@ -25,7 +25,7 @@ from limbeck.config import FREE, dump_yaml, is_marked, parse_yaml, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
-from limbeck.utils.errors import ConfigError, DataError, TemplateError
+from limbeck.errors import ConfigError, DataError, TemplateError
 from limbeck.utils.files import lock_file, write_atomic
 
 CONFIG_NAME = "config.yaml"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
+from limbeck.errors import ConfigError, LossError, TraceError
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
 from limbeck.models.loading import read_template
 from limbeck.tokens import load_tokenizer
@@ -31,7 +32,6 @@ from limbeck.traces.files import (
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import Site
-from limbeck.utils.errors import ConfigError, LossError, TraceError
 
 Record = tuple[int, Trace]
 

@@ -38,6 +38,7 @@ from limbeck.data.loader import make_loader, rank_batches
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
 from limbeck.distributed.mesh import data_rank_and_world
+from limbeck.errors import DataError, LossError
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
@@ -52,7 +53,6 @@ from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import DataError, LossError
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
 from limbeck.utils.state import seed_everything

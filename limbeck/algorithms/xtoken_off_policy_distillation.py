@@ -30,6 +30,7 @@ from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
+from limbeck.errors import ConfigError
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
@@ -40,7 +41,6 @@ from limbeck.teachers.build import connect_servers, make_teacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import ConfigError
 from limbeck.utils.logger import Logger
 from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from typing_extensions import Self
 
 from limbeck.data.packing import Bins, batch_by_tokens, get_packer
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
 

@@ -18,9 +18,9 @@ from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import last_fitting
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
+from limbeck.errors import ConfigError, DataError, LimbeckError, TokenizerError
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import ConfigError, DataError, LimbeckError, TokenizerError
 
 # No real text comes near this many characters per token over a whole context.
 _CHARS_PER_TOKEN = 64

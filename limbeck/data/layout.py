@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from limbeck.utils.errors import LossError
+from limbeck.errors import LossError
 
 _Layout = TypeVar("_Layout", "ChunkLayout", "TokenLayout")
 

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.sources import PAD_INDEX
 from limbeck.distributed.mesh import ParallelConfig, data_rank_and_world
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 
 class ShardSampler(Sampler[int]):

@@ -23,7 +23,7 @@ from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.distributed.mesh import ParallelConfig
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 Bins = list[list[int]]
 

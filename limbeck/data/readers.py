@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from limbeck.utils.errors import DataError, one_line
+from limbeck.errors import DataError, one_line
 from limbeck.utils.files import cache_dir as cache_folder
 
 OPEN_FILES = 128

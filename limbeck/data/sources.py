@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.config import FREE, resolve
 from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader, split_spans
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 

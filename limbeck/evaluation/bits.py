@@ -19,11 +19,11 @@ import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import ReadingConfig, RecordDataset
+from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.evaluation.models import ModelSource
 from limbeck.models.policy import Policy
 from limbeck.tokens import Rendering, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import ConfigError, DataError, LossError
 
 MODES = ("auto", "text", "chat", "choice", "pairs")
 DEFAULT_CONTEXT = 2048

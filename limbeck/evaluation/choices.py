@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from limbeck.data.readers import BadRecord, Reader, format_of, open_reader
+from limbeck.errors import DataError
 from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
-from limbeck.utils.errors import DataError
 
 Row = Mapping[str, Any]
 

@@ -13,11 +13,11 @@ from dataclasses import asdict
 from typing import Any
 
 from limbeck.data.readers import HUB_PREFIX, BadRecord, expand, format_of, open_reader
+from limbeck.errors import DataError
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import is_pair, score_pairs
-from limbeck.utils.errors import DataError
 
 __all__ = ["EvalOptions", "detect_mode", "evaluate", "evaluate_file"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from limbeck.errors import ConfigError
 from limbeck.evaluation.models import find_model
 from limbeck.models.loading import load_model, parse_dtype
 from limbeck.tokens import load_tokenizer
-from limbeck.utils.errors import ConfigError
 
 
 def check_harness(tasks: Sequence[str], include: str | Path | None = None) -> Any:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.config import parse_yaml
+from limbeck.errors import CheckpointError, ConfigError
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.errors import CheckpointError, ConfigError
 
 _WEIGHTS = Path("policy") / "weights"
 _DEFAULT_METRIC = "val/bpb"

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from limbeck.errors import TemplateError, TraceError
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
 from limbeck.models.loading import read_template
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
 from limbeck.traces.sites import find_recovery
-from limbeck.utils.errors import TemplateError, TraceError
 
 Row = dict[str, Any]
 KINDS = ("failed", "hinted", "better")

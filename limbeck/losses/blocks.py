@@ -23,9 +23,9 @@ from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.distributed.comm import Comm
+from limbeck.errors import LossError
 from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, Sums
 from limbeck.losses.signals import Head, TeacherRows, compute_dtype
-from limbeck.utils.errors import LossError
 
 # ---- cutting ----
 

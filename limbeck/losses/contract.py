@@ -29,8 +29,8 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape
+from limbeck.errors import ConfigError
 from limbeck.losses.signals import Head, Signal
-from limbeck.utils.errors import ConfigError
 from limbeck.utils.metrics import Metrics, Pair
 
 Batch = BatchedDataDict[Mapping[str, Any]]

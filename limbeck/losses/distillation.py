@@ -35,6 +35,7 @@ from limbeck.data.layout import (
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses import fast
 from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
 from limbeck.losses.contract import Batch, Counts, Loss
@@ -47,7 +48,6 @@ from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, chec
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
 from limbeck.projection import Projection
-from limbeck.utils.errors import ConfigError, LossError
 from limbeck.utils.metrics import Metrics, Pair
 
 LossMode = Literal["boundary_kl", "tree_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]

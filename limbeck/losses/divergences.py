@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
-from limbeck.utils.errors import ConfigError, LossError
 
 Direction = Literal["forward", "reverse", "jsd"]
 ChosenBy = Literal["teacher", "student"]

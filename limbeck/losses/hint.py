@@ -21,6 +21,7 @@ from limbeck.data.layout import ChunkLayout, TokenLayout, padded_row_start, teac
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses import fast
 from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
 from limbeck.losses.contract import Batch, Counts, Loss
@@ -31,7 +32,6 @@ from limbeck.losses.objectives.base import Objective, ObjectiveOptions
 from limbeck.losses.objectives.corrected import BoundaryKL, SameVocabulary
 from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
-from limbeck.utils.errors import ConfigError, LossError
 from limbeck.utils.metrics import Metrics, Pair
 
 SelfTeacherKind = Literal["frozen", "ema", "trust_region", "live"]

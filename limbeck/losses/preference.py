@@ -18,10 +18,10 @@ from torch import Tensor
 from limbeck.data.layout import TokenLayout, build_token_layout, supervised_tokens
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.signals import Head, Signal
-from limbeck.utils.errors import ConfigError, LossError
 from limbeck.utils.metrics import Metrics
 
 PreferenceKind = Literal["dpo", "ipo", "simpo"]

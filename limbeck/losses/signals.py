@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limbeck.data.layout import ChunkLayout
+from limbeck.errors import LossError
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
-from limbeck.utils.errors import LossError
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from limbeck.data.layout import ChunkLayout
 from limbeck.distributed.comm import Comm
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.divergences import tail_log_prob
 from limbeck.losses.signals import TeacherRows, TeacherScores
-from limbeck.utils.errors import ConfigError, LossError
 
 Scoring = Literal["static", "ce", "entropy", "max_prob"]
 Decay = Literal["none", "linear", "cosine"]

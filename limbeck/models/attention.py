@@ -20,7 +20,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import MicrobatchConfig, process_microbatch
 from limbeck.distributed.attention import varlen_kernel
 from limbeck.distributed.mesh import ParallelConfig
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 NAME = "limbeck_varlen"
 log = logging.getLogger(__name__)

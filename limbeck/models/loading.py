@@ -23,11 +23,11 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, mesh_shape_for
 from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
+from limbeck.errors import ConfigError
 from limbeck.losses.signals import Head
 from limbeck.models.attention import register_varlen_attention
 from limbeck.models.lora import LoraConfig, apply_lora, unwrap
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ConfigError
 from limbeck.utils.files import package_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from limbeck.config import resolve
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 
 class LoraConfig(BaseModel):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from limbeck.config import resolve
 from limbeck.distributed.sharding import group_by_layout
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")

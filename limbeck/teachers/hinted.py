@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from limbeck.errors import CheckpointError
 from limbeck.losses.contract import Teacher
 from limbeck.losses.hint import SelfTeacherKind, ema_update
 from limbeck.models.loading import load_model, tokenizer_size
@@ -19,7 +20,6 @@ from limbeck.models.lora import apply_lora, is_lora
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import CheckpointError
 
 
 class HintTeacher:

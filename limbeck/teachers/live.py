@@ -14,11 +14,11 @@ from limbeck.data.layout import teacher_prefix
 from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
+from limbeck.errors import DataError
 from limbeck.losses.contract import StudentLayout, Teacher
 from limbeck.losses.signals import HiddenSignal, Signal
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import DataError
 
 
 def key_prefix(data: Mapping[str, Any], teacher_index: int) -> str:

@@ -16,7 +16,7 @@ from limbeck.algorithms import run_folder
 from limbeck.algorithms.config import MasterConfig, TraceMasterConfig
 from limbeck.config import FREE, _models_in, dump_yaml, is_marked, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 
 class Part(BaseModel):

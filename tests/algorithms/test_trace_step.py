@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from limbeck.algorithms.trace_distillation import TraceRun, setup
 from limbeck.data.microbatch import plan_microbatches
+from limbeck.errors import LossError
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
-from limbeck.utils.errors import LossError
 from tests.helpers.trace_runs import config
 
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}

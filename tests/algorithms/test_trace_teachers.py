@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from limbeck.algorithms.trace_distillation import run
+from limbeck.errors import ConfigError, ServerError
 from limbeck.models.policy import Policy
-from limbeck.utils.errors import ConfigError, ServerError
 from limbeck.utils.logger import read_metrics
 from tests.distributed.cases import together
 from tests.helpers.servers import ScoringServer, serving

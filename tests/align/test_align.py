@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import chunk_stretch, last_fitting, shared_boundaries
+from limbeck.errors import AlignmentError
 from limbeck.tokens import Rendering, TextEncoder
-from limbeck.utils.errors import AlignmentError
 from tests.texts import TEXTS, unicode_text
 from tests.zoo import tokenizer
 

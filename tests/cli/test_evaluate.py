@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from limbeck.cli import application
 from limbeck.cli.evaluate import split_arguments
 from limbeck.cli.evaluation_tables import notes, print_evaluation
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 from tests.models import tiny
 
 app = application()

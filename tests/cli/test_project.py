@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from limbeck.cli.project import peak_rss_mb, project_command
+from limbeck.errors import ConfigError, DataError, LimbeckError, ProjectionError, TokenizerError
 from limbeck.projection import Projection
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ConfigError, DataError, LimbeckError, ProjectionError, TokenizerError
 from tests.helpers.tokenizers import byte_level
 
 STUDENT = byte_level(["201", "the"])

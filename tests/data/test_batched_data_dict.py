@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 
 def make_batch(rows: int, width: int = 5, lengths: list[int] | None = None) -> BatchedDataDict:

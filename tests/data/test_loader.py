@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.loader import ShardSampler
 from limbeck.data.sources import PAD_INDEX, ReadingConfig, RecordDataset
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

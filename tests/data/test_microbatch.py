@@ -22,7 +22,7 @@ from limbeck.data.microbatch import (
     process_microbatch,
     teacher_prefixes,
 )
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 FIXED: dict[str, Any] = {}
 DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4}}

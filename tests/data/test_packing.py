@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limbeck.data.packing import PackingAlgorithm, batch_by_tokens, get_packer
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 ALGORITHMS = [member.value for member in PackingAlgorithm]
 

@@ -29,7 +29,7 @@ from limbeck.data.sources import (
     count_skipped,
     flatten_documents,
 )
-from limbeck.utils.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError
 
 TEXTS = ["one", "zwei\nzeilen", "三 个", "four 🙂", "five"]
 CHAT = [

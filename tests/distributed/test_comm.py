@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from limbeck.distributed import comm as comm_module
 from limbeck.distributed.comm import Comm, init_distributed
-from limbeck.utils.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError
 from tests.distributed.cases import together
 
 

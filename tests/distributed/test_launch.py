@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from limbeck.distributed.launch import ClusterConfig, _connect, launch, number_of_workers, worker_resources
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 from tests.helpers import runs
 from tests.patience import TEST_SECONDS
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from limbeck.errors import ConfigError
 from limbeck.models import loading as build
 from limbeck.models.policy import Policy
-from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, student_of, together
 from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
 

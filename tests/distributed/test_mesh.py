@@ -17,8 +17,8 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import places_met
 from limbeck.distributed.launch import ClusterConfig, check_cluster
 from limbeck.distributed.mesh import MeshShape, ParallelConfig, ParallelDims, check_model, mesh_shape_for
+from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy
-from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import together
 from tests.helpers import runs
 from tests.models.tiny import LLAMA, config, tokenizer

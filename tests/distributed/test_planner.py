@@ -33,7 +33,7 @@ from limbeck.distributed.planner import (
     plan,
     seconds_of,
 )
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 from tests.helpers import runs
 from tests.models.tiny import LLAMA, QWEN3
 

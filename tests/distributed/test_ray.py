@@ -18,8 +18,8 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.distributed.launch import launch, load_ray
+from limbeck.errors import ConfigError, DataError
 from limbeck.teachers.cache import CacheReader
-from limbeck.utils.errors import ConfigError, DataError
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
 from tests.gates import Gate, wait_until
 from tests.helpers import runs

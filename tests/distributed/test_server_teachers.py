@@ -14,9 +14,9 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.validation import teacher_bits
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve
+from limbeck.errors import LimbeckError
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
-from limbeck.utils.errors import LimbeckError
 from tests.distributed.cases import Case, batch, close, loss_of, student_of, together
 from tests.helpers import runs
 from tests.helpers.servers import ScoringServer, serving

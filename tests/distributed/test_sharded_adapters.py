@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy
-from limbeck.utils.errors import ConfigError
 from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together
 from tests.models.tiny import QWEN3, config, tokenizer
 

@@ -10,7 +10,7 @@ import torch
 
 from limbeck.distributed.mesh import MeshShape, check_model
 from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, plan_of
-from limbeck.utils.errors import ConfigError
+from limbeck.errors import ConfigError
 from tests.distributed.cases import Case, close, together
 from tests.distributed.test_sharding_options import step
 from tests.models.tiny import LLAMA

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.readers import BadRecord
+from limbeck.errors import CheckpointError, ConfigError, DataError, LossError
 from limbeck.evaluation.bits import EvalModel, EvalOptions, counted_tokens, make_windows, score_windows
 from limbeck.evaluation.choices import LAYOUTS, layout_of, question_of
 from limbeck.evaluation.files import detect_mode, evaluate
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import pairs_of
 from limbeck.tokens import Rendering, TextEncoder
-from limbeck.utils.errors import CheckpointError, ConfigError, DataError, LossError
 from tests.models import tiny
 
 CHATML = (

@@ -9,9 +9,9 @@ import pytest
 
 from limbeck.algorithms.trace_data import load_traces
 from limbeck.algorithms.trace_distillation import run
+from limbeck.errors import TraceError
 from limbeck.evaluation.bits import EvalOptions
 from limbeck.evaluation.traces import evaluate_traces, with_better
-from limbeck.utils.errors import TraceError
 from tests.helpers.tokenizers import WORKSHOP
 from tests.helpers.trace_runs import config
 

@@ -19,9 +19,9 @@ import numpy as np
 
 import limbeck
 from limbeck.align import Chunks, TokenAligner
+from limbeck.errors import LimbeckError
 from limbeck.tokens import Rendering, TextEncoder, render_chat
 from limbeck.traces import CollatorConfig, ComposerDataCollator
-from limbeck.utils.errors import LimbeckError
 from tests import zoo
 from tests.texts import TEXTS
 from tests.tokens.chat_cases import CONVERSATIONS, PLAIN, TOOL_CALL, TOOLS, answer, call, user

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from limbeck.errors import ConfigError, LossError, ProjectionError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, LogitsSignal
-from limbeck.utils.errors import ConfigError, LossError, ProjectionError
 from tests.losses.cases import FakeProjection, make_batch, make_models, make_projection, microbatch, run, starts
 
 BATCH = make_batch(samples=3, seed=2)

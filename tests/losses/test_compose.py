@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from limbeck.errors import ConfigError
 from limbeck.losses.weights import ChannelWeights, WeightSchedule, compose
-from limbeck.utils.errors import ConfigError
 
 
 def test_warm_up_plateau_and_decay() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from limbeck.errors import ConfigError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
-from limbeck.utils.errors import ConfigError
 from tests.losses.cases import make_projection
 
 

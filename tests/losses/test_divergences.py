@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.divergences import (
     DivergenceSpec,
     JsdGuard,
@@ -21,7 +22,6 @@ from limbeck.losses.divergences import (
     divergence_rows,
     log1mexp,
 )
-from limbeck.utils.errors import ConfigError, LossError
 from tests.losses import reference
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from limbeck.errors import LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
 from limbeck.losses.objectives.base import BlockOut, Objective, ObjectiveOptions
 from limbeck.losses.signals import TeacherRows, TopKSignal
-from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
 
 BATCH = make_batch(samples=3, seed=21)

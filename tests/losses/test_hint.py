@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.align import AlignmentBatch, Chunks
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses import DivergenceSpec, Head, HiddenSignal, LogitsSignal, TopKSignal
 from limbeck.losses.hint import (
     HintDistillationLossFn,
@@ -18,7 +19,6 @@ from limbeck.losses.hint import (
     hint_divergence,
     trust_region_mix,
 )
-from limbeck.utils.errors import ConfigError, LossError
 from tests.losses.cases import make_projection
 from tests.losses.trace_cases import HIDDEN, VOCAB, gradients, hidden_and_head, microbatch, naive_logits, take
 

@@ -17,8 +17,8 @@ from limbeck.data.layout import (
     teacher_layout,
     token_layout,
 )
+from limbeck.errors import LossError
 from limbeck.losses.blocks import cut_blocks, shard_layouts
-from limbeck.utils.errors import LossError
 from tests.losses.cases import make_batch, starts
 from tests.losses.reference import chunks_of
 

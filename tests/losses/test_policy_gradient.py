@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from limbeck.data.layout import TokenLayout
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.policy_gradient import (
     PolicyGradientLossFn,
@@ -18,7 +19,6 @@ from limbeck.losses.policy_gradient import (
     group_advantages,
     policy_token_losses,
 )
-from limbeck.utils.errors import ConfigError, LossError
 from tests.losses.trace_cases import (
     WIDTH,
     gradients,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses.preference import PreferenceLossFn, PreferenceSpec, preference_pair_losses, response_log_probs
-from limbeck.utils.errors import ConfigError, LossError
 from tests.losses.trace_cases import WIDTH, gradients, hidden_and_head, microbatch, naive_log_probs, policy_batch, take
 
 SPECS = [PreferenceSpec("dpo", 0.3), PreferenceSpec("dpo", 0.3, label_smoothing=0.1), PreferenceSpec("ipo", 0.4)]

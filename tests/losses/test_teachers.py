@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from limbeck.errors import ConfigError, LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, LogitsSignal
-from limbeck.utils.errors import ConfigError, LossError
 from tests.losses import reference
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import ProjectionError
 from limbeck.losses.vocab.projection import VocabMap, common_pairs
-from limbeck.utils.errors import ProjectionError
 from tests.losses.cases import FakeProjection, make_projection
 from tests.losses.reference import pairs_of
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import CacheError
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
 from limbeck.teachers.cache.format import RecordLayout, sha256_of
-from limbeck.utils.errors import CacheError
 from tests.patience import TEST_SECONDS
 
 SPEC = CacheSpec("topk", vocab_size=70_000, teacher_fingerprint="f" * 64, model_identity={"weights": "w"}, k=4)

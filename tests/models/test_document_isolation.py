@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedInputs, process_microbatch
+from limbeck.errors import ConfigError
 from limbeck.models.attention import verify_document_isolation
-from limbeck.utils.errors import ConfigError
 
 VOCAB = 64
 COMMON: dict[str, Any] = {

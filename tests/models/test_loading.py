@@ -2,8 +2,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from limbeck.errors import ConfigError
 from limbeck.models.loading import body_of, load_model, model_identity
-from limbeck.utils.errors import ConfigError
 from tests.models.tiny import LLAMA, QWEN3
 
 

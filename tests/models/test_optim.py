@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from limbeck.errors import ConfigError
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.utils import load_state, save_state
-from limbeck.utils.errors import ConfigError
 
 
 def adamw(**kwargs):

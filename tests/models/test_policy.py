@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
+from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
-from limbeck.utils.errors import CheckpointError, ConfigError, LossError
 from limbeck.utils.timer import Timer
 from tests.models.tiny import LLAMA, QWEN3, batch, config, gradients, loss_fn, student, teacher, tokenizer
 

@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from limbeck.config import resolve
+from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy, PolicyConfig
-from limbeck.utils.errors import ConfigError
 from tests.models.tiny import LLAMA
 
 PUBLISHED = {
@@ -100,7 +100,7 @@ def test_computing_needs_no_reader():
         "import sys\n"
         "for name in ('torchdata', 'datasets', 'ray'): sys.modules[name] = None\n"
         "import limbeck.models.policy, limbeck.teachers.live, limbeck.teachers.cache.fill\n"
-        "import limbeck.utils.timer, limbeck.utils.errors\n"
+        "import limbeck.utils.timer, limbeck.errors\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

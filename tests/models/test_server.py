@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from limbeck.data.microbatch import get_microbatch_iterator
+from limbeck.errors import DataError, ServerError
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.teachers.server import teacher as teacher_module
 from limbeck.teachers.server.client import ServerClient, ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
-from limbeck.utils.errors import DataError, ServerError
 from limbeck.utils.http import TokenBucket
 from tests.helpers.servers import HOLD, ScoringServer, serving
 from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer

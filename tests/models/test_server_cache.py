@@ -13,9 +13,9 @@ from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
+from limbeck.errors import CacheError, ConfigError, ServerError
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter
 from limbeck.teachers.cached import CachedTeacher
-from limbeck.utils.errors import CacheError, ConfigError, ServerError
 from tests.helpers import runs
 from tests.helpers.servers import ScoringServer, serving
 from tests.models import tiny

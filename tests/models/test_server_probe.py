@@ -8,10 +8,10 @@ import pytest
 
 from limbeck.algorithms.config import MasterConfig
 from limbeck.config import resolve
+from limbeck.errors import ConfigError, ServerError
 from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
-from limbeck.utils.errors import ConfigError, ServerError
 from tests.helpers.servers import ScoringServer, serving
 from tests.models.tiny import teacher, tokenizer
 from tests.patience import TEST_SECONDS

@@ -7,7 +7,7 @@ import pytest
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
-from limbeck.utils.errors import ConfigError, ServerError
+from limbeck.errors import ConfigError, ServerError
 from tests.helpers import runs
 from tests.helpers.servers import ScoringServer, serving
 from tests.models.tiny import tokenizer

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from limbeck.data.microbatch import get_microbatch_iterator
+from limbeck.errors import CacheError, DataError
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache import CacheReader
 from limbeck.teachers.cache.fill import spec_for, write_cache
@@ -9,7 +10,6 @@ from limbeck.teachers.cache.format import load_head, save_head
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import CacheError, DataError
 from tests.models.test_policy import LAYOUTS, step_gradients
 from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
 

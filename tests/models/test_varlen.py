@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.distributed.attention import VarlenKernel
+from limbeck.errors import ConfigError
 from limbeck.models import attention as varlen
-from limbeck.utils.errors import ConfigError
 
 
 def plain_kernel(

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from limbeck.errors import ProjectionError
 from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
 from limbeck.projection.audit import CLASSES, recommend, show, token_class
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ProjectionError
 from tests.helpers.tokenizers import byte_level
 
 FULL = ClassCoverage(10, 10)

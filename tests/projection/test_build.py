@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import limbeck.projection.build as build_module
+from limbeck.errors import ProjectionError
 from limbeck.projection import load_or_build
-from limbeck.utils.errors import ProjectionError
 from tests.helpers.tokenizers import byte_level
 from tests.patience import TEST_SECONDS
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from limbeck.errors import ProjectionError
 from limbeck.projection import Projection, build_rules, convert_published
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ProjectionError
 from tests.helpers.tokenizers import byte_level
 from tests.projection.tiny import dense
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save as to_safetensors
 
+from limbeck.errors import ProjectionError
 from limbeck.projection import Projection
 from limbeck.projection.matrix import from_triples
-from limbeck.utils.errors import ProjectionError
 from tests.projection.tiny import dense
 
 

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from limbeck.errors import ProjectionError
 from limbeck.projection import Projection, build_rules
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ProjectionError
 from tests.helpers.tokenizers import byte_level, sentencepiece
 from tests.projection.tiny import decomposed, dense, row
 

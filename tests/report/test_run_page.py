@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from limbeck.errors import ConfigError
 from limbeck.report.comparison import comparison_page
 from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page, write_comparison, write_report
-from limbeck.utils.errors import ConfigError
 from tests.report.runs import config, rows, write_run
 
 _VOID = {"meta", "br", "line", "circle", "polyline"}

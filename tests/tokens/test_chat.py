@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import ConfigError, TemplateError
 from limbeck.tokens import TextEncoder
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import ConfigError, TemplateError
 from tests import zoo
 from tests.tokens.chat_cases import (
     END,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import TemplateError
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
-from limbeck.utils.errors import TemplateError
 from tests import zoo
 from tests.tokens.chat_cases import TOOLS, TRIMS, answer, call, result, segments, user
 

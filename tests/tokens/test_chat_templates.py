@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from limbeck.errors import TemplateError
 from limbeck.tokens import Tokenizer
 from limbeck.tokens.chat import ChatTemplate
 from limbeck.tokens.chat.markers import lay_out
 from limbeck.tokens.chat.turns import TurnFinder
-from limbeck.utils.errors import TemplateError
 from tests import zoo
 from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call, user
 

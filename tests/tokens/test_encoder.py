@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from limbeck.errors import TokenizerError
 from limbeck.tokens import Rendering, TextEncoder
-from limbeck.utils.errors import TokenizerError
 from tests.texts import TEXTS, unicode_text
 from tests.zoo import NAMES, tokenizer
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from limbeck.errors import TokenizerError
 from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.tokens.vocab import byte_alphabet, is_end, role_class, role_of
-from limbeck.utils.errors import TokenizerError
 from tests.zoo import FAMILY, NAMES, tokenizer
 
 

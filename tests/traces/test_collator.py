@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from limbeck.errors import ConfigError, TraceError
 from limbeck.tokens import ByteVocab
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget, TraceExample
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
 from limbeck.traces.sites import SiteFinder
-from limbeck.utils.errors import ConfigError, TraceError
 from tests import zoo
 from tests.helpers.chats import asked, long_trace, numbered, result, said
 from tests.traces.collator_cases import check_hint_rows, student_text, target_text, teacher_text

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from limbeck.errors import TemplateError
 from limbeck.tokens.chat import PLACEMENTS
 from limbeck.traces.errors import ERROR_KINDS
 from limbeck.traces.hints import (
@@ -30,7 +31,6 @@ from limbeck.traces.hints import (
 )
 from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
-from limbeck.utils.errors import TemplateError
 from tests import zoo
 from tests.helpers.chats import answer, call, say
 from tests.traces.material import EXAMPLES

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import TraceError
 from limbeck.traces.errors import check_call, classify_error, detect_prefix, detect_swe_agent
 from limbeck.traces.files import IngestOptions, IngestStats, ingest
 from limbeck.traces.readers import READERS, read_traces
 from limbeck.traces.schema import SCHEMA_VERSION, ToolCall
-from limbeck.utils.errors import TraceError
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
 
 # -- Claude Code -------------------------------------------------------------------------------------------------------

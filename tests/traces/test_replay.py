@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from limbeck.errors import TraceError
 from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointProposer
 from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
@@ -28,7 +29,6 @@ from limbeck.traces.replay import (
     vote,
 )
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
-from limbeck.utils.errors import TraceError
 from limbeck.utils.files import JsonCache
 from limbeck.utils.http import TokenBucket
 from tests.helpers.chats import answer, call, say

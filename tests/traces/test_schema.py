@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from limbeck.errors import TraceError
 from limbeck.traces.files import write_traces
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, messages_to_chat
-from limbeck.utils.errors import TraceError
 from tests.helpers.chats import answer, call, say
 from tests.traces.material import EXAMPLES, read
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from limbeck.errors import TraceError
 from limbeck.traces.files import read_sites
 from limbeck.traces.hints import LayeredHints
 from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import Site, SiteFinder, find_recovery
-from limbeck.utils.errors import TraceError
 from tests.helpers.chats import answer, call, say
 from tests.traces.material import EXAMPLES, real_logs, write_lines
 

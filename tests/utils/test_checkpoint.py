@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from limbeck.errors import CheckpointError, ConfigError
 from limbeck.utils import CheckpointManager, load_state, save_state
 from limbeck.utils.checkpoint import parse_duration
-from limbeck.utils.errors import CheckpointError, ConfigError
 
 
 def manager(tmp_path, **more):

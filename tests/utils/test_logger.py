@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from limbeck.errors import ConfigError, DataError
 from limbeck.utils import Logger
-from limbeck.utils.errors import ConfigError, DataError
 from limbeck.utils.logger import read_metrics, to_means
 from limbeck.utils.metrics import Metrics
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from limbeck.errors import CheckpointError
 from limbeck.utils import capture_rng, load_state, restore_rng, save_state
-from limbeck.utils.errors import CheckpointError
 
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 key = st.text() | st.integers() | st.sampled_from(["$tensor", "$dict", "a/b", "#"])

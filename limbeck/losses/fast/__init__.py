@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout
+from limbeck.errors import LossError
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
 from limbeck.losses.fast.order import Lanes, lanes_for
 from limbeck.losses.objectives.base import Objective
 from limbeck.losses.signals import Head, HiddenSignal, Signal
-from limbeck.utils.errors import LossError
 
 FastPath = Literal["auto", "off", "force"]
 FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)

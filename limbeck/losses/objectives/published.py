@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
+from limbeck.errors import LossError
 from limbeck.losses.objectives.base import BlockLogits, BlockOut, ChunkBlock, ObjectiveOptions, ProjectedObjective
 from limbeck.losses.signals import TeacherRows, TeacherScores
 from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike, common_pairs
-from limbeck.utils.errors import LossError
 
 P_KL_EPS = 1e-10
 

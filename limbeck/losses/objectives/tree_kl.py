@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from limbeck.errors import LossError
 from limbeck.losses.divergences import DivergenceSpec, binary_divergence, divergence_entries
 from limbeck.losses.objectives.base import (
     BlockLogits,
@@ -42,7 +43,6 @@ from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.projection import SpellingTree
 from limbeck.projection.pairs import PairRule
-from limbeck.utils.errors import LossError
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from limbeck.errors import ProjectionError
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
 from limbeck.projection.trees import VocabTrees
-from limbeck.utils.errors import ProjectionError
 
 
 class Entries(Protocol):

@@ -15,6 +15,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
+from limbeck.errors import CacheError
 from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache import CacheSpec, CacheWriter, document_key
@@ -22,7 +23,6 @@ from limbeck.teachers.cache.format import HEAD_NAME, save_head
 from limbeck.teachers.live import key_prefix
 from limbeck.teachers.server.protocol import ScoredDocument
 from limbeck.teachers.server.teacher import ServerTeacher
-from limbeck.utils.errors import CacheError
 
 _HIDDEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

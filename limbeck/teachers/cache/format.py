@@ -31,8 +31,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from limbeck.errors import CacheError
 from limbeck.losses.signals import Head
-from limbeck.utils.errors import CacheError
 from limbeck.utils.files import fsync_path
 
 MAGIC = b"LIMBECK\1"

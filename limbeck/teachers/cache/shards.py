@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.errors import CacheError
 from limbeck.teachers.cache.format import (
     FORMAT,
     INDEX,
@@ -30,7 +31,6 @@ from limbeck.teachers.cache.format import (
     sha256_of,
     version,
 )
-from limbeck.utils.errors import CacheError
 from limbeck.utils.files import fsync_path, lock_file, write_atomic
 
 

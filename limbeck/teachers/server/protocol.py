@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.errors import ServerError
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteVocab, TextEncoder
-from limbeck.utils.errors import ServerError
 
 STYLES = ("prompt_logprobs", "echo")
 # The sum of the listed probabilities may pass 1 by the server's rounding (bfloat16 logits, float32 sums).

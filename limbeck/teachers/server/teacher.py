@@ -22,6 +22,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
+from limbeck.errors import ServerError
 from limbeck.losses.contract import Prefetched, StudentLayout, Teacher
 from limbeck.losses.signals import Signal, TopKSignal
 from limbeck.models.language_model import next_tokens
@@ -39,7 +40,6 @@ from limbeck.teachers.server.protocol import (
     unpack_scores,
 )
 from limbeck.tokens import ByteVocab
-from limbeck.utils.errors import ServerError
 from limbeck.utils.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
+from limbeck.errors import LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn, DivergenceSpec, Head, HiddenSignal
 from limbeck.losses.hint import HintDistillationLossFn, HintSpec
-from limbeck.utils.errors import LossError
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
 from tests.losses.test_hint import hint_batch
 from tests.losses.trace_cases import VOCAB
