@@ -98,7 +98,7 @@ def _read_json(file: Path, folder: Path | None) -> Tokenizer:
     text = file.read_text(encoding="utf-8")
     spec = json.loads(text)
     config = {} if folder is None else _config(folder)
-    named = {key: _content(config[key]) for key in _NAMED if config.get(key)}
+    named = _named(config)
     if spec.get("padding"):
         named.setdefault("pad_token", spec["padding"]["pad_token"])
     spec = _with_added(spec, text, config, named)
@@ -119,6 +119,14 @@ def _config(folder: Path) -> dict[str, Any]:
     if "added_tokens_decoder" not in config:
         config |= {k: v for k, v in _json(folder / "special_tokens_map.json").items() if k in _NAMED}
     return config
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    """The names that every model has, and those that only some have, such as ``image_token``."""
+    own = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
+    extra = config.get("extra_special_tokens")
+    usual = {key: _content(config[key]) for key in _NAMED if config.get(key)}
+    return own | {k: _content(v) for k, v in (extra if isinstance(extra, dict) else {}).items()} | usual
 
 
 def _json(path: Path) -> dict[str, Any]:
