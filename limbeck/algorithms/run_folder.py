@@ -58,13 +58,20 @@ def differences(model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str
 def held(run_dir: str | Path, *others: str | Path | None) -> Iterator[None]:
     """Keep other runs out of a run folder, and out of folders that lie elsewhere, such as its checkpoints'.
 
-    Rank 0 holds them, also before the ranks have found each other.
+    Rank 0 holds them, also before the ranks have found each other. A folder in which nothing came to be is removed.
     """
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0 and Comm.world().rank == 0:
             for folder in dict.fromkeys(Path(f).resolve() for f in (run_dir, *others) if f is not None):
                 stack.enter_context(_lock(folder))
+                stack.callback(_remove_unused, folder)  # before the lock is let go
         yield
+
+
+def _remove_unused(folder: Path) -> None:
+    if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+        (folder / LOCK_NAME).unlink()
+        folder.rmdir()
 
 
 def _lock(folder: Path) -> IO[str]:
