@@ -25,7 +25,7 @@ from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow
 
-CASE = Case({"mode": "boundary_kl", "vocab_topk": None})
+CASE = Case({"mode": "boundary_kl"})
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "tensor": {"tensor_parallel_size": 2},
