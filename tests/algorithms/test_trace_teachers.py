@@ -55,6 +55,7 @@ def served(rank: int, world: int, where: str, far: dict[str, Any]) -> None:
     run(made(Path(where), "served", far, TENSOR))
 
 
+@pytest.mark.slow
 def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
     near = made(tmp_path, "near")
     policy = Policy(
