@@ -66,8 +66,8 @@ class CollapseMonitor:
     @torch.no_grad()
     def policy(self, hidden: Tensor, head: Head, inputs: PolicyInputs) -> dict[str, Pair]:
         """Entropy, format mass and early ends at supervised tokens of whole traces."""
-        pick = self._pick(len(inputs.tokens.rows))
-        rows, ids = inputs.tokens.rows[pick].to(hidden.device), inputs.tokens.ids[pick].to(hidden.device)
+        pick = self._pick(len(inputs.tokens.rows_E))
+        rows, ids = inputs.tokens.rows_E[pick].to(hidden.device), inputs.tokens.ids_E[pick].to(hidden.device)
         log_s = head.axis.log_softmax(head.logits(hidden.detach().index_select(0, rows)))
         return self._student("monitor/policy", head, log_s, ids)
 
@@ -77,11 +77,11 @@ class CollapseMonitor:
     ) -> dict[str, Pair]:
         """The same at target tokens and, where the teacher shares the vocabulary, divergences to it by token class."""
         layout, device = inputs.layout, hidden.device
-        same = len(layout.student_ids) == len(layout.teacher_ids) and torch.equal(
-            layout.student_ids.cpu(), layout.teacher_ids.cpu()
+        same = len(layout.student_ids_M) == len(layout.teacher_ids_Q) and torch.equal(
+            layout.student_ids_M.cpu(), layout.teacher_ids_Q.cpu()
         )
-        pick = self._pick(len(layout.student_rows))
-        rows, ids = layout.student_rows[pick].to(device), layout.student_ids[pick].to(device)
+        pick = self._pick(len(layout.student_rows_M))
+        rows, ids = layout.student_rows_M[pick].to(device), layout.student_ids_M[pick].to(device)
         log_s = head.axis.log_softmax(head.logits(hidden.detach().index_select(0, rows)))
         metrics = self._student("monitor/hint", head, log_s, ids)
         live = [s for s in signals if not s.is_topk and s.vocab_size == head.vocab_size]
@@ -90,7 +90,7 @@ class CollapseMonitor:
         if not same:
             # The names must be there on every rank, whatever rows it has.
             log_s, ids, pick = log_s[:0], ids[:0], pick[:0]
-        where = layout.teacher_rows[pick].to(device)
+        where = layout.teacher_rows_Q[pick].to(device)
         found = [s.on_shards(head.axis).scores(where).logits for s in live]
         parts = [x.to(log_s) * share for x, share in zip(found, shares, strict=True) if x is not None]
         log_t = head.axis.log_softmax(torch.stack(parts).sum(0))

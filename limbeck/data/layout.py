@@ -32,17 +32,17 @@ def _max(values: Tensor) -> int:
 
 @dataclass
 class TokenLayout:
-    """Tokens under cross-entropy: flat predicting row, token id and weight, `[N]` each, rows ascending."""
+    """Tokens under cross-entropy: flat predicting row, token id and weight, `[E]` each, rows ascending."""
 
-    rows: Tensor
-    ids: Tensor
-    weight: Tensor
+    rows_E: Tensor
+    ids_E: Tensor
+    weight_E: Tensor
     max_row: int = -2
     max_id: int = -2
 
     def __post_init__(self) -> None:
         if self.max_row == -2:
-            self.max_row, self.max_id = _max(self.rows), _max(self.ids)
+            self.max_row, self.max_id = _max(self.rows_E), _max(self.ids_E)
 
     @classmethod
     def empty(cls) -> TokenLayout:
@@ -52,7 +52,7 @@ class TokenLayout:
 
     def range(self, start: int, end: int) -> TokenLayout:
         """Tokens `start:end`."""
-        return TokenLayout(self.rows[start:end], self.ids[start:end], self.weight[start:end])
+        return TokenLayout(self.rows_E[start:end], self.ids_E[start:end], self.weight_E[start:end])
 
     def to(self, device: torch.device | str) -> TokenLayout:
         return _moved(self, device)
@@ -62,64 +62,65 @@ class TokenLayout:
 class ChunkLayout:
     """Aligned chunks of one micro-batch and one teacher, numbered `0..C-1` in the order of their student rows.
 
-    `*_rows`: flat predicting rows `[Ns]`/`[Nt]`; `*_chunk`: chunk number, non-decreasing; `*_ids`: the realised token.
-    `sample` `[C]`: row of the batch that a chunk belongs to. `*_first` `[C]`: index (into the arrays above) of a
-    chunk's first token; `*_count` `[C]`: its number of tokens; both are derived where they are not given. `*_last`
-    `[C]`: the token before the chunk, -1 where it is not known. `weight` `[C]`: what its sample counts; None: all 1.
+    Per token of the student (M) and the teacher (Q), `*_rows`: flat predicting rows; `*_chunk`: chunk number,
+    non-decreasing; `*_ids`: the realised token. Per chunk (C), `sample_C`: row of the batch that it belongs to;
+    `*_first_C`: index (into the arrays above) of its first token; `*_count_C`: its number of tokens; both are derived
+    where they are not given; `*_last_C`: the token before the chunk, -1 where it is not known; `weight_C`: what its
+    sample counts; None: all 1.
     `max_*` are plain integers so that range checks cost no device synchronisation.
     """
 
-    student_rows: Tensor
-    student_chunk: Tensor
-    student_ids: Tensor
-    teacher_rows: Tensor
-    teacher_chunk: Tensor
-    teacher_ids: Tensor
+    student_rows_M: Tensor
+    student_chunk_M: Tensor
+    student_ids_M: Tensor
+    teacher_rows_Q: Tensor
+    teacher_chunk_Q: Tensor
+    teacher_ids_Q: Tensor
     num_chunks: int
-    sample: Tensor | None = None
-    student_first: Tensor = field(default=None)  # type: ignore[assignment]
-    student_count: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_first: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_count: Tensor = field(default=None)  # type: ignore[assignment]
-    student_last: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_last: Tensor = field(default=None)  # type: ignore[assignment]
-    weight: Tensor | None = None
+    sample_C: Tensor | None = None
+    student_first_C: Tensor = field(default=None)  # type: ignore[assignment]
+    student_count_C: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_first_C: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_count_C: Tensor = field(default=None)  # type: ignore[assignment]
+    student_last_C: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_last_C: Tensor = field(default=None)  # type: ignore[assignment]
+    weight_C: Tensor | None = None
     max_student_row: int = -2
     max_student_id: int = -2
     max_teacher_row: int = -2
     max_teacher_id: int = -2
 
     def __post_init__(self) -> None:
-        chunks = torch.arange(self.num_chunks, device=self.student_chunk.device)
-        for side in ("student", "teacher"):
-            owner = getattr(self, f"{side}_chunk")
-            if getattr(self, f"{side}_first") is None:
-                setattr(self, f"{side}_first", torch.searchsorted(owner, chunks))
-                setattr(self, f"{side}_count", torch.bincount(owner, minlength=self.num_chunks))
-            if getattr(self, f"{side}_last") is None:
-                setattr(self, f"{side}_last", torch.full_like(chunks, -1))
+        chunks = torch.arange(self.num_chunks, device=self.student_chunk_M.device)
+        for side, tokens in (("student", "M"), ("teacher", "Q")):
+            owner = getattr(self, f"{side}_chunk_{tokens}")
+            if getattr(self, f"{side}_first_C") is None:
+                setattr(self, f"{side}_first_C", torch.searchsorted(owner, chunks))
+                setattr(self, f"{side}_count_C", torch.bincount(owner, minlength=self.num_chunks))
+            if getattr(self, f"{side}_last_C") is None:
+                setattr(self, f"{side}_last_C", torch.full_like(chunks, -1))
             if getattr(self, f"max_{side}_row") == -2:
-                setattr(self, f"max_{side}_row", _max(getattr(self, f"{side}_rows")))
-                setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids")))
-        if self.sample is None:
-            self.sample = torch.zeros_like(chunks)
+                setattr(self, f"max_{side}_row", _max(getattr(self, f"{side}_rows_{tokens}")))
+                setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids_{tokens}")))
+        if self.sample_C is None:
+            self.sample_C = torch.zeros_like(chunks)
 
     def range(self, start: int, end: int) -> ChunkLayout:
         """Chunks `start:end`."""
-        student = slice(*(int(self.student_count[:n].sum()) for n in (start, end)))
-        teacher = slice(*(int(self.teacher_count[:n].sum()) for n in (start, end)))
+        student = slice(*(int(self.student_count_C[:n].sum()) for n in (start, end)))
+        teacher = slice(*(int(self.teacher_count_C[:n].sum()) for n in (start, end)))
         return ChunkLayout(
-            self.student_rows[student],
-            self.student_chunk[student] - start,
-            self.student_ids[student],
-            self.teacher_rows[teacher],
-            self.teacher_chunk[teacher] - start,
-            self.teacher_ids[teacher],
+            self.student_rows_M[student],
+            self.student_chunk_M[student] - start,
+            self.student_ids_M[student],
+            self.teacher_rows_Q[teacher],
+            self.teacher_chunk_Q[teacher] - start,
+            self.teacher_ids_Q[teacher],
             end - start,
-            sample=None if self.sample is None else self.sample[start:end],
-            student_last=self.student_last[start:end],
-            teacher_last=self.teacher_last[start:end],
-            weight=None if self.weight is None else self.weight[start:end],
+            sample_C=None if self.sample_C is None else self.sample_C[start:end],
+            student_last_C=self.student_last_C[start:end],
+            teacher_last_C=self.teacher_last_C[start:end],
+            weight_C=None if self.weight_C is None else self.weight_C[start:end],
         )
 
     def to(self, device: torch.device | str) -> ChunkLayout:
@@ -269,10 +270,10 @@ def build_chunk_layout(
         t_chunk,
         t_ids,
         int(kept.numel()),
-        sample=kept // width,
-        student_last=s_last,
-        teacher_last=t_last,
-        weight=_chunk_weight(sample_mask, kept // width),
+        sample_C=kept // width,
+        student_last_C=s_last,
+        teacher_last_C=t_last,
+        weight_C=_chunk_weight(sample_mask, kept // width),
     )
 
 
@@ -290,7 +291,9 @@ def build_identity_layout(
     target = ids.cpu()[sample, token]
     chunk = torch.arange(rows.numel())
     weight = _chunk_weight(sample_mask, sample)
-    return ChunkLayout(rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample=sample, weight=weight)
+    return ChunkLayout(
+        rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample_C=sample, weight_C=weight
+    )
 
 
 # ---- the keys of a batch ----
@@ -340,7 +343,7 @@ def teacher_layout(
         sample_mask=sample_mask,
         allow_inexact=allow_inexact,
     )
-    if same_vocabulary and not torch.equal(layout.student_ids, layout.teacher_ids):
+    if same_vocabulary and not torch.equal(layout.student_ids_M, layout.teacher_ids_Q):
         raise LossError(
             f"teacher {teacher} has no projection, so it must read the student's own tokens, but their ids differ; "
             "give it a projection or copy the ids"

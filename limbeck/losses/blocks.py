@@ -50,12 +50,12 @@ def cut_blocks(
 ) -> tuple[Block, ...]:
     """Blocks of at most `block_rows` student rows and as many teacher rows per teacher, on the CPU. No border cuts a
     chunk; one that is larger gets a block of its own size. next_rows: with the row behind every chunk."""
-    behind = [layout.student_rows[layout.student_first + layout.student_count - 1] + 1 for layout in layouts]
+    behind = [layout.student_rows_M[layout.student_first_C + layout.student_count_C - 1] + 1 for layout in layouts]
     rows = torch.cat(
-        [tokens.rows, *(layout.student_rows for layout in layouts), *(behind if next_rows else [])]
+        [tokens.rows_E, *(layout.student_rows_M for layout in layouts), *(behind if next_rows else [])]
     ).unique()
-    token_place = torch.searchsorted(rows, tokens.rows)
-    places = [torch.searchsorted(rows, layout.student_rows) for layout in layouts]
+    token_place = torch.searchsorted(rows, tokens.rows_E)
+    places = [torch.searchsorted(rows, layout.student_rows_M) for layout in layouts]
     cuts = _cuts(rows.numel(), layouts, places, block_rows)
     token_cut = np.searchsorted(token_place.numpy(), cuts).tolist()
     after = [torch.searchsorted(rows, own) if next_rows else None for own in behind]
@@ -72,8 +72,8 @@ def cut_blocks(
                 (own.start, own.stop),
                 rows[row0 : row1 + shares],
                 token_place[own] - row0,
-                tokens.ids[own],
-                tokens.weight[own],
+                tokens.ids_E[own],
+                tokens.weight_E[own],
                 tuple(here),
                 shares,
             )
@@ -82,9 +82,9 @@ def cut_blocks(
 
 
 def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: np.ndarray) -> list[ChunkBlock]:
-    chunk_cut = np.searchsorted(place[layout.student_first].numpy(), cuts)
-    student_cut = np.searchsorted(layout.student_chunk.numpy(), chunk_cut).tolist()
-    teacher_cut = np.searchsorted(layout.teacher_chunk.numpy(), chunk_cut).tolist()
+    chunk_cut = np.searchsorted(place[layout.student_first_C].numpy(), cuts)
+    student_cut = np.searchsorted(layout.student_chunk_M.numpy(), chunk_cut).tolist()
+    teacher_cut = np.searchsorted(layout.teacher_chunk_Q.numpy(), chunk_cut).tolist()
     out = []
     for i, row0 in enumerate(cuts[:-1].tolist()):
         (c0, c1), (m0, m1), (q0, q1) = ((int(cut[i]), int(cut[i + 1])) for cut in (chunk_cut, student_cut, teacher_cut))
@@ -92,18 +92,18 @@ def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: 
             ChunkBlock(
                 chunks=(c0, c1),
                 teacher_tokens=(q0, q1),
-                teacher_row_Q=layout.teacher_rows[q0:q1],
+                teacher_row_Q=layout.teacher_rows_Q[q0:q1],
                 student_row_M=place[m0:m1] - row0,
-                student_chunk_M=layout.student_chunk[m0:m1] - c0,
-                student_ids_M=layout.student_ids[m0:m1],
-                student_first_C=layout.student_first[c0:c1] - m0,
-                student_count_C=layout.student_count[c0:c1],
-                teacher_chunk_Q=layout.teacher_chunk[q0:q1] - c0,
-                teacher_ids_Q=layout.teacher_ids[q0:q1],
-                teacher_first_C=layout.teacher_first[c0:c1] - q0,
-                teacher_count_C=layout.teacher_count[c0:c1],
-                student_last_C=layout.student_last[c0:c1],
-                teacher_last_C=layout.teacher_last[c0:c1],
+                student_chunk_M=layout.student_chunk_M[m0:m1] - c0,
+                student_ids_M=layout.student_ids_M[m0:m1],
+                student_first_C=layout.student_first_C[c0:c1] - m0,
+                student_count_C=layout.student_count_C[c0:c1],
+                teacher_chunk_Q=layout.teacher_chunk_Q[q0:q1] - c0,
+                teacher_ids_Q=layout.teacher_ids_Q[q0:q1],
+                teacher_first_C=layout.teacher_first_C[c0:c1] - q0,
+                teacher_count_C=layout.teacher_count_C[c0:c1],
+                student_last_C=layout.student_last_C[c0:c1],
+                teacher_last_C=layout.teacher_last_C[c0:c1],
                 next_row_C=None if after is None else after[c0:c1] - row0,
             )
         )
@@ -115,12 +115,12 @@ def _cuts(num_rows: int, layouts: Sequence[ChunkLayout], places: Sequence[Tensor
     open_chunks = np.zeros(num_rows + 1, np.int64)
     teacher_rows = []
     for layout, place in zip(layouts, places, strict=True):
-        first = place[layout.student_first].numpy()
-        last = place[layout.student_first + layout.student_count - 1].numpy()
+        first = place[layout.student_first_C].numpy()
+        last = place[layout.student_first_C + layout.student_count_C - 1].numpy()
         np.add.at(open_chunks, first + 1, 1)
         np.add.at(open_chunks, last + 1, -1)
         ends = np.zeros(num_rows + 1, np.int64)
-        np.add.at(ends, last + 1, layout.teacher_count.numpy())
+        np.add.at(ends, last + 1, layout.teacher_count_C.numpy())
         teacher_rows.append(np.cumsum(ends))
     allowed = np.flatnonzero(np.cumsum(open_chunks) == 0)  # always holds 0 and num_rows
     cuts = [0]
@@ -139,7 +139,7 @@ def shard_layouts(
 ) -> tuple[TokenLayout, list[ChunkLayout]]:
     """The `part`-th of `parts` shares of layouts on the CPU: whole chunks, about as many rows in each. Together they
     hold every token and chunk once."""
-    rows = torch.cat([tokens.rows, *(layout.student_rows for layout in layouts)]).unique().numel()
+    rows = torch.cat([tokens.rows_E, *(layout.student_rows_M for layout in layouts)]).unique().numel()
     blocks = cut_blocks(tokens, layouts, max(1, -(-rows // (4 * parts))))
     mine, start = [], 0
     for block in blocks:
@@ -483,6 +483,6 @@ def token_log_probs(hidden: Tensor, head: Head, tokens: TokenLayout, *, block_ro
             f"token id {tokens.max_id} is out of range for a head of {head.vocab_size} tokens; the batch was "
             "tokenized with another tokenizer"
         )
-    rows, ids = tokens.rows.to(hidden.device), tokens.ids.to(hidden.device)
+    rows, ids = tokens.rows_E.to(hidden.device), tokens.ids_E.to(hidden.device)
     out: Tensor = _TokenLogProbs.apply(head, rows, ids, block_rows, hidden, *head.parameters())
     return out

@@ -337,7 +337,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             layouts,
             cut_blocks(tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
             num_samples,
-            float(tokens.weight.double().sum()),
+            float(tokens.weight_E.double().sum()),
             fast.plan_lanes(self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows),
         )
 
@@ -432,7 +432,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
                     "pass the tokenizer's size as both heads' vocab_size"
                 )
             objective.fit(student_size, size)
-            rows = TeacherRows([signal], [layout.teacher_rows])
+            rows = TeacherRows([signal], [layout.teacher_rows_Q])
             learned = objective.learned()
             terms.append(TeacherTerm(f"teacher_{i}", objective, self.weights[i], i, layout, rows, learned=learned))
         if cfg.teacher_combination == "averaged_logits":
@@ -440,20 +440,20 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         elif len(terms) > 1 and (cfg.teacher_scoring != "static" or cfg.teacher_combination != "sum"):
             self._weigh(terms, inputs.num_samples, inputs.comm)
         for term in terms:
-            own, given = term.layout.weight, term.chunk_weight_C
+            own, given = term.layout.weight_C, term.chunk_weight_C
             term.chunk_weight_C = own if given is None else given if own is None else given * own
         return terms
 
     def _averaged(self, terms: list[TeacherTerm]) -> list[TeacherTerm]:
         first = terms[0]
         for term in terms[1:]:
-            if not torch.equal(term.layout.teacher_ids, first.layout.teacher_ids):
+            if not torch.equal(term.layout.teacher_ids_Q, first.layout.teacher_ids_Q):
                 raise LossError(f"{term.name} reads other tokens than {first.name}; their logits cannot be averaged")
         signals = [term.teacher.signals[0] for term in terms]
         if any(signal.is_topk for signal in signals):
             raise LossError("top-k teachers have no logits to average; use live teachers or teacher_combination 'sum'")
         total = sum(self.weights)
-        rows = [term.layout.teacher_rows for term in terms]
+        rows = [term.layout.teacher_rows_Q for term in terms]
         first.teacher = TeacherRows(signals, rows, [weight / total for weight in self.weights])
         first.factor = 1.0
         return [first]
@@ -465,8 +465,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         scores = [sample_scores(t.teacher, t.layout, kind, num_samples, self.block_rows, comm) for t in terms]
         weights = sample_weights(torch.stack(scores), cfg.scoring_alpha, select=select)
         for term, weight_B in zip(terms, weights, strict=True):
-            assert term.layout.sample is not None
-            term.chunk_weight_C, term.factor, term.weighs_samples = weight_B[term.layout.sample], 1.0, True
+            assert term.layout.sample_C is not None
+            term.chunk_weight_C, term.factor, term.weighs_samples = weight_B[term.layout.sample_C], 1.0, True
 
     # ---- metrics and step ----
 
@@ -477,7 +477,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         chunks = sum(sizes, zero)
         for term in run.terms:
             name = f"{term.name}/kl"
-            if name in raw and term.layout.weight is not None:
+            if name in raw and term.layout.weight_C is not None:
                 raw[name] = (raw[name][0], sizes[term.index])
         total_tokens = counts["tokens"].to(zero, non_blocking=True)
         total_chunks = sum((counts[f"chunks_{i}"].to(zero, non_blocking=True) for i in range(self.num_teachers)), zero)
@@ -590,7 +590,7 @@ def _load_projections(path: str | list[str | None] | None) -> list[ProjectionLik
 
 def _size(layout: ChunkLayout) -> float | Tensor:
     """What the chunks of a layout count together."""
-    return float(layout.num_chunks) if layout.weight is None else layout.weight.sum(dtype=torch.float64)
+    return float(layout.num_chunks) if layout.weight_C is None else layout.weight_C.sum(dtype=torch.float64)
 
 
 def _or_one(count: Tensor) -> Tensor:

@@ -272,8 +272,8 @@ class HintDistillationLossFn(Loss[HintInputs]):
             objective.fit(head.vocab_size, signals[0].vocab_size or objective.vocab.teacher_size)
         count = counts["sites"].to(device, torch.float64).clamp(min=1e-9)
         mix = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
-        teacher = TeacherRows(signals, [inputs.layout.teacher_rows] * len(signals), mix)
-        weight_C = inputs.site_weight[inputs.layout.sample]
+        teacher = TeacherRows(signals, [inputs.layout.teacher_rows_Q] * len(signals), mix)
+        weight_C = inputs.site_weight[inputs.layout.sample_C]
         term = TeacherTerm("hint", objective, (1 / count).float(), 0, inputs.layout, teacher, weight_C)
         lanes = fast.usable_lanes(self.spec.fast_path, inputs.lanes, hidden_RH, head, [term])
         run = BlockRun(head, inputs.blocks if lanes is None else lanes.blocks, 0.0, [term])
@@ -331,9 +331,9 @@ def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor
     A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a site counts, and its
     loss is exactly 0, however the two forward passes round.
     """
-    assert layout.sample is not None
+    assert layout.sample_C is not None
     weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
-    size = torch.bincount(layout.sample, minlength=len(weight))
+    size = torch.bincount(layout.sample_C, minlength=len(weight))
     chunk = weight * ~_unhinted(batch) / size.clamp(min=1)
     return chunk.float(), (weight * (size > 0)).sum()
 

@@ -233,7 +233,7 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
     def shard(self, inputs: PolicyInputs, comm: Comm) -> PolicyInputs:
         """One rank's share of the tokens. Ratios and clipping work token by token and every weight is known
         beforehand, so shares simply add up; the count goes with the first."""
-        size = len(inputs.tokens.rows)
+        size = len(inputs.tokens.rows_E)
         own = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
         tokens = inputs.tokens.range(own.start, own.stop)
         behavior = None if inputs.behavior is None else inputs.behavior[own]
@@ -246,7 +246,7 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
         log_probs = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.active.block_rows)
         behavior = None if inputs.behavior is None else inputs.behavior.to(log_probs)
         losses, found = policy_token_losses(log_probs, inputs.advantage.to(log_probs), behavior, self.active)
-        total = (losses * inputs.tokens.weight.to(log_probs)).sum()
+        total = (losses * inputs.tokens.weight_E.to(log_probs)).sum()
         count = counts["policy"].to(total.device, torch.float64)
         loss = total / count.clamp(min=1e-9).to(total.dtype)
         metrics = Metrics({"policy/loss": (total.detach(), inputs.count)})

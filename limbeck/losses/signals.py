@@ -396,14 +396,14 @@ def check_scored_ids(
             f"{name}: token id {layout.max_teacher_id} is out of range for a vocabulary of {signal.vocab_size}; "
             "the batch was tokenized for another teacher"
         )
-    scored = signal.scored_ids(layout.teacher_rows)
-    wrong = scored != layout.teacher_ids.to(scored.device)
+    scored = signal.scored_ids(layout.teacher_rows_Q)
+    wrong = scored != layout.teacher_ids_Q.to(scored.device)
     if defer:
         return wrong.any()
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0, 0])
         raise LossError(
-            f"{name}: row {int(layout.teacher_rows[at])} scored token id {int(scored[at])} but the loss would use it "
-            f"for id {int(layout.teacher_ids[at])}; signal and batch come from different token sequences"
+            f"{name}: row {int(layout.teacher_rows_Q[at])} scored token id {int(scored[at])} but the loss would use it "
+            f"for id {int(layout.teacher_ids_Q[at])}; signal and batch come from different token sequences"
         )
     return None

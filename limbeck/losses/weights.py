@@ -102,14 +102,14 @@ def sample_scores(
     Entropy and max_prob are means over teacher tokens; -ce is per *student* token, so that teachers whose tokens
     differ in length are compared on the same text. A sample's rows may lie with several ranks.
     """
-    assert layout.sample is not None
-    rows = [_row_scores(scores, layout.teacher_ids[at], kind).double() for at, scores in teacher.blocks(block_rows)]
-    total = torch.zeros(num_samples, dtype=torch.float64, device=layout.teacher_rows.device)
+    assert layout.sample_C is not None
+    rows = [_row_scores(scores, layout.teacher_ids_Q[at], kind).double() for at, scores in teacher.blocks(block_rows)]
+    total = torch.zeros(num_samples, dtype=torch.float64, device=layout.teacher_rows_Q.device)
     count = torch.zeros_like(total)
     if rows:
-        total.index_add_(0, layout.sample[layout.teacher_chunk], torch.cat(rows))
-        owner = layout.student_chunk if kind == "ce" else layout.teacher_chunk
-        count.index_add_(0, layout.sample[owner], torch.ones_like(owner, dtype=total.dtype))
+        total.index_add_(0, layout.sample_C[layout.teacher_chunk_Q], torch.cat(rows))
+        owner = layout.student_chunk_M if kind == "ce" else layout.teacher_chunk_Q
+        count.index_add_(0, layout.sample_C[owner], torch.ones_like(owner, dtype=total.dtype))
     total, count = comm.sum(torch.stack((total, count))).unbind()
     return (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf)
 

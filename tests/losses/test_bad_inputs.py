@@ -22,7 +22,7 @@ def build(**cfg: Any) -> CrossTokenizerDistillationLossFn:
 def first_rows(loss_fn: CrossTokenizerDistillationLossFn) -> tuple[int, int]:
     inputs = loss_fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
     (layout,) = inputs.layouts
-    return int(layout.student_rows[layout.student_first[1]]), int(layout.teacher_rows[layout.teacher_first[1]])
+    return int(layout.student_rows_M[layout.student_first_C[1]]), int(layout.teacher_rows_Q[layout.teacher_first_C[1]])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -212,7 +212,7 @@ def test_explicit_gradients_are_used() -> None:
     grads = []
     for kind in (Graph, Explicit):
         layout = inputs.layouts[0]
-        rows = TeacherRows(models.signals(BATCH), [layout.teacher_rows])
+        rows = TeacherRows(models.signals(BATCH), [layout.teacher_rows_Q])
         term = TeacherTerm("t", kind(ObjectiveOptions()), 0.5, 0, layout, rows)
         head = Head(23, weight=models.weight, softcap=2.0)
         run_ = BlockRun(head, inputs.blocks, 0.1, [term])

@@ -50,16 +50,16 @@ def test_chunk_layout_equals_loops(seed: int, samples: int, inexact: bool, rever
         for b, a, z in chunks_of(batch, 0, not inexact)
     )
     assert layout.num_chunks == len(want)
-    assert layout.sample is not None
+    assert layout.sample_C is not None
     for c, (s_rows, t_rows, b, a, z) in enumerate(want):
-        assert layout.student_rows[layout.student_chunk == c].tolist() == s_rows
-        assert layout.teacher_rows[layout.teacher_chunk == c].tolist() == t_rows
-        assert layout.student_ids[layout.student_chunk == c].tolist() == batch["input_ids"][b, a].tolist()
-        assert layout.teacher_ids[layout.teacher_chunk == c].tolist() == batch["teacher_0_input_ids"][b, z].tolist()
-        assert int(layout.student_rows[layout.student_first[c]]) == s_rows[0]
-        assert int(layout.teacher_rows[layout.teacher_first[c]]) == t_rows[0]
-        assert (int(layout.student_count[c]), int(layout.teacher_count[c])) == (len(a), len(z))
-        assert int(layout.sample[c]) == b
+        assert layout.student_rows_M[layout.student_chunk_M == c].tolist() == s_rows
+        assert layout.teacher_rows_Q[layout.teacher_chunk_Q == c].tolist() == t_rows
+        assert layout.student_ids_M[layout.student_chunk_M == c].tolist() == batch["input_ids"][b, a].tolist()
+        assert layout.teacher_ids_Q[layout.teacher_chunk_Q == c].tolist() == batch["teacher_0_input_ids"][b, z].tolist()
+        assert int(layout.student_rows_M[layout.student_first_C[c]]) == s_rows[0]
+        assert int(layout.teacher_rows_Q[layout.teacher_first_C[c]]) == t_rows[0]
+        assert (int(layout.student_count_C[c]), int(layout.teacher_count_C[c])) == (len(a), len(z))
+        assert int(layout.sample_C[c]) == b
 
 
 def test_chunks_without_predictor_or_in_padding_are_left_out() -> None:
@@ -106,13 +106,13 @@ def test_token_layout_equals_loops() -> None:
         for t in range(1, int(batch["input_lengths"][b]))
         if batch["token_mask"][b, t] and batch["sample_mask"][b] > 0
     )
-    assert list(zip(layout.rows.tolist(), layout.ids.tolist(), layout.weight.tolist(), strict=True)) == want
+    assert list(zip(layout.rows_E.tolist(), layout.ids_E.tolist(), layout.weight_E.tolist(), strict=True)) == want
     same = build_identity_layout(
         batch["input_ids"], batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start, start + 1000
     )
-    assert same.student_rows.tolist() == layout.rows.tolist()
-    assert same.teacher_rows.tolist() == [r + 1000 for r in layout.rows.tolist()]
-    assert same.num_chunks == layout.rows.numel()
+    assert same.student_rows_M.tolist() == layout.rows_E.tolist()
+    assert same.teacher_rows_Q.tolist() == [r + 1000 for r in layout.rows_E.tolist()]
+    assert same.num_chunks == layout.rows_E.numel()
 
 
 def cut(batch: dict, teachers: int, block_rows: int):
@@ -136,22 +136,22 @@ def cut(batch: dict, teachers: int, block_rows: int):
 @given(seed=st.integers(0, 9999), block_rows=st.integers(1, 40), samples=st.integers(1, 5))
 def test_blocks_cover_everything_once_and_cut_no_chunk(seed: int, block_rows: int, samples: int) -> None:
     tokens, layouts, blocks = cut(make_batch(samples=samples, seed=seed, teachers=2), 2, block_rows)
-    carried = set(tokens.rows.tolist()).union(*(layout.student_rows.tolist() for layout in layouts))
+    carried = set(tokens.rows_E.tolist()).union(*(layout.student_rows_M.tolist() for layout in layouts))
     assert [row for block in blocks for row in block.rows_N.tolist()] == sorted(carried)
     assert all(x.tokens[1] == y.tokens[0] for x, y in pairwise(blocks))
-    assert [row for b in blocks for row in b.rows_N[b.token_row_E].tolist()] == tokens.rows.tolist()
-    assert [token for b in blocks for token in b.token_ids_E.tolist()] == tokens.ids.tolist()
-    assert [weight for b in blocks for weight in b.token_weight_E.tolist()] == tokens.weight.tolist()
+    assert [row for b in blocks for row in b.rows_N[b.token_row_E].tolist()] == tokens.rows_E.tolist()
+    assert [token for b in blocks for token in b.token_ids_E.tolist()] == tokens.ids_E.tolist()
+    assert [weight for b in blocks for weight in b.token_weight_E.tolist()] == tokens.weight_E.tolist()
     for i, layout in enumerate(layouts):
         parts = [(block, block.chunks[i]) for block in blocks]
-        for name, total in (("chunks", layout.num_chunks), ("teacher_tokens", len(layout.teacher_rows))):
+        for name, total in (("chunks", layout.num_chunks), ("teacher_tokens", len(layout.teacher_rows_Q))):
             ranges = [getattr(part, name) for _, part in parts]
             assert sum(b - a for a, b in ranges) == total
             assert all(x[1] == y[0] for x, y in pairwise(ranges))
-        assert [row for b, c in parts for row in b.rows_N[c.student_row_M].tolist()] == layout.student_rows.tolist()
-        assert [token for _, c in parts for token in c.student_ids_M.tolist()] == layout.student_ids.tolist()
-        assert [row for _, c in parts for row in c.teacher_row_Q.tolist()] == layout.teacher_rows.tolist()
-        assert [token for _, c in parts for token in c.teacher_ids_Q.tolist()] == layout.teacher_ids.tolist()
+        assert [row for b, c in parts for row in b.rows_N[c.student_row_M].tolist()] == layout.student_rows_M.tolist()
+        assert [token for _, c in parts for token in c.student_ids_M.tolist()] == layout.student_ids_M.tolist()
+        assert [row for _, c in parts for row in c.teacher_row_Q.tolist()] == layout.teacher_rows_Q.tolist()
+        assert [token for _, c in parts for token in c.teacher_ids_Q.tolist()] == layout.teacher_ids_Q.tolist()
         for _, c in parts:
             assert c.student_chunk_M[c.student_first_C].tolist() == list(range(c.num_chunks))
             assert c.teacher_chunk_Q[c.teacher_first_C].tolist() == list(range(c.num_chunks))
@@ -162,7 +162,7 @@ def test_blocks_cover_everything_once_and_cut_no_chunk(seed: int, block_rows: in
 @pytest.mark.parametrize("block_rows", [1, 2, 3, 5, 8, 100])
 def test_blocks_keep_to_their_size(block_rows: int) -> None:
     _, (layout,), blocks = cut(make_batch(samples=6, seed=2), 1, block_rows)
-    longest = int(layout.student_count.max()), int(layout.teacher_count.max())
+    longest = int(layout.student_count_C.max()), int(layout.teacher_count_C.max())
     for block in blocks:
         assert block.rows_N.numel() <= max(block_rows, longest[0])
         assert block.chunks[0].teacher_row_Q.numel() <= max(block_rows, longest[1])
@@ -173,9 +173,16 @@ def test_blocks_keep_to_their_size(block_rows: int) -> None:
 def test_shards_hold_every_token_and_chunk_once(seed: int, parts: int, samples: int) -> None:
     tokens, layouts, _ = cut(make_batch(samples=samples, seed=seed, teachers=2), 2, 8)
     shards = [shard_layouts(tokens, layouts, part, parts) for part in range(parts)]
-    assert torch.cat([own.rows for own, _ in shards]).tolist() == tokens.rows.tolist()
+    assert torch.cat([own.rows_E for own, _ in shards]).tolist() == tokens.rows_E.tolist()
     for i, layout in enumerate(layouts):
         own = [found[i] for _, found in shards]
         assert sum(part.num_chunks for part in own) == layout.num_chunks
-        for name in ("student_rows", "student_ids", "teacher_rows", "teacher_ids", "sample", "student_count"):
+        for name in (
+            "student_rows_M",
+            "student_ids_M",
+            "teacher_rows_Q",
+            "teacher_ids_Q",
+            "sample_C",
+            "student_count_C",
+        ):
             assert torch.cat([getattr(part, name) for part in own]).tolist() == getattr(layout, name).tolist()

@@ -107,8 +107,8 @@ def cut_lanes(
     """
     if len(layouts) > 1:
         return None
-    rows = torch.cat([tokens.rows, *(layout.student_rows for layout in layouts)]).unique().numel()
-    most = max([rows, *(layout.teacher_rows.numel() for layout in layouts)])
+    rows = torch.cat([tokens.rows_E, *(layout.student_rows_M for layout in layouts)]).unique().numel()
+    most = max([rows, *(layout.teacher_rows_Q.numel() for layout in layouts)])
     parts = max(-(-most // block_rows), 1)
     # room for chunks that do not end where an equal share would
     blocks = cut_blocks(tokens, layouts, min(-(-most // parts) + 32, block_rows))

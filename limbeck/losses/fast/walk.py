@@ -80,7 +80,7 @@ class _Pass:
 
     def _top_ids(self, signal: HiddenSignal, weight: Tensor, term: TeacherTerm) -> Tensor:
         """`PKL.choose_ids` on vocabulary-major blocks."""
-        rows = term.layout.teacher_rows
+        rows = term.layout.teacher_rows_Q
         best = torch.full((weight.shape[0],), -torch.inf, device=weight.device)
         step = max((padded(b.teacher.width) for b in self.blocks if b.teacher is not None), default=1)
         for start in range(0, rows.numel(), step):
