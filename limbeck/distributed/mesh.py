@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.tensor_parallel import plan_of
+from limbeck.distributed.tensor_parallel import tp_plan_of
 from limbeck.errors import ConfigError
 
 DATA, CONTEXT, TENSOR, LOSS, ROWS = "data", "context", "tensor", "loss", "rows"
@@ -113,7 +113,7 @@ def check_model(config: Any, shape: MeshShape, *, vocab_rows: int | None = None,
             f"{name}: context parallelism does not know models of type {kind!r}, only {', '.join(CONTEXT_MODELS)}; "
             "set context_parallel_size to 1 and use dtensor_cfg.fsdp"
         )
-    if shape.tensor > 1 and plan_of(kind) is None:
+    if shape.tensor > 1 and tp_plan_of(kind) is None:
         raise ConfigError(
             f"{name}: tensor parallelism does not know models of type {kind!r}, for which transformers has no plan of "
             "plain column and row splits; set tensor_parallel_size to 1 and use dtensor_cfg.fsdp"

@@ -25,7 +25,7 @@ GATHERED = {"colwise_gather_output": COLUMNS, "rowwise_split_input": ROWS}
 """Styles whose inner activations are whole on every rank (fused or normalised over all heads); only weights split."""
 
 
-def plan_of(model_type: str | None) -> Mapping[str, str] | None:
+def tp_plan_of(model_type: str | None) -> Mapping[str, str] | None:
     """The tensor-parallel plan of a model type; None where there is none, or one with parts that are not known here."""
     from transformers import CONFIG_MAPPING
 
@@ -44,7 +44,7 @@ class TensorSplit:
     """
 
     def __init__(self, body: Any, mesh: DeviceMesh, *, sequence: bool = False) -> None:
-        plan = plan_of(body.config.model_type)
+        plan = tp_plan_of(body.config.model_type)
         if plan is None:
             raise ConfigError(f"{type(body).__name__} has no tensor-parallel plan; set tensor_parallel_size to 1")
         self.body, self.sequence = body, sequence

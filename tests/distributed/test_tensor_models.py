@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from limbeck.distributed.mesh import MeshShape, check_model
-from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, plan_of
+from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, tp_plan_of
 from limbeck.errors import ConfigError
 from tests.distributed.cases import Case, close, together
 from tests.distributed.test_sharding_options import step
@@ -78,7 +78,7 @@ def test_a_split_model_learns_the_same(outcome: Any, layout: str, kind: str) -> 
 
 def test_models_without_a_plan_of_plain_splits() -> None:
     for kind in ("gpt2", "mamba", "mixtral", "qwen3_moe", None):
-        assert plan_of(kind) is None
+        assert tp_plan_of(kind) is None
         with pytest.raises(ConfigError, match=f"tensor parallelism does not know models of type {kind!r}"):
             check_model({**LLAMA, "model_type": kind}, MeshShape(tensor=2), vocab_rows=300)
 
