@@ -46,7 +46,7 @@ class ProcessedInputs:
     """LongTensor ``[B]``, always in main memory: flat row of each sample's first token."""
     document_ids: torch.Tensor | None = None
     """LongTensor ``[1, T]``, packed inputs only: the sample each token belongs to, -1 in the tail of padding."""
-    borders: tuple[int, ...] | None = None
+    cu_seqlens_host: tuple[int, ...] | None = None
     """Packed inputs only: the cumulative lengths once more, for the host, which would have to wait for the tensor."""
 
     @property
@@ -511,5 +511,5 @@ def _packed(ids: torch.Tensor, lengths: torch.Tensor, multiple: int, pad_id: int
         },
         row_start=lengths.cumsum(0) - lengths,
         document_ids=F.pad(samples[real], (0, tail), value=-1)[None],
-        borders=tuple(cu_seq_lens.tolist()),
+        cu_seqlens_host=tuple(cu_seq_lens.tolist()),
     )

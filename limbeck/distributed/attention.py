@@ -53,7 +53,7 @@ class VarlenKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        borders: tuple[Tensor, Tensor],
+        cu_seqlens: tuple[Tensor, Tensor],
         longest: tuple[int, int],
         *,
         scale: float | None = None,
@@ -61,7 +61,7 @@ class VarlenKernel:
     ) -> Tensor:
         """query `[N_q, H, D]`, key and value `[N_k, H_kv, D]` -> `[N_q, H, D]`.
 
-        borders: cumulative lengths of queries and of keys, int32 `[documents + 1]` each; longest: of a document, on
+        cu_seqlens: cumulative lengths of queries and of keys, int32 `[documents + 1]` each; longest: of a document, on
         either side; window: keys that a query sees, itself included.
         """
         options: dict[str, Any] = {"is_causal": True, "scale": scale}
@@ -73,7 +73,7 @@ class VarlenKernel:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out: Tensor = self.function(query, key, value, *borders, *longest, **options)
+        out: Tensor = self.function(query, key, value, *cu_seqlens, *longest, **options)
         return out
 
 
@@ -126,16 +126,18 @@ class Span:
     low: int
 
 
-def query_spans(piece: tuple[int, int], borders: Sequence[int], window: int | None, step: int | None) -> list[Span]:
+def query_spans(
+    piece: tuple[int, int], cu_seqlens_host: Sequence[int], window: int | None, step: int | None
+) -> list[Span]:
     """Spans of the queries in a piece `[start, end)` of a sequence, in order.
 
     Args:
-        borders: where documents start and end, from 0 to the sequence's length.
+        cu_seqlens_host: where documents start and end, from 0 to the sequence's length.
         window: keys that a query sees, itself included; None: all of its document.
         step: longest span; None: a whole document's share of the piece.
     """
     out = []
-    for low, high in itertools.pairwise(borders):
+    for low, high in itertools.pairwise(cu_seqlens_host):
         first, end = max(piece[0], low), min(piece[1], high)
         for start in range(first, end, step or max(end - first, 1)):
             stop = end if step is None else min(start + step, end)
@@ -149,13 +151,13 @@ class SplitSequences:
 
     split: GatheredAttention
     length: int
-    borders: Sequence[int]
+    cu_seqlens_host: Sequence[int]
     _tables: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def packed(self) -> bool:
         """Whether a sequence holds several documents."""
-        return len(self.borders) > 2
+        return len(self.cu_seqlens_host) > 2
 
     def piece(self, number: int) -> tuple[int, int]:
         """First and last (excluded) position of a piece."""
@@ -195,12 +197,12 @@ class GatheredAttention:
         AttentionInterface.register(ATTENTION_NAME, attend)
         body.config._attn_implementation = ATTENTION_NAME
 
-    def run(self, body: Any, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+    def run(self, body: Any, kwargs: dict[str, Any], cu_seqlens_host: Sequence[int] | None = None) -> Tensor:
         """Hidden states `[B, T, h]` of the whole sequences, from inputs `[B, T]` that every rank has; T must be a
         multiple of twice the number of ranks.
 
-        Packed inputs `[1, T]` bring `cu_seq_lens_q`, the borders of their documents in the whole sequence; borders:
-        the same on the host, which otherwise waits for them.
+        Packed inputs `[1, T]` bring `cu_seq_lens_q`, where their documents start and end in the whole sequence;
+        cu_seqlens_host: the same on the host, which otherwise waits for them.
         """
         ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
         if ids.shape[1] % (2 * self.comm.size):
@@ -209,13 +211,13 @@ class GatheredAttention:
             )
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if borders is None:
+        if cu_seqlens_host is None:
             table = kwargs.get("cu_seq_lens_q")
-            borders = (0, ids.shape[1]) if table is None else table.tolist()
+            cu_seqlens_host = (0, ids.shape[1]) if table is None else table.tolist()
         inputs = {key: value for key, value in kwargs.items() if not key.startswith(("cu_seq_lens", "max_length"))}
         inputs |= {"input_ids": self.own(ids), "position_ids": self.own(positions), "attention_mask": None}
         # an argument, not a variable of the context: recomputed activations must see it too, in whatever thread
-        hidden = body(**inputs, sequences=SplitSequences(self, ids.shape[1], borders)).last_hidden_state
+        hidden = body(**inputs, sequences=SplitSequences(self, ids.shape[1], cu_seqlens_host)).last_hidden_state
         out: Tensor = _GatherSequence.apply(hidden, self, 1)
         return out
 
@@ -243,11 +245,11 @@ class GatheredAttention:
         for number, part in zip(self.pieces(), query.chunk(2, 2), strict=True):
             piece = sequences.piece(number)
             if flash:
-                spans = query_spans(piece, sequences.borders, window, None)
+                spans = query_spans(piece, sequences.cu_seqlens_host, window, None)
                 outputs.append(_by_kernel(part, key, value, spans, sequences, window=window, scaling=scaling))
             else:
                 step = None if window is None else max(window, _BAND_ROWS)
-                spans = query_spans(piece, sequences.borders, window, step)
+                spans = query_spans(piece, sequences.cu_seqlens_host, window, step)
                 outputs.append(_by_span(part, key, value, spans, window=window, scaling=scaling, dropout=dropout))
         return torch.cat(outputs, 2)
 
@@ -269,8 +271,8 @@ def _by_kernel(
     longest = (max(s.end - s.first for s in spans), max(s.end - s.low for s in spans))
     kernel = varlen_kernel()
     assert kernel is not None
-    borders = sequences.tables(spans, rows, part.device)
-    out = kernel(flat[0], flat[1], flat[2], borders, longest, scale=scaling, window=window)
+    cu_seqlens = sequences.tables(spans, rows, part.device)
+    out = kernel(flat[0], flat[1], flat[2], cu_seqlens, longest, scale=scaling, window=window)
     return torch.unflatten(out, 0, (rows, part.shape[2])).transpose(1, 2)
 
 

@@ -41,9 +41,9 @@ class Sharding(ABC):
         return self.dims.is_sharded
 
     @abstractmethod
-    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
-        """Last hidden states `[B, T, h]` of whole sequences, from inputs of the body that every rank has; borders: of
-        packed documents, on the host."""
+    def run(self, kwargs: dict[str, Any], cu_seqlens_host: Sequence[int] | None = None) -> Tensor:
+        """Last hidden states `[B, T, h]` of whole sequences, from inputs of the body that every rank has;
+        cu_seqlens_host: of packed documents, on the host."""
 
     @abstractmethod
     def head_weight(self, weight: Tensor, *, whole: bool = False) -> Tensor:
@@ -71,7 +71,7 @@ class Sharding(ABC):
 class NoSharding(Sharding):
     """A whole model in every process, alone or as one of several replicas."""
 
-    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+    def run(self, kwargs: dict[str, Any], cu_seqlens_host: Sequence[int] | None = None) -> Tensor:
         hidden: Tensor = self.body(**kwargs).last_hidden_state
         return hidden
 
@@ -239,9 +239,9 @@ class ShardedModel(Sharding):
 
     # ---- forward ----
 
-    def run(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+    def run(self, kwargs: dict[str, Any], cu_seqlens_host: Sequence[int] | None = None) -> Tensor:
         if self._context is not None:
-            return self._context.run(self.body, kwargs, borders)
+            return self._context.run(self.body, kwargs, cu_seqlens_host)
         hidden: Tensor = self.body(**kwargs).last_hidden_state
         return hidden
 

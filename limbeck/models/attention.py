@@ -65,8 +65,8 @@ def varlen_attention(
     longest = -(-max_length_q // 512) * 512
     # rotary embeddings leave queries and keys wide under autocast; the kernel takes none but narrow types
     flat = [x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value)]
-    borders = (cu_seq_lens_q, cu_seq_lens_q)
-    out = kernel(flat[0], flat[1], flat[2], borders, (longest, longest), scale=scaling, window=window)
+    cu_seqlens = (cu_seq_lens_q, cu_seq_lens_q)
+    out = kernel(flat[0], flat[1], flat[2], cu_seqlens, (longest, longest), scale=scaling, window=window)
     return out.unflatten(0, (rows, length)), None
 
 

@@ -191,12 +191,12 @@ class LanguageModel:
     def forward_hidden(self, inputs: ProcessedInputs) -> Tensor:
         """Hidden states of one forward pass as flat rows [R, h]."""
         with self.autocast():
-            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True), inputs.borders)
+            hidden = self._hidden(inputs.model_kwargs(drop_padding_mask=True), inputs.cu_seqlens_host)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _hidden(self, kwargs: dict[str, Any], borders: Sequence[int] | None = None) -> Tensor:
+    def _hidden(self, kwargs: dict[str, Any], cu_seqlens_host: Sequence[int] | None = None) -> Tensor:
         """Last hidden states [B, T, h] of whole sequences, which may be split over ranks on the way."""
-        return self.sharding.run(kwargs, borders)
+        return self.sharding.run(kwargs, cu_seqlens_host)
 
     def microbatches(
         self, data: BatchedDataDict, rows: int, *, prefix: str = "", training: bool = True, rows_together: int = 1

@@ -114,7 +114,7 @@ def test_packed_inputs_in_full() -> None:
     assert inputs.row_start is not None
     assert inputs.row_start.tolist() == [0, 3, 3, 4]
     assert inputs.flash_attn_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
-    assert inputs.borders == (0, 3, 4, 6, 8)
+    assert inputs.cu_seqlens_host == (0, 3, 4, 6, 8)
     assert inputs.flash_attn_kwargs["cu_seq_lens_k"].dtype == torch.int32
     assert inputs.flash_attn_kwargs["max_length_q"] == 3
     assert inputs.attention_mask is None
