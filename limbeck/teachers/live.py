@@ -1,19 +1,27 @@
-"""A teacher in memory: hidden states with the head, also where its ranks read other rows than the student's."""
+"""A teacher in memory: hidden states with the head, also where its ranks read other rows than the student's.
+
+`SharedForward` is for a teacher split over ranks that read different rows: they run it together, on one place's rows
+after the other. Both meshes number their ranks tensor innermost, then context, then data. So the ranks that hold one
+copy of the teacher are a block of neighbours, and so are those that read one place's rows; a block of the teacher lies
+inside a block of the student, or meets several. Any two sizes go together: where a place's rows meet two blocks, both
+run them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import teacher_prefix
 from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
-from limbeck.distributed.joint_rows import JointRows
-from limbeck.distributed.mesh import MeshShape
+from limbeck.distributed.comm import Comm
+from limbeck.distributed.mesh import MeshShape, ParallelDims
 from limbeck.errors import DataError
 from limbeck.losses.contract import StudentLayout, Teacher
 from limbeck.losses.signals import HiddenSignal, Signal
@@ -38,6 +46,61 @@ def own_prefix(data: Mapping[str, Any], number: int, *, same_ids: bool) -> str:
     return prefix
 
 
+def places_met(student: MeshShape, teacher: MeshShape, block: int) -> list[int]:
+    """Data-parallel places of the student whose rows are read in a block of the teacher's ranks."""
+    first, last = block * teacher.same_rows, (block + 1) * teacher.same_rows - 1
+    return list(range(first // student.same_rows, last // student.same_rows + 1))
+
+
+@dataclass(frozen=True)
+class SharedForward:
+    """The passes of one block of a teacher's ranks, all of which take part in each.
+
+    ``owners``: per pass the rank within the block that brings the rows; ``own``: the pass with this rank's rows.
+    """
+
+    comm: Comm
+    owners: tuple[int, ...]
+    own: int
+
+    @classmethod
+    def plan(cls, student: MeshShape, teacher: ParallelDims, *, alike: bool) -> SharedForward | None:
+        """None where every block of the teacher reads one place's rows. Every rank must ask.
+
+        Args:
+            alike: all blocks take as many passes, because they exchange shards in each; the last is then repeated.
+        """
+        shape = teacher.shape
+        met = [places_met(student, shape, block) for block in range(shape.data)]
+        most = max(len(places) for places in met)
+        if most == 1:
+            return None
+        rank, places = Comm.world().rank, met[teacher.data.rank]
+        first = teacher.data.rank * shape.same_rows
+        owners = [max(place * student.same_rows, first) - first for place in places]
+        if alike:
+            owners += owners[-1:] * (most - len(owners))
+        return cls(teacher.rows, tuple(owners), places.index(rank // student.same_rows))
+
+    @torch.no_grad()
+    def passes(self, ids: Tensor, lengths: Tensor) -> Iterator[tuple[bool, Tensor, Tensor]]:
+        """Per pass: whether it holds this rank's rows, ids ``[B, T]`` and lengths ``[B]`` on the CPU; sizes differ.
+
+        ids, lengths: this rank's rows, possibly none.
+        """
+        # the ranks of one copy of a teacher, per micro-batch: first how many rows each has, then all ids and lengths,
+        # 8 bytes a token; rows are small beside the teacher's forward pass, which all of them run
+        shapes = [tuple(size.tolist()) for size in self.comm.gather(torch.tensor(ids.shape))]
+        rows, width = (max(column) for column in zip(*shapes, strict=True))
+        mine = torch.cat((lengths[:, None].to(ids), F.pad(ids, (0, width - ids.shape[1]))), 1)
+        mine = F.pad(mine, (0, 0, 0, rows - ids.shape[0])).contiguous()
+        found = self.comm.gather(mine) if rows else [mine] * self.comm.size
+        for number, owner in enumerate(self.owners):
+            rows, width = shapes[owner]
+            table = found[owner][:rows].cpu()
+            yield number == self.own, table[:, 1 : width + 1], table[:, 0]
+
+
 class LiveTeacher(Teacher):
     """A model in memory. Hands out hidden states with the head; logits exist only inside the loss's row blocks.
 
@@ -54,7 +117,7 @@ class LiveTeacher(Teacher):
         self.fingerprint = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint if known else ""
         self._same_ids = student_fingerprint is None or not known or self.fingerprint == student_fingerprint
         self._student: MeshShape | None = None
-        self._joint: JointRows | None = None
+        self._shared: SharedForward | None = None
         self._whole_head = False
 
     def _prefix(self, data: Mapping[str, Any]) -> str:
@@ -66,7 +129,7 @@ class LiveTeacher(Teacher):
         if shape == self._student:
             return
         self._student = shape
-        self._joint = JointRows.plan(shape, dims, alike=self.policy.sharding.fsdp)
+        self._shared = SharedForward.plan(shape, dims, alike=self.policy.sharding.fsdp)
         own, same_size = self.policy.axis, self.vocab_size == student.vocab_size
         # two heads of one vocabulary may be padded to different numbers of rows, which are what is cut evenly
         differ = own.sharded and bool(student.vocab_bounds) and own.bounds != student.vocab_bounds
@@ -95,7 +158,7 @@ class LiveTeacher(Teacher):
         policy, data, theirs = self.policy, microbatch.data_dict, microbatch.processed_inputs
         if theirs.is_packed:
             policy.allow_packing()
-        if self._joint is None:
+        if self._shared is None:
             # the student's own inputs serve where both split sequences alike, and any serve a whole model
             student = self._student if policy.sharding.is_sharded else None
             same = student is None or student.context == policy.dims.shape.context
@@ -112,10 +175,10 @@ class LiveTeacher(Teacher):
 
     def _passes(self, data: Any, prefix: str) -> Iterator[tuple[bool, BatchedDataDict]]:
         """All rows that this rank helps to score, one place's after the other, and which of them are its own."""
-        assert self._joint is not None
+        assert self._shared is not None
         device = self.policy.device
         ids, lengths = data[f"{prefix}input_ids"].to(device), data[f"{prefix}input_lengths"].to(device)
-        for own, row_ids, row_lengths in self._joint.passes(ids, lengths):
+        for own, row_ids, row_lengths in self._shared.passes(ids, lengths):
             yield own, BatchedDataDict(input_ids=row_ids, input_lengths=row_lengths)
 
     def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
@@ -129,7 +192,7 @@ class LiveTeacher(Teacher):
 
     def log_probs(self, batch: BatchedDataDict) -> Tensor:
         prefix = self._prefix(batch)
-        if self._joint is None:
+        if self._shared is None:
             return self.policy.get_logprobs(batch, prefix=prefix)["logprobs"].cpu()
         scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(batch, prefix)]
         return next(logprobs for own, logprobs in scored if own).cpu()

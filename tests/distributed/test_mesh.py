@@ -14,11 +14,11 @@ from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import load_config, resolve
 from limbeck.distributed import mesh
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.joint_rows import places_met
 from limbeck.distributed.launch import ClusterConfig, check_cluster
 from limbeck.distributed.mesh import MeshShape, ParallelConfig, ParallelDims, check_model, mesh_shape_for
 from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy
+from limbeck.teachers.live import places_met
 from tests.distributed.cases import together
 from tests.helpers import runs
 from tests.models.tiny import LLAMA, config, tokenizer

@@ -13,14 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.joint_rows import JointRows
 from limbeck.distributed.mesh import MeshShape
 from limbeck.errors import CacheError
 from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache import CacheSpec, CacheWriter, document_key
 from limbeck.teachers.cache.format import HEAD_NAME, save_head
-from limbeck.teachers.live import key_prefix
+from limbeck.teachers.live import SharedForward, key_prefix
 from limbeck.teachers.server.protocol import ScoredDocument
 from limbeck.teachers.server.teacher import ServerTeacher
 
@@ -117,7 +116,7 @@ class _Scorer:
         self.policy = policy
         # every rank has documents of its own, like one of a data-parallel student
         readers = MeshShape(data=policy.dims.shape.world)
-        self.joint = JointRows.plan(readers, policy.dims, alike=policy.sharding.fsdp)
+        self.shared = SharedForward.plan(readers, policy.dims, alike=policy.sharding.fsdp)
         self.head = policy.head(whole=True)
         if spec.kind == "hidden" and rank == 0 and not (Path(folder) / HEAD_NAME).exists():
             save_head(folder, self.head)
@@ -135,12 +134,12 @@ class _Scorer:
         rows: BatchedDataDict = BatchedDataDict(
             input_ids=pad_sequence(documents, batch_first=True), input_lengths=torch.tensor([len(d) for d in documents])
         )
-        if self.joint is None:
+        if self.shared is None:
             return self.policy.get_hidden(rows)
         device = self.policy.device
         found = [
             (own, self.policy.get_hidden(BatchedDataDict(input_ids=ids, input_lengths=lengths)))
-            for own, ids, lengths in self.joint.passes(rows["input_ids"].to(device), rows["input_lengths"].to(device))
+            for own, ids, lengths in self.shared.passes(rows["input_ids"].to(device), rows["input_lengths"].to(device))
         ]
         return next(hidden for own, hidden in found if own)
 
