@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from limbeck.algorithms import run_folder
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
 from limbeck.errors import CheckpointError, DataError, LossError
+from limbeck.losses.contract import State
+from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger, to_means
-from limbeck.utils.state import capture_rng, load_state, restore_rng, save_state
+from limbeck.utils.state import capture_rng, restore_rng
 from limbeck.utils.timer import Timer
 
 
@@ -99,7 +100,7 @@ class TrainingLoop(ABC):
     def train(self) -> None:
         """Run until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; closes the logger."""
         try:
-            with sigterm_saves(self.checkpointer):
+            with save_on_sigterm(self.checkpointer):
                 self._run()
         finally:
             self.logger.close()
@@ -196,11 +197,8 @@ class TrainingLoop(ABC):
         used = self.state["current_step"] * self.config.distillation.num_prompts_per_step
         sampler: Any = self.loader.sampler
         with self.checkpointer.saving(step, {**self.state, **measured}) as folder:
-            self.student.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
-            if shared := self.shared_state():
-                save_state(folder / "train_state" / "shared", shared)
-            state = {"position": sampler.position(used), "rng": capture_rng(), **self.own_state()}
-            save_state(_rank_folder(folder), state, local=True)
+            own = {"position": sampler.position(used), "rng": capture_rng(), **self.own_state()}
+            Checkpoint(folder).save(self.student, self.student.trainer, shared=self.shared_state(), own=own)
 
     def _report_dropped(self) -> None:
         """At the end of an epoch: say what was left out, and stop where that is everything."""
@@ -213,7 +211,7 @@ class TrainingLoop(ABC):
 
 
 @contextmanager
-def sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
+def save_on_sigterm(checkpointer: CheckpointManager) -> Iterator[None]:
     """SIGTERM asks for a checkpoint while a run lasts; afterwards it means what it meant before."""
     if threading.current_thread() is not threading.main_thread():
         # Python lets only the main thread change handlers
@@ -230,32 +228,14 @@ def sigterm_saves(checkpointer: CheckpointManager) -> Iterator[None]:
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-def _rank_folder(checkpoint: Path) -> Path:
-    return checkpoint / "train_state" / f"rank_{Comm.world().rank}"
-
-
-def stored_state(checkpoint: Path) -> dict[str, Any]:
-    """What this rank kept in a checkpoint. A run that has grown reads what every rank knows: positions are counted over
-    all ranks."""
-    own = _rank_folder(checkpoint)
-    found: dict[str, Any] = load_state(own if own.is_dir() else own.with_name("rank_0"), local=True)
-    return found
-
-
-def stored_counters(checkpointer: CheckpointManager, checkpoint: Path, names: Iterable[str]) -> dict[str, Any]:
+def stored_counters(checkpointer: CheckpointManager, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Any]:
     """The counters of a run as a checkpoint holds them."""
-    info = checkpointer.load_training_info(checkpoint) or {}
+    info = checkpointer.load_training_info(checkpoint.folder) or {}
     return {name: info[name] for name in names if name in info}
 
 
-def stored_shared_state(checkpoint: Path, template: Any = None) -> dict[str, Any]:
-    """What the ranks kept together; ``template``: see ``load_state``."""
-    found: dict[str, Any] = load_state(checkpoint / "train_state" / "shared", template=template)
-    return found
-
-
-def go_on(stored: Mapping[str, Any], state: Mapping[str, Any], loader: StatefulDataLoader) -> None:
-    """Put data and random numbers back to where :func:`stored_state` was taken; the last thing before the loop."""
+def resume(stored: State, state: Mapping[str, Any], loader: StatefulDataLoader) -> None:
+    """Put data and random numbers back to where a rank's state was taken; the last thing before the loop."""
     sampler: Any = loader.sampler
     sampler.go_to(stored["position"])
     sampler.set_epoch(state["current_epoch"])

@@ -22,7 +22,7 @@ from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.config import TraceMasterConfig
-from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_shared_state, stored_state, whole_run
+from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
 from limbeck.algorithms.trace_data import (
     TraceCollate,
@@ -43,6 +43,7 @@ from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
+from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.loading import check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
@@ -104,7 +105,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
-    latest = checkpointer.to_resume()
+    found = checkpointer.to_resume()
+    latest = None if found is None else Checkpoint(found)
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
     plan = plan_policy(dataset.traces, config.loss.policy.spec(config.loss.block_rows), config.traces)
     foreign = _foreign(tokenizer, teacher_tokenizer)
@@ -124,8 +126,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         tokenizer,
         name="student",
         seed=seed,
-        weights_path=latest / "policy" / "weights" if latest else None,
-        optimizer_path=latest / "policy" / "optimizer" if latest else None,
+        weights_path=latest.weights if latest else None,
+        optimizer_path=latest.optimizer if latest else None,
         dp_group=ranks,
     )
     policy_loss = PolicyGradientLossFn(plan.spec)
@@ -230,14 +232,14 @@ def _needs_reference(config: TraceMasterConfig, loss: PreferenceLossFn) -> bool:
 
 
 def _resume(
-    checkpointer: CheckpointManager, latest: Path, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
+    checkpointer: CheckpointManager, latest: Checkpoint, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
 ) -> TraceSaveState:
     state = _fresh_state()
     names = TraceSaveState.__annotations__
     state.update(stored_counters(checkpointer, latest, names))  # type: ignore[typeddict-item]
     # averaged weights arrive in this run's layout, whichever wrote them
     template = None if step.teacher is None else {"teacher": step.teacher.state_dict()}
-    shared = stored_shared_state(latest, template)
+    shared = latest.shared(template)
     if shared["traces"] != fingerprint:
         raise DataError(
             "traces.train is no longer what this run began with (files, pairs or their order have changed); put the "
@@ -247,9 +249,9 @@ def _resume(
         step.teacher.load_state_dict(shared["teacher"])
     if step.reference is not None:
         step.reference.load_state_dict(shared["reference"])
-    stored = stored_state(latest)
+    stored = latest.own()
     step.hint_loss.guard.seen = int(stored["guard_seen"])
-    go_on(stored, state, loader)
+    resume(stored, state, loader)
     return state
 
 

@@ -25,7 +25,7 @@ from limbeck.algorithms.build import (
     teacher_lengths,
 )
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
-from limbeck.algorithms.loop import TrainingLoop, go_on, stored_counters, stored_state, whole_run
+from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
 from limbeck.algorithms.validation import evaluate, teacher_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
@@ -34,6 +34,7 @@ from limbeck.errors import ConfigError
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
+from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.loading import check_length, check_settings
 from limbeck.models.policy import Policy
 from limbeck.projection import load_or_build
@@ -132,7 +133,8 @@ def setup(
         teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
     )
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
-    latest = checkpointer.to_resume()
+    found = checkpointer.to_resume()
+    latest = None if found is None else Checkpoint(found)
     if Comm.world().rank == 0:
         prints = [ByteVocab.from_tokenizer(t).fingerprint for t in tokenizers]
         facts = run_folder.versions(
@@ -147,8 +149,8 @@ def setup(
         student_tokenizer,
         name="student",
         seed=config.distillation.seed,
-        weights_path=latest / "policy" / "weights" if latest else None,
-        optimizer_path=latest / "policy" / "optimizer" if latest else None,
+        weights_path=latest.weights if latest else None,
+        optimizer_path=latest.optimizer if latest else None,
         dp_group=world,
         extra_parameters=loss_fn.parameters(),
     )
@@ -198,7 +200,7 @@ def live_teacher(config: MasterConfig, index: int, tokenizer: Any) -> Policy:
 
 def _resume(
     checkpointer: CheckpointManager,
-    latest: Path,
+    latest: Checkpoint,
     loader: StatefulDataLoader,
     val_loader: StatefulDataLoader | None,
     loss_fn: CrossTokenizerDistillationLossFn,
@@ -206,10 +208,10 @@ def _resume(
     state = _default_off_policy_distillation_save_state()
     names = OffPolicyDistillationSaveState.__annotations__
     state.update(stored_counters(checkpointer, latest, names))  # type: ignore[typeddict-item]
-    stored = stored_state(latest)
+    stored = latest.own()
     run_folder.check_same_data(stored["data"], _fingerprints(loader, val_loader))
     loss_fn.load_state_dict(stored["loss_fn"])
-    go_on(stored, state, loader)
+    resume(stored, state, loader)
     return state
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from limbeck.config import parse_yaml
 from limbeck.errors import CheckpointError, ConfigError
+from limbeck.models.checkpoint import Checkpoint
 from limbeck.utils.checkpoint import CheckpointManager
 
-_WEIGHTS = Path("policy") / "weights"
 _DEFAULT_METRIC = "val/bpb"
 
 
@@ -42,7 +42,7 @@ def find_model(spec: str, checkpoint: str = "best") -> ModelSource:
     if is_run_folder(path):
         folder = _pick(path, checkpoint)
         return _from_checkpoint(spec, folder)
-    if (path / _WEIGHTS).is_dir():
+    if Checkpoint(path).weights.is_dir():
         return _from_checkpoint(spec, path)
     if path.is_dir() and not (path / "config.json").is_file() and (gguf := sorted(path.glob("*.gguf"))):
         return ModelSource(spec, str(gguf[0]), str(gguf[0]))
@@ -53,13 +53,12 @@ def find_model(spec: str, checkpoint: str = "best") -> ModelSource:
 
 
 def _from_checkpoint(spec: str, folder: Path) -> ModelSource:
-    weights = folder / _WEIGHTS
-    if not weights.is_dir():
-        raise CheckpointError(f"{str(folder)!r} holds no {_WEIGHTS}; give another checkpoint of the run.")
-    beside = folder / "policy" / "tokenizer"
-    tokenizer = beside if not (weights / "tokenizer.json").is_file() and beside.is_dir() else weights
+    found = Checkpoint(folder)
+    if not found.weights.is_dir():
+        where = found.weights.relative_to(folder)
+        raise CheckpointError(f"{str(folder)!r} holds no {where}; give another checkpoint of the run.")
     step = re.search(r"step_(\d+)$", folder.name)
-    return ModelSource(spec, str(weights), str(tokenizer), int(step[1]) if step else None)
+    return ModelSource(spec, str(found.weights), str(found.tokenizer), int(step[1]) if step else None)
 
 
 def _pick(run: Path, checkpoint: str) -> Path:

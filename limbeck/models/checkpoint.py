@@ -1,4 +1,8 @@
-"""Models and trainers on disk: weights as a standard transformers folder, the rest as state without pickle."""
+"""Models and trainers on disk: weights as a standard transformers folder, the rest as state without pickle.
+
+`Checkpoint` knows what lies where in the folder of one step; which steps are kept, and that a kill spoils none of them,
+is the business of ``limbeck.utils.checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,49 @@ from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import is_lora, merged_model
 from limbeck.models.trainer import Trainer
 from limbeck.utils.state import load_state, save_state
+
+
+class Checkpoint:
+    """The folder of one step. Every rank makes the same calls.
+
+    policy/weights      a transformers folder with its tokenizer, whole from any layout, adapters merged
+    policy/optimizer    the trainer's state; may be read under another layout
+    train_state/shared  what the ranks keep together, each its shards; missing where a run keeps nothing so
+    train_state/rank_N  what each rank keeps for itself
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.weights = self.folder / "policy" / "weights"
+        self.optimizer = self.folder / "policy" / "optimizer"
+        self._shared = self.folder / "train_state" / "shared"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where the tokenizer lies: with the weights, or beside them."""
+        beside = self.folder / "policy" / "tokenizer"
+        return beside if beside.is_dir() and not (self.weights / "tokenizer.json").is_file() else self.weights
+
+    def save(self, model: LanguageModel, trainer: Trainer | None, *, shared: State, own: State) -> None:
+        """Write everything; ``own`` is what this rank keeps for itself."""
+        save_policy(model, trainer, self.weights, self.optimizer)
+        if shared:
+            save_state(self._shared, shared)
+        save_state(self._rank(Comm.world().rank), own, local=True)
+
+    def shared(self, template: State | None = None) -> State:
+        """What the ranks kept together; ``template``: see ``load_state``."""
+        found: State = load_state(self._shared, template=template)
+        return found
+
+    def own(self) -> State:
+        """What this rank kept. A run that has grown reads what every rank knows: positions are counted over all."""
+        rank = self._rank(Comm.world().rank)
+        found: State = load_state(rank if rank.is_dir() else self._rank(0), local=True)
+        return found
+
+    def _rank(self, number: int) -> Path:
+        return self.folder / "train_state" / f"rank_{number}"
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_kills_do_not_change_a_bit(whole, tmp_path):
     assert_same(run_dir, uninterrupted)
 
 
-def testsigterm_saves_and_a_resume_goes_on(whole, tmp_path):
+def test_sigterm_saves_and_a_resume_goes_on(whole, tmp_path):
     run_file, uninterrupted = whole
     run_dir = tmp_path / "run"
     # nothing but the signal would save before the end
