@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from limbeck.algorithms.config import MonitorConfig
-from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.errors import LossError
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.policy_gradient import PolicyInputs
 from limbeck.losses.signals import Head, Signal
 from limbeck.losses.vocab.axis import VocabAxis
-from limbeck.models.policy import Policy
 from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.vocab import is_end
@@ -138,56 +135,3 @@ def check_disjoint(metrics: Mapping[str, tuple[Any, Any]]) -> None:
             f"ln 2 = {math.log(2):.4f}: they read the same target tokens, so their predictions cannot be disjoint; the "
             "rows of one side are shifted, or the teacher's weights are not those of this student"
         )
-
-
-@torch.no_grad()
-def response_lengths(policy: Policy, prompts: Sequence[Tensor], monitor: CollapseMonitor) -> list[int]:
-    """Tokens that the policy writes greedily after each prompt ``[T]``, end of turn included.
-
-    All ranks of a sharded model must make the same call.
-    """
-    policy.model.eval()
-    if not prompts:
-        return []
-    if policy.sharding.is_sharded:
-        return _lengths_together(policy, prompts, monitor)
-    lengths: list[int] = []
-    for prompt in prompts:
-        ids = prompt[None].to(policy.device)
-        with policy.autocast():
-            out = policy.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=monitor.config.max_new_tokens,
-                do_sample=False,
-                eos_token_id=monitor.end_ids or None,
-                pad_token_id=0,
-            )
-        lengths.append(int(out.shape[1] - ids.shape[1]))
-    return lengths
-
-
-def _lengths_together(policy: Policy, prompts: Sequence[Tensor], monitor: CollapseMonitor) -> list[int]:
-    """The same on shards: the body without a cache, the head on its columns. All answers have ``max_new_tokens``, and
-    what comes after an end is not counted: no rank may stop before its peers."""
-    ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-    start = torch.tensor([len(prompt) for prompt in prompts])
-    row, new = torch.arange(len(ids)), monitor.config.max_new_tokens
-    ids = torch.nn.functional.pad(ids, (0, new))
-    layout = policy.cfg.dtensor_cfg
-    options = MicrobatchConfig(dynamic_batching=BatchingConfig(enabled=True), dtensor_cfg=layout)
-    context = layout.context_parallel_size
-    for step in range(new):
-        data: BatchedDataDict = BatchedDataDict({"input_ids": ids, "input_lengths": start + step})
-        inputs = process_microbatch(data, policy.tokenizer, False, options, context, device=policy.device)
-        assert inputs.row_start is not None
-        hidden = policy.forward_hidden(inputs)[inputs.row_start + (start + step - 1).to(policy.device)]
-        head = policy.head()
-        ids[row, start + step] = head.axis.argmax(head.logits(hidden)).cpu()
-    policy.sharding.release()
-    lengths = []
-    for prompt, line in zip(prompts, ids, strict=True):
-        answer = line[len(prompt) : len(prompt) + new]
-        ends = torch.isin(answer, torch.tensor(monitor.end_ids, dtype=torch.int64)).nonzero()
-        lengths.append(int(ends[0]) + 1 if len(ends) else new)
-    return lengths

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from limbeck.algorithms.monitors import CollapseMonitor, response_lengths
+from limbeck.algorithms.monitors import CollapseMonitor
 from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import rank_batches
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import key_prefix
 from limbeck.traces.collate.batch import ComposerBatch
@@ -120,9 +121,10 @@ class TraceValidation:
             self._add(sums, self.collate([self.dataset[i] for i in mine]))
         # the ranks of a sharded model can only write together
         if self.monitor.config.generate and (ranks.rank == 0 or self.policy.sharding.is_sharded):
-            lengths = response_lengths(self.policy, self.prompts(), self.monitor)
+            greedy = SamplingConfig(max_new_tokens=self.monitor.config.max_new_tokens, temperature=0)
+            written = LocalSampler(self.policy, greedy, self.monitor.end_ids).sample(self.prompts())
             if ranks.rank == 0:
-                sums.add({"response_length": (float(sum(lengths)), len(lengths))})
+                sums.add({"response_length": (float(sum(len(w.ids_T) for w in written)), len(written))})
         return sums.reduced(ranks)[0].pairs()
 
     def prompts(self) -> list[Tensor]:
