@@ -296,11 +296,14 @@ def _endpoint_figures(teachers: Iterable[Proposer]) -> dict[str, int]:
 
 
 def _require_traces(stats: IngestStats, files: list[Path]) -> None:
+    from limbeck.traces.readers import READERS
+
     if stats.traces == 0:
         reasons = ", ".join(f"{name} {count}" for name, count in stats.log.skipped.most_common(3))
         names = ", ".join(path.name for path in files[:3])
         raise TraceError(
-            f"no trace was found in {names} ({reasons or 'the files are empty'}): check files and --format"
+            f"no trace was found in {names} ({reasons or 'the files are empty'}): check the files, or give --format, "
+            f"one of {', '.join(READERS)}"
         )
     if unknown := stats.log.skipped["unknown_format"]:
         raise PartlyDone(f"{unknown} of {len(files)} files are of no known format and were left out: see above")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from limbeck.errors import TraceError
 from limbeck.traces.errors import check_call, classify_error, detect_prefix, detect_swe_agent
 from limbeck.traces.files import IngestOptions, IngestStats, ingest
 from limbeck.traces.readers import READERS, read_traces
+from limbeck.traces.readers.openai_chat import OpenAIChatReader
 from limbeck.traces.schema import SCHEMA_VERSION, ToolCall
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
 
@@ -432,6 +434,43 @@ def test_a_log_that_would_lose_its_calls_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(TraceError, match=told):
         read(path)
+
+
+class Greedy(OpenAIChatReader):
+    """A reader that claims a log of another."""
+
+    name = "greedy"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        return "messages" in data
+
+
+def test_a_log_that_two_readers_recognise_is_refused_by_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    path = write_lines(tmp_path / "a.jsonl", [{"note": 1}, {"messages": talk}])
+    monkeypatch.setitem(READERS, Greedy.name, Greedy())
+    told = r"a\.jsonl:2 looks like openai_chat and greedy \(a record with keys messages\): say which with --format"
+    with pytest.raises(TraceError, match=told):
+        read(path)
+    assert len(read(path, format="greedy")[0]) == 1
+
+
+def test_every_record_of_every_format_is_recognised_by_one_reader() -> None:
+    for log in LOGS:
+        found = [{reader.name for reader in READERS.values() if reader.detect(record)} for record in log]
+        assert all(len(names) == 1 for names in found)
+        assert len(set.union(*found)) == 1
+
+
+def test_an_unknown_format_is_shown_by_what_was_seen(tmp_path: Path) -> None:
+    rows = [{"question": "?", "answer": "!"}, {"question": "?", "answer": "!"}, {str(i): i for i in range(12)}, {}]
+    _, report = read(write_lines(tmp_path / "q.jsonl", rows))
+    assert report.places == [
+        "q.jsonl:1: unknown_format (records: 2 with keys answer, question; "
+        "1 with keys 0, 1, 10, 11, 2, 3, 4, 5 and 4 more; 1 with keys none)"
+    ]
 
 
 def test_ids_are_unique_over_files(tmp_path: Path) -> None:

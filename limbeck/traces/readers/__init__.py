@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from limbeck.errors import TraceError
@@ -21,21 +22,42 @@ READERS: dict[str, Reader] = {
     reader.name: reader
     for reader in (LimbeckReader(), ClaudeCodeReader(), OpenHandsReader(), SWEAgentReader(), OpenAIChatReader())
 }
-"""Format name -> reader, in the order in which detection asks them."""
+"""Format name -> reader."""
 
 OLD_NAMES = {"claude": "claude_code", "openai": "openai_chat", "swe-agent": "swe_agent"}
 """Names that formats had before; they are understood as well."""
 
 _PEEK = 64
+_SHOWN_KEYS, _SHOWN_SHAPES = 8, 3
 
 
-def detect_reader(records: Iterable[Record]) -> Reader | None:
-    """The first reader that recognises one of the records."""
+def detect_reader(records: Iterable[Record], file: str = "the log") -> Reader | None:
+    """The reader of the first record that one recognises; a record that two recognise is an error that names both."""
     for record in records:
-        for reader in READERS.values():
-            if reader.detect(record.data):
-                return reader
+        found = [reader for reader in READERS.values() if reader.detect(record.data)]
+        if len(found) > 1:
+            names = " and ".join(reader.name for reader in found)
+            raise TraceError(
+                f"{file}:{record.line} looks like {names} (a record with {_keys(record)}): say which with --format"
+            )
+        if found:
+            return found[0]
     return None
+
+
+def _keys(record: Record) -> str:
+    shown = sorted(record.data)[:_SHOWN_KEYS]
+    more = len(record.data) - len(shown)
+    return f"keys {', '.join(shown) or 'none'}" + (f" and {more} more" if more else "")
+
+
+def _seen(head: Sequence[Record]) -> str:
+    """What the records of a file look like, the most frequent shapes first."""
+    shapes = Counter(map(_keys, head)).most_common()
+    shown = "; ".join(f"{count} with {keys}" for keys, count in shapes[:_SHOWN_SHAPES])
+    return f"records: {shown}" + (
+        f"; {len(shapes) - _SHOWN_SHAPES} other shapes" if len(shapes) > _SHOWN_SHAPES else ""
+    )
 
 
 def read_traces(
@@ -73,10 +95,10 @@ def read_traces(
 def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLog) -> Iterator[Trace]:
     records = iter_records(path, log)
     head = list(itertools.islice(records, _PEEK))
-    reader = READERS[format] if format is not None else detect_reader(head)
+    reader = READERS[format] if format is not None else detect_reader(head, path.name)
     if reader is None:
         if head:
-            log.of_file(path).skip("unknown_format", head[0].line, f"keys {sorted(head[0].data)[:6]}")
+            log.of_file(path).skip("unknown_format", head[0].line, _seen(head))
         return
     log = log.of_file(path, reader.name, detectors)
     found = made = Totals()

@@ -134,7 +134,11 @@ class Reader(ABC):
 
     @abstractmethod
     def detect(self, data: Mapping[str, Any]) -> bool:
-        """Whether an object looks like a record of this format, by its structure alone."""
+        """Whether an object looks like a record of this format, by its structure alone.
+
+        All readers are asked, in no order, and no two may say yes to a record of either's format: what only one of them
+        has (a key, a type of block) is what they look for.
+        """
 
     @abstractmethod
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:

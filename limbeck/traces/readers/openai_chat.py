@@ -40,6 +40,9 @@ _ROLES: dict[str, Role] = {
     "function": "tool",
 }
 
+_OTHERS = {"schema_version", "steps", "history"}
+"""Keys of other formats whose records may hold messages as well."""
+
 
 class OpenAIChatReader(RecordReader):
     """Message lists; one object is one trace."""
@@ -48,8 +51,8 @@ class OpenAIChatReader(RecordReader):
     about = "message lists with tool_calls: tau-bench results, fine-tuning and preference files"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
-        """A list of messages with roles, directly or under ``input``."""
-        return bool(_raw_messages(data)) and "steps" not in data and "history" not in data
+        """A list of messages with roles, directly or under ``input``, in nothing that says what else it is."""
+        return bool(_raw_messages(data)) and not data.keys() & _OTHERS
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """One trace per object."""
