@@ -21,7 +21,7 @@ from typing import Any
 WALK = """
 import json, os, sys
 import torch
-from tests.models import tiny
+from tests.helpers import tiny
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.projection import build_rules
 try:

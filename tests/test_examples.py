@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from limbeck.algorithms.xtoken_off_policy_distillation import run
-from tests.helpers import runs
-from tests.models import tiny
+from tests.helpers import runs, tiny
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick dog counts 2024 leap days in the vessel"

@@ -11,8 +11,8 @@ from limbeck.algorithms.build import make_collator, student_length, teacher_leng
 from limbeck.errors import ConfigError
 from limbeck.models.loading import check_length
 from tests.helpers import runs
+from tests.helpers.tiny import LLAMA
 from tests.helpers.tokenizers import tiny
-from tests.models.tiny import LLAMA
 
 
 def lengths(folder: Path, data: dict[str, Any], student: int | None = None, teacher: int | None = None) -> list[int]:

@@ -14,7 +14,7 @@ from limbeck.cli import application
 from limbeck.cli.evaluate import split_arguments
 from limbeck.cli.evaluation_tables import notes, print_evaluation
 from limbeck.errors import ConfigError
-from tests.models import tiny
+from tests.helpers import tiny
 
 app = application()
 

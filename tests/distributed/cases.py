@@ -25,7 +25,7 @@ from limbeck.losses.signals import HiddenSignal, TopKSignal
 from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
-from tests.models.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
+from tests.helpers.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
 from tests.patience import TEST_SECONDS
 
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}

@@ -18,8 +18,8 @@ from limbeck.distributed.attention import GatheredAttention, Span, SplitSequence
 from limbeck.distributed.comm import Comm
 from tests.distributed.cases import Case, close, step, together
 from tests.helpers import runs
+from tests.helpers.tiny import LLAMA, QWEN3
 from tests.models.test_varlen import plain_kernel
-from tests.models.tiny import LLAMA, QWEN3
 
 CONTEXT, TENSOR, FSDP = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}, {"fsdp": True}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 9}

@@ -19,7 +19,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.microbatch import plan_microbatches
 from limbeck.models.policy import Policy
 from tests.distributed.cases import CASES, Case, batch, close, loss_of, step, student_of, teachers_of, together, whole
-from tests.models.tiny import LLAMA
+from tests.helpers.tiny import LLAMA
 
 pytestmark = pytest.mark.slow
 

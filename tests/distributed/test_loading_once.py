@@ -12,7 +12,7 @@ from limbeck.errors import ConfigError
 from limbeck.models import loading as build
 from limbeck.models.policy import Policy
 from tests.distributed.cases import Case, student_of, together
-from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
+from tests.helpers.tiny import LLAMA, QWEN3, config, tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.live import places_met
 from tests.distributed.cases import together
 from tests.helpers import runs
-from tests.models.tiny import LLAMA, config, tokenizer
+from tests.helpers.tiny import LLAMA, config, tokenizer
 
 WIDE = {**LLAMA, "num_key_value_heads": 4}
 PLAIN = ParallelConfig()

@@ -35,7 +35,7 @@ from limbeck.distributed.planner import (
 )
 from limbeck.errors import ConfigError
 from tests.helpers import runs
-from tests.models.tiny import LLAMA, QWEN3
+from tests.helpers.tiny import LLAMA, QWEN3
 
 ROOT = Path(__file__).parents[2]
 ONE_B = ModelShape(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128_256, tied=True)

@@ -22,9 +22,8 @@ from limbeck.errors import ConfigError, DataError
 from limbeck.teachers.cache import CacheReader
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
 from tests.gates import Gate, wait_until
-from tests.helpers import runs
+from tests.helpers import runs, tiny
 from tests.helpers.servers import ScoringServer, serving
-from tests.models import tiny
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow

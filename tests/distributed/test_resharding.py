@@ -10,7 +10,7 @@ import torch
 
 from limbeck.models.policy import Policy
 from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
-from tests.models.tiny import QWEN3
+from tests.helpers.tiny import QWEN3
 
 pytestmark = pytest.mark.slow
 

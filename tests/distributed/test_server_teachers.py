@@ -18,9 +18,8 @@ from limbeck.errors import LimbeckError
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from tests.distributed.cases import Case, batch, close, loss_of, student_of, together
-from tests.helpers import runs
+from tests.helpers import runs, tiny
 from tests.helpers.servers import ScoringServer, serving
-from tests.models import tiny
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy
 from tests.distributed.cases import Case, batch, loss_of, student_of, teachers_of, together
-from tests.models.tiny import QWEN3, config, tokenizer
+from tests.helpers.tiny import QWEN3, config, tokenizer
 
 pytestmark = pytest.mark.slow
 

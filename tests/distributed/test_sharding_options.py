@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import Case, batch, close, loss_of, student_of, teachers_of, together, whole
-from tests.models.tiny import LLAMA, QWEN3
+from tests.helpers.tiny import LLAMA, QWEN3
 
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import Case, batch, close, loss_of, step, student_of, teachers_of, together
-from tests.models.tiny import LLAMA
+from tests.helpers.tiny import LLAMA
 
 pytestmark = pytest.mark.slow
 

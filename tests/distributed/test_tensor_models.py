@@ -13,7 +13,7 @@ from limbeck.distributed.tensor_parallel import TensorSplit, check_probe, tp_pla
 from limbeck.errors import ConfigError
 from tests.distributed.cases import Case, close, together
 from tests.distributed.test_sharding_options import step
-from tests.models.tiny import LLAMA
+from tests.helpers.tiny import LLAMA
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from limbeck.evaluation.files import detect_mode, evaluate
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import pairs_of
 from limbeck.tokens import Rendering, TextEncoder
-from tests.models import tiny
+from tests.helpers import tiny
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -34,8 +34,8 @@ from tests.golden.digest import Record, Watch, record_of, watching
 from tests.helpers import runs, trace_runs
 from tests.helpers.interpreter import interpreter_fault
 from tests.helpers.servers import ScoringServer, serving
+from tests.helpers.tiny import LLAMA, QWEN3, config, tokenizer
 from tests.helpers.tokenizers import workshop
-from tests.models.tiny import LLAMA, QWEN3, config, tokenizer
 
 STEPS = 3
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}

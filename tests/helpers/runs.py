@@ -17,8 +17,8 @@ from limbeck.cli import main
 from limbeck.config import load_config, merge, resolve
 from limbeck.utils.logger import read_metrics
 from tests.gates import Gate, Place, hold_run, wait_until
+from tests.helpers.tiny import LLAMA, QWEN3
 from tests.helpers.tokenizers import TEXTS, tiny
-from tests.models.tiny import LLAMA, QWEN3
 
 # What may differ between two runs of the same run file: clocks, and what is derived from them.
 CLOCKS = ("train/tokens_per_s", "train/seconds", "train/time/")

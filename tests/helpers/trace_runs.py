@@ -8,8 +8,8 @@ from typing import Any
 
 from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.config import merge, resolve
+from tests.helpers.tiny import LLAMA
 from tests.helpers.tokenizers import WORKSHOP, workshop
-from tests.models.tiny import LLAMA
 
 MODEL = {**LLAMA, "max_position_embeddings": 2048}
 

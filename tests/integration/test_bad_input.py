@@ -26,7 +26,7 @@ from tests.helpers.runs import (
     weight_bytes,
     write_run_file,
 )
-from tests.models.tiny import tokenizer
+from tests.helpers.tiny import tokenizer
 from tests.patience import TEST_SECONDS
 
 

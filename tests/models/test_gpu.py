@@ -8,7 +8,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
-from tests.models.tiny import QWEN3, batch, config, loss_fn, tokenizer
+from tests.helpers.tiny import QWEN3, batch, config, loss_fn, tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -4,7 +4,7 @@ from safetensors.torch import load_file, save_file
 
 from limbeck.errors import ConfigError
 from limbeck.models.loading import body_of, load_model, model_identity
-from tests.models.tiny import LLAMA, QWEN3
+from tests.helpers.tiny import LLAMA, QWEN3
 
 
 def random_config(arch=LLAMA, **more):

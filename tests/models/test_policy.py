@@ -9,7 +9,7 @@ from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.timer import Timer
-from tests.models.tiny import LLAMA, QWEN3, batch, config, gradients, loss_fn, student, teacher, tokenizer
+from tests.helpers.tiny import LLAMA, QWEN3, batch, config, gradients, loss_fn, student, teacher, tokenizer
 
 
 def step_gradients(policy, data, loss, teachers, **kwargs):

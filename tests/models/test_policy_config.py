@@ -5,7 +5,7 @@ import pytest
 from limbeck.config import resolve
 from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy, PolicyConfig
-from tests.models.tiny import LLAMA
+from tests.helpers.tiny import LLAMA
 
 PUBLISHED = {
     "model_name": "meta-llama/Llama-3.2-1B",

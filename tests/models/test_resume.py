@@ -7,7 +7,7 @@ from limbeck.data.loader import ShardSampler
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, capture_rng, load_state, restore_rng, save_state, seed_everything
-from tests.models.tiny import TEXTS, collator, config, loss_fn, teacher, tokenizer
+from tests.helpers.tiny import TEXTS, collator, config, loss_fn, teacher, tokenizer
 
 # dropout draws from the global generator in every step, so a resume that loses its place there shows
 CONFIG = config(

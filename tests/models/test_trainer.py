@@ -14,7 +14,7 @@ from limbeck.losses.signals import Signal
 from limbeck.models.trainer import Channel, evaluate
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.metrics import Metrics
-from tests.models.tiny import batch, student, teacher
+from tests.helpers.tiny import batch, student, teacher
 
 
 class Recorder(Loss[int]):

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, load_state, save_state
-from tests.models.tiny import batch, loss_fn, student, teacher
+from tests.helpers.tiny import batch, loss_fn, student, teacher
 
 ROWS = [[0, 1, 2, 3], [4, 5]]
 # plain descent: Adam would blow up the last bits of gradients that are almost zero

@@ -14,7 +14,7 @@ from limbeck.errors import ProjectionError
 from limbeck.projection import Projection, build_rules, convert_published
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
-from tests.projection.tiny import dense
+from tests.projection.rows import dense
 
 STUDENT = byte_level(["201", "the"])
 TEACHER = byte_level(["the"], order_from=50)

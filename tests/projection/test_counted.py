@@ -13,7 +13,7 @@ from limbeck.projection import Projection, build_counted, build_rules, count_pai
 from limbeck.projection.corpus import iter_texts
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
-from tests.projection.tiny import dense, row
+from tests.projection.rows import dense, row
 
 STUDENT = byte_level(["ab", "cd", "zz"])
 TEACHER = byte_level(["abc", "b"], order_from=9)

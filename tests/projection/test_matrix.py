@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from limbeck.errors import ProjectionError
 from limbeck.projection import Projection
 from limbeck.projection.matrix import from_triples
-from tests.projection.tiny import dense
+from tests.projection.rows import dense
 
 
 def make(indices: Any, weights: Any, exact: Any = None, teacher_size: int = 6, **extra: Any) -> Projection:

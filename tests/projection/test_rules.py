@@ -10,7 +10,7 @@ from limbeck.errors import ProjectionError
 from limbeck.projection import Projection, build_rules
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level, sentencepiece
-from tests.projection.tiny import decomposed, dense, row
+from tests.projection.rows import decomposed, dense, row
 
 
 def by_bytes(tokenizer: object, data: bytes) -> int:

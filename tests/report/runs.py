@@ -10,7 +10,7 @@ from typing import Any
 
 from limbeck.align.view import view_text
 from limbeck.config import dump_yaml
-from tests.models import tiny
+from tests.helpers import tiny
 
 
 def config(mode: str = "boundary_kl", steps: int = 400, **teacher: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from limbeck.report.alignment import alignment_page
 from limbeck.report.page import Page
 from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page, write_comparison
-from tests.models import tiny
+from tests.helpers import tiny
 from tests.report.runs import write_run
 
 EVIL = '</script><script>document.title="caught"</script><img src=x onerror="document.title=1"><b style="color:red">'

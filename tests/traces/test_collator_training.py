@@ -17,9 +17,9 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
 from limbeck.traces.schema import PreferencePair, Trace
+from tests.helpers import tiny
 from tests.helpers.chats import asked, long_trace, numbered, result, said
 from tests.helpers.tokenizers import byte_level
-from tests.models import tiny
 
 TEMPLATE = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"

@@ -19,7 +19,7 @@ from limbeck.teachers.server.client import ServerClient, ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.http import TokenBucket
 from tests.helpers.servers import HOLD, ScoringServer, serving
-from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
+from tests.helpers.tiny import batch, config, loss_fn, student, teacher, tokenizer
 from tests.patience import TEST_SECONDS
 
 KEY = "sk-a-very-secret-key"

@@ -16,9 +16,8 @@ from limbeck.config import load_config, resolve
 from limbeck.errors import CacheError, ConfigError, ServerError
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter
 from limbeck.teachers.cached import CachedTeacher
-from tests.helpers import runs
+from tests.helpers import runs, tiny
 from tests.helpers.servers import ScoringServer, serving
-from tests.models import tiny
 from tests.patience import TEST_SECONDS
 
 SHORT = {"max_num_steps": 2, "num_prompts_per_step": 4, "val_at_start": False}

@@ -13,7 +13,7 @@ from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.teacher import ServerTeacher
 from tests.helpers.servers import ScoringServer, serving
-from tests.models.tiny import teacher, tokenizer
+from tests.helpers.tiny import teacher, tokenizer
 from tests.patience import TEST_SECONDS
 
 

@@ -10,7 +10,7 @@ from limbeck.config import load_config, resolve
 from limbeck.errors import ConfigError, ServerError
 from tests.helpers import runs
 from tests.helpers.servers import ScoringServer, serving
-from tests.models.tiny import tokenizer
+from tests.helpers.tiny import tokenizer
 from tests.patience import TEST_SECONDS
 
 KEY = "sk-a-very-secret-key"

@@ -10,8 +10,8 @@ from limbeck.teachers.cache.format import load_head, save_head
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
+from tests.helpers.tiny import batch, config, loss_fn, student, teacher, tokenizer
 from tests.models.test_policy import LAYOUTS, step_gradients
-from tests.models.tiny import batch, config, loss_fn, student, teacher, tokenizer
 
 
 def cached(tmp_path, policy, data, **spec):
