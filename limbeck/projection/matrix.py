@@ -218,8 +218,8 @@ class Projection:
                 weights=tensors["weights"],
                 exact=tensors["exact"],
                 teacher_size=_header_int(header, "teacher_size"),
-                student_fingerprint=header["student_fingerprint"],
-                teacher_fingerprint=header["teacher_fingerprint"],
+                student_fingerprint=_present(header["student_fingerprint"], student),
+                teacher_fingerprint=_present(header["teacher_fingerprint"], teacher),
                 rule=header["rule"],
                 details=_header_details(header),
                 trees=VocabTrees.from_tensors(trees) if trees else None,
@@ -313,6 +313,11 @@ def _check_header(target: Path, header: Mapping[str, str]) -> None:
     missing = [name for name in needed if name not in header]
     if missing:
         raise ProjectionError(f"{target}: the header lacks {', '.join(missing)}; build it anew.")
+
+
+def _present(fingerprint: str, vocab: ByteVocab | None) -> str:
+    """A stored fingerprint in its present version, where it is the vocabulary's in any."""
+    return vocab.fingerprint if vocab is not None and vocab.has_fingerprint(fingerprint) else fingerprint
 
 
 def _header_int(header: Mapping[str, str], name: str) -> int:

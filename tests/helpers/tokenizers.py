@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,20 @@ def sentencepiece(words: Iterable[str] = (), *, specials: Iterable[str] = (), pr
     tok.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
     tok.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     return _wrap(tok, specials)
+
+
+def fingerprint_of_the_first_release(tokenizer: Any) -> str:
+    """Version 1 of a tokenizer's fingerprint, as the first release computed it."""
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = spec["model"]
+    vocab, merges = model.pop("vocab"), model.pop("merges", None) or []
+    entries = sorted(vocab.items(), key=lambda e: e[1]) if isinstance(vocab, dict) else vocab
+    merges = [m if isinstance(m, str) else " ".join(m) for m in merges]
+    added = sorted(spec["added_tokens"], key=lambda a: a["id"])
+    digest = hashlib.sha256()
+    for part in (entries, merges, model, spec["normalizer"], spec["pre_tokenizer"], added):
+        digest.update(json.dumps(part, sort_keys=True, ensure_ascii=False).encode() + b"\0")
+    return digest.hexdigest()
 
 
 def display(data: bytes) -> str:

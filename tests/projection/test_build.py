@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 
 import limbeck.projection.build as build_module
 from limbeck.errors import ProjectionError
-from limbeck.projection import load_or_build
-from tests.helpers.tokenizers import byte_level
+from limbeck.projection import build_rules, load_or_build
+from tests.helpers.tokenizers import byte_level, fingerprint_of_the_first_release
 from tests.patience import TEST_SECONDS
 
 STUDENT = byte_level(["201", "the"])
@@ -34,6 +35,29 @@ def test_a_missing_matrix_is_built_once(tmp_path: Path, request: pytest.FixtureR
     second = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
     np.testing.assert_array_equal(first.indices, second.indices)
     np.testing.assert_array_equal(first.weights, second.weights)
+
+
+def of_the_first_release(folder: Path) -> Path:
+    """A stored projection as the first release wrote it, under the name it had in the cache."""
+    prints = [fingerprint_of_the_first_release(t) for t in (STUDENT, TEACHER)]
+    made = build_rules(STUDENT, TEACHER)
+    assert not {*prints} & {made.student_fingerprint, made.teacher_fingerprint}
+    old = replace(made, student_fingerprint=prints[0], teacher_fingerprint=prints[1])
+    return old.save(folder / f"{prints[0][:20]}_{prints[1][:20]}_rules_k4_v1.safetensors")
+
+
+@pytest.mark.usefixtures("no_building")
+def test_projections_of_the_first_release_are_used(tmp_path: Path) -> None:
+    path = of_the_first_release(tmp_path)
+    built = build_rules(STUDENT, TEACHER)
+    for found in (load_or_build(STUDENT, TEACHER, cache_dir=tmp_path), load_or_build(STUDENT, TEACHER, path)):
+        np.testing.assert_array_equal(found.weights, built.weights)
+        # in the present version, so that it compares equal with what is built today
+        assert found.student_fingerprint == built.student_fingerprint
+        assert found.teacher_fingerprint == built.teacher_fingerprint
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(ProjectionError, match="belongs to another teacher tokenizer"):
+        load_or_build(STUDENT, OTHER, path)
 
 
 def test_everything_that_decides_the_content_is_in_the_name(tmp_path: Path) -> None:

@@ -209,6 +209,14 @@ def test_a_changed_teacher_is_refused(tmp_path):
             CacheWriter(tmp_path, CacheSpec(**{**SPEC.to_dict(), **change}))
 
 
+def test_a_cache_of_a_version_with_a_longer_name_is_continued(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("limbeck.teachers.cache.shards.version", lambda: "0.1.0.dev20260101+a.longer.name")
+        write(tmp_path, range(2), complete=False)
+    write(tmp_path, range(4))
+    check(CacheReader(tmp_path), range(4))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

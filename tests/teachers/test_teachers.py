@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from limbeck.teachers.cache.format import load_head, save_head
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
-from tests.helpers.tiny import batch, config, loss_fn, student, teacher, tokenizer
+from tests.helpers.tiny import QWEN3, batch, config, loss_fn, student, teacher, tokenizer
+from tests.helpers.tokenizers import fingerprint_of_the_first_release
 from tests.models.test_policy import LAYOUTS, step_gradients
 
 
@@ -98,17 +101,17 @@ def test_a_teacher_with_another_tokenizer_needs_its_own_ids():
         student().train(batch(cross=False), loss_fn(cross=False), teachers=[source])
 
 
+def killed_after(*parts):
+    yield from map(batch, parts)
+    raise KeyboardInterrupt
+
+
 def test_caching_goes_on_where_it_stopped(tmp_path):
     policy = teacher()
     spec = spec_for(policy, k=8)
 
-    def until_killed():
-        yield batch([0, 1])
-        yield batch([1, 2])
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        write_cache(policy, until_killed(), tmp_path, spec)
+        write_cache(policy, killed_after([0, 1], [1, 2]), tmp_path, spec)
     with pytest.raises(CacheError, match=r"not complete \(3 documents"):
         CacheReader(tmp_path)
     scored = []
@@ -117,6 +120,24 @@ def test_caching_goes_on_where_it_stopped(tmp_path):
     writer = write_cache(policy, [batch()], tmp_path, spec)
     assert scored == [3]
     assert writer.documents == len(CacheReader(tmp_path)) == 6
+
+
+def test_a_cache_of_the_first_release_is_continued(tmp_path):
+    policy = teacher()
+    spec = spec_for(policy, k=8)
+    first = fingerprint_of_the_first_release(tokenizer(340))
+    old = replace(spec, teacher_fingerprint=first)
+    with pytest.raises(KeyboardInterrupt):
+        write_cache(policy, killed_after([0, 1], [1, 2]), tmp_path, old, world_size=2)
+    write_cache(policy, [batch()], tmp_path, spec, world_size=2)
+    write_cache(policy, [batch([3])], tmp_path, spec, rank=1, world_size=2)
+    prints = ByteVocab.from_tokenizer(tokenizer(340)).fingerprints
+    reader = CacheReader(tmp_path, teacher_fingerprint=prints)
+    assert (len(reader), reader.spec) == (6, old)
+    CachedTeacher(tmp_path, teacher_fingerprint=prints)
+    other = Policy(config(QWEN3), tokenizer(300), name="other", device="cpu", init_optimizer=False)
+    with pytest.raises(CacheError, match="was made with"):
+        write_cache(other, [batch(cross=False)], tmp_path, spec_for(other, k=8), world_size=2)
 
 
 def test_a_changed_teacher_voids_the_cache(tmp_path):

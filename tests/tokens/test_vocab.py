@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from limbeck.errors import TokenizerError
 from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.tokens.vocab import byte_alphabet, is_end, role_class, role_of
+from tests.helpers.tokenizers import fingerprint_of_the_first_release
 from tests.zoo import FAMILY, NAMES, tokenizer
 
 
@@ -102,6 +103,12 @@ def test_fingerprint_follows_every_part_that_decides_ids() -> None:
     ]
     prints = [_changed(base, c) for c in changes]
     assert len({same, *prints}) == len(changes) + 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2", "yi"])
+def test_the_fingerprint_of_the_first_release_is_known(name: str) -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer(name))
+    assert vocab.fingerprints == (vocab.fingerprint, fingerprint_of_the_first_release(tokenizer(name)))
 
 
 def test_vocab_survives_pickling() -> None:

@@ -22,6 +22,7 @@ from limbeck.teachers.cache.format import HEAD_NAME, save_head
 from limbeck.teachers.live import SharedForward, key_prefix
 from limbeck.teachers.server.protocol import ScoredDocument
 from limbeck.teachers.server.teacher import ServerTeacher
+from limbeck.tokens import ByteVocab
 
 _HIDDEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,15 +33,10 @@ def spec_for(
     """What a cache of this teacher looks like: top-``k`` lists, or its hidden states."""
     if (k is None) == (not hidden):
         raise CacheError(f"a cache holds either top-k lists or hidden states, got k={k} and hidden={hidden}")
-    fingerprint = ""
-    if policy.tokenizer is not None:
-        from limbeck.tokens import ByteVocab
-
-        fingerprint = ByteVocab.from_tokenizer(policy.tokenizer).fingerprint
     return CacheSpec(
         kind="hidden" if hidden else "topk",
         vocab_size=policy.vocab_size,
-        teacher_fingerprint=fingerprint,
+        teacher_fingerprint=_fingerprints(policy)[0],
         model_identity=policy.identity(),
         k=0 if k is None else min(k, policy.vocab_size),
         hidden_size=int(policy.body.config.get_text_config().hidden_size) if hidden else 0,
@@ -53,10 +49,17 @@ def server_spec(server: ServerTeacher) -> CacheSpec:
     return CacheSpec(
         kind="topk",
         vocab_size=server.vocab_size,
-        teacher_fingerprint=server.fingerprint,
+        teacher_fingerprint=_fingerprints(server)[0],
         model_identity={"server_model": server.facts.model},
         k=server.k,
     )
+
+
+def _fingerprints(teacher: Policy | ServerTeacher) -> tuple[str, str]:
+    """Of the teacher's tokenizer, in the present version and in version 1; empty where it is not known."""
+    if isinstance(teacher, ServerTeacher):
+        return teacher.vocab.fingerprints
+    return ("", "") if teacher.tokenizer is None else ByteVocab.from_tokenizer(teacher.tokenizer).fingerprints
 
 
 def write_cache(
@@ -79,7 +82,8 @@ def write_cache(
     (``on_failure: skip``) is not complete: they are asked for again the next time. A model that is split over ranks
     scores all ranks' documents together; each stores its own.
     """
-    writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, **writer_options)
+    _, earlier = _fingerprints(teacher)
+    writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, earlier_fingerprint=earlier, **writer_options)
     whole = True
     try:
         model = None if isinstance(teacher, ServerTeacher) else _Scorer(teacher, folder, spec, rank)

@@ -38,6 +38,8 @@ from limbeck.utils.files import fsync_path
 MAGIC = b"LIMBECK\1"
 FORMAT = 1
 MAX_HEADER = 1 << 20
+HEADER_BYTES = 16 + MAX_HEADER
+"""No header of a shard ends after this."""
 ALIGN = 8
 PREFIXES = (16, 64, 256, 1024, 4096, 16384)
 KINDS = ("topk", "hidden")

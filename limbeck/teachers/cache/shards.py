@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from limbeck.errors import CacheError
 from limbeck.teachers.cache.format import (
     FORMAT,
+    HEADER_BYTES,
     INDEX,
     PREFIXES,
     CacheSpec,
@@ -43,6 +44,8 @@ class CacheWriter:
         if not writer.has(ids):
             writer.add(ids, topk_ids=..., topk_logprobs=..., next_logprob=..., logsumexp=...)
         writer.close(complete=True)
+
+    A cache that carries ``earlier_fingerprint``, the teacher's tokenizer's of version 1, is continued under it.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class CacheWriter:
         folder: str | Path,
         spec: CacheSpec,
         *,
+        earlier_fingerprint: str | None = None,
         rank: int = 0,
         world_size: int = 1,
         shard_bytes: int = 1 << 30,
@@ -71,6 +75,8 @@ class CacheWriter:
         except OSError as e:
             raise CacheError(f"cache folder {str(self.folder)!r} cannot be written: {e}") from e
         try:
+            if earlier_fingerprint and self._carries(earlier_fingerprint):
+                self.spec = replace(spec, teacher_fingerprint=earlier_fingerprint)
             self._resume()
         except BaseException:
             self._lock.close()
@@ -83,6 +89,12 @@ class CacheWriter:
 
     def _shard_path(self, number: int) -> Path:
         return self.folder / f"shard_{self.rank:03d}_{number:05d}.lbk"
+
+    def _carries(self, fingerprint: str) -> bool:
+        """Whether any rank's part of the cache has this fingerprint; all parts of a cache have the same."""
+        paths = [p for p in self.folder.glob("index_*.json") if INDEX.fullmatch(p.name)]
+        found = (CacheSpec.from_dict(read_index(path)["spec"], str(path)) for path in paths)
+        return any(spec.teacher_fingerprint == fingerprint for spec in found)
 
     def _resume(self) -> None:
         self._sealed: list[dict[str, Any]] = []
@@ -121,7 +133,8 @@ class CacheWriter:
                 raise CacheError(f"{str(path)!r} is shorter than its journal says; the cache is damaged, make it again")
             path.write_bytes(header)
         self._data = open(path, "r+b")  # noqa: SIM115
-        found, end = read_header(self._data.read(len(header)), str(path))
+        # one that another version of the program wrote may be longer than this one's
+        found, end = read_header(self._data.read(HEADER_BYTES), str(path))
         found.check_same(self.spec, str(path))
         for entry in entries.values():
             end = self._check_record(path, entry, end)
@@ -375,7 +388,7 @@ class CacheReader:
             if not journal.is_file() or sha256_of(journal) != sealed["journal_sha256"]:
                 raise CacheError(f"the journal of shard {str(path)!r} is not the one it was sealed with; it is damaged")
         with open(path, "rb") as f:
-            found, start = read_header(f.read(min(size, 16 + (1 << 20))), str(path))
+            found, start = read_header(f.read(HEADER_BYTES), str(path))
         found.check_same(spec, str(path))
         for entry in entries.values():
             if entry.offset < start or entry.offset + RecordLayout(spec, entry.n).size > size:

@@ -59,6 +59,7 @@ class ServerTeacher(Teacher):
         client: for tests.
 
     Attributes:
+        vocab: of the served model's tokenizer.
         failures: rows that could not be scored, by reason.
     """
 
@@ -76,7 +77,7 @@ class ServerTeacher(Teacher):
         self.number = number
         self.config = config
         self.client = client or ServerClient(config)
-        vocab = ByteVocab.from_tokenizer(tokenizer)
+        self.vocab = vocab = ByteVocab.from_tokenizer(tokenizer)
         self.vocab_size, self.fingerprint = vocab.size, vocab.fingerprint
         self.k = min(config.k, vocab.size)
         self.failures: Counter[str] = Counter()
