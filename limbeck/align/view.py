@@ -11,6 +11,7 @@ import numpy as np
 from limbeck.align.aligner import TokenAligner
 from limbeck.align.boundaries import Chunks
 from limbeck.tokens import ByteVocab, Rendering, Tokenizer, render_chat
+from limbeck.tokens.vocab import as_text
 
 
 def view_text(student_tokenizer: object, teacher_tokenizer: object, text: str) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def _chunk_rows(
     for k, kind in enumerate(chunks.kinds()):
         s = student.ids[chunks.student_start[k] : chunks.student_end[k]]
         t = teacher.ids[chunks.teacher_start[k] : chunks.teacher_end[k]]
-        text = student.source[chunks.byte_start[k] : chunks.byte_end[k]].decode("utf-8", "backslashreplace")
+        text = as_text(student.source[chunks.byte_start[k] : chunks.byte_end[k]])
         rows.append(
             {
                 "student_ids": s.tolist(),

@@ -120,11 +120,11 @@ def print_alignment(view: dict[str, Any], console: Console, names: tuple[str, st
 def _coloured(tokens: list[str], exact: bool) -> Text:
     from rich.text import Text
 
-    from limbeck.report.alignment import visible
+    from limbeck.tokens.vocab import readable
 
     text = Text()
     for i, token in enumerate(tokens):
-        text.append(visible(token), style="red" if not exact else _SHADES[i % 2])
+        text.append(readable(token), style="red" if not exact else _SHADES[i % 2])
         if i + 1 < len(tokens):
             text.append("|", style="dim")
     return text

@@ -15,6 +15,7 @@ from limbeck.projection.counted import PairCounter
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.vocab import quoted
 
 CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
 
@@ -325,18 +326,11 @@ def examples(projection: Projection, student: ByteVocab, teacher: ByteVocab, per
         left -= 1
         filled = projection.indices[token_id] >= 0
         pieces = zip(projection.indices[token_id][filled].tolist(), projection.weights[token_id].tolist(), strict=False)
-        shown = tuple((show(teacher.token_bytes[piece]), round(weight, 4)) for piece, weight in pieces)
-        chosen.append(Example(show(data), key[0], key[1], shown))
+        shown = tuple((quoted(teacher.token_bytes[piece]), round(weight, 4)) for piece, weight in pieces)
+        chosen.append(Example(quoted(data), key[0], key[1], shown))
         if not left:
             break
     return tuple(sorted(chosen, key=lambda e: (CLASSES.index(e.token_class), not e.exact)))
-
-
-def show(data: bytes) -> str:
-    """A token's bytes for people: quoted, with control characters and stray bytes as escapes."""
-    text = data.decode("utf-8", "backslashreplace")
-    body = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    return f"'{body}'"
 
 
 def _corpus_share(classes: Mapping[str, ClassCoverage]) -> float | None:

@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.report.page import Page
+from limbeck.tokens.vocab import readable
 
-_MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u200b": "∅", "\u200d": "⁀"}
 _KINDS = {"1:1": "", "1:n": "k-1n", "n:1": "k-n1", "n:m": "k-nm"}
-
-
-def visible(text: str) -> str:
-    """A token as it can be read: spaces as middle dots, control characters as signs."""
-    return "".join("·" if c == " " else _MARKS.get(c, c) for c in text)
 
 
 def summary_lines(view: dict[str, Any]) -> list[str]:
@@ -37,8 +32,8 @@ def box(chunk: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": " ".join(filter(None, classes)),
         "title": f"{chunk['kind']}  student {chunk['student_ids']}  teacher {chunk['teacher_ids']}",
-        "student": [visible(token) for token in chunk["student_tokens"]],
-        "teacher": [visible(token) for token in chunk["teacher_tokens"]],
+        "student": [readable(token) for token in chunk["student_tokens"]],
+        "teacher": [readable(token) for token in chunk["teacher_tokens"]],
         "ends_line": "\n" in chunk["text"],
     }
 

@@ -251,6 +251,30 @@ def _hash(*parts: Any) -> str:
     return digest.hexdigest()
 
 
+# -- tokens for people -------------------------------------------------------------------------------------------------
+
+_MARKS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u200b": "∅", "\u200d": "⁀"}
+
+
+def as_text(data: bytes) -> str:
+    """A token's bytes as text, with ``\\xHH`` for bytes that are none."""
+    return data.decode("utf-8", "backslashreplace")
+
+
+def readable(text: str) -> str:
+    """A token as it can be read among others: spaces as middle dots, controls as signs, what cannot be seen escaped."""
+    return "".join(_MARKS.get(c) or _escaped(c) for c in text)
+
+
+def quoted(data: bytes) -> str:
+    """A token as it can be read in a sentence: in quotes, with escapes for controls and stray bytes."""
+    return f"'{''.join(map(_escaped, as_text(data)))}'"
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
 # -- vocabularies ------------------------------------------------------------------------------------------------------
 
 
@@ -321,11 +345,8 @@ class ByteVocab:
 
     def display(self, ids: Iterable[int]) -> list[str]:
         """Tokens for people: text where the bytes are text, ``\\xHH`` where they are not, roles in brackets."""
-        shown = []
-        for i in ids:
-            data = self.token_bytes[i]
-            shown.append(data.decode("utf-8", "backslashreplace") if data else f"[{self.roles.get(i, 'empty')}]")
-        return shown
+        tokens = ((self.token_bytes[i], self.roles.get(i, "empty")) for i in ids)
+        return [as_text(data) if data else f"[{role}]" for data, role in tokens]
 
     def head_report(self, width: int) -> dict[str, int]:
         """How a model head of ``width`` rows fits: rows that are no token, and ids that the head cannot predict."""

@@ -8,7 +8,7 @@ import pytest
 
 from limbeck.errors import ProjectionError
 from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
-from limbeck.projection.audit import CLASSES, recommend, show, token_class
+from limbeck.projection.audit import CLASSES, recommend, token_class
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
 
@@ -113,12 +113,6 @@ def test_the_audit_refuses_other_vocabularies() -> None:
         audit_projection(projection, two, two)
     with pytest.raises(ProjectionError, match="corpus counts have shape"):
         audit_projection(projection, one, two, corpus_tokens=np.zeros(3, dtype=np.int64))
-
-
-def test_tokens_are_shown_on_one_line() -> None:
-    assert show(b" a\n\t") == r"' a\n\t'"
-    assert show("水".encode()[:2]) == r"'\xe6\xb0'"
-    assert show("水".encode()) == "'水'"
 
 
 def test_the_pair_is_seen_from_both_sides() -> None:

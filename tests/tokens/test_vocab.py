@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from limbeck.errors import TokenizerError
 from limbeck.tokens import ByteVocab, load_tokenizer
-from limbeck.tokens.vocab import byte_alphabet, is_end, role_class, role_of
+from limbeck.tokens.vocab import byte_alphabet, is_end, quoted, readable, role_class, role_of
 from tests.helpers.tokenizers import fingerprint_of_the_first_release
 from tests.zoo import FAMILY, NAMES, tokenizer
 
@@ -109,6 +109,18 @@ def test_fingerprint_follows_every_part_that_decides_ids() -> None:
 def test_the_fingerprint_of_the_first_release_is_known(name: str) -> None:
     vocab = ByteVocab.from_tokenizer(tokenizer(name))
     assert vocab.fingerprints == (vocab.fingerprint, fingerprint_of_the_first_release(tokenizer(name)))
+
+
+def test_tokens_are_shown_on_one_line() -> None:
+    assert quoted(b" a\n\t") == r"' a\n\t'"
+    assert quoted("水".encode()[:2]) == r"'\xe6\xb0'"
+    assert quoted("水".encode()) == "'水'"
+
+
+def test_tokens_are_readable_beside_others() -> None:
+    assert readable(" a\n\t\u00a0") == "·a⏎⇥⍽"
+    # a text must not speak to the terminal
+    assert readable("\x1b[31m\u202e水") == "\\x1b[31m\\u202e水"
 
 
 def test_vocab_survives_pickling() -> None:
