@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from limbeck.projection.audit import Audit, PairAudit
-    from limbeck.projection.convert import Conversion
     from limbeck.projection.counted import PairCounter
     from limbeck.projection.matrix import Projection
+    from limbeck.projection.published import Conversion
     from limbeck.projection.trees import VocabTrees
     from limbeck.utils.progress import Progress
 
@@ -82,8 +82,8 @@ def project_command(
 
     from limbeck.cli.progress import display
     from limbeck.projection.audit import audit_pair, audit_projection
-    from limbeck.projection.build import build_trees
-    from limbeck.projection.convert import convert_published
+    from limbeck.projection.published import convert_published
+    from limbeck.projection.rules import build_trees
     from limbeck.tokens import ByteVocab, read_tokenizer
 
     student_tokenizer, teacher_tokenizer = read_tokenizer(student), read_tokenizer(teacher)
@@ -173,8 +173,7 @@ def _build(
 def _count(
     student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], trees: VocabTrees, shown: Progress
 ) -> PairCounter:
-    from limbeck.projection.corpus import iter_texts
-    from limbeck.projection.counted import count_pairs
+    from limbeck.projection.counted import count_pairs, iter_texts
 
     bar = shown.begin("counting corpus", sum(path.stat().st_size for path in corpus if path.is_file()))
     return count_pairs(student_tokenizer, teacher_tokenizer, iter_texts(corpus), trees=trees, progress=bar.update)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import limbeck.projection.build as build_module
+import limbeck.projection.rules as rules_module
 from limbeck.errors import ProjectionError
 from limbeck.projection import build_rules, load_or_build
 from tests.helpers.tokenizers import byte_level, fingerprint_of_the_first_release
@@ -26,7 +26,7 @@ def no_building(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a stored projection was built again")
 
-    monkeypatch.setattr(build_module, "build_rules", fail)
+    monkeypatch.setattr(rules_module, "build_rules", fail)
 
 
 def test_a_missing_matrix_is_built_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -137,7 +137,7 @@ def test_trees_are_built_when_asked_for_and_stored_with_the_matrix(
     assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path).trees is None
     request.getfixturevalue("no_building")
     built = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, trees=True).trees
-    monkeypatch.setattr(build_module, "build_trees", None)
+    monkeypatch.setattr(rules_module, "build_trees", None)
     loaded = load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, trees=True).trees
     assert built is not None
     assert loaded is not None
@@ -162,7 +162,7 @@ def test_a_given_file_without_trees_stays_as_it_is(tmp_path: Path) -> None:
 def test_special_tokens_share_a_cell_by_role() -> None:
     ends = [byte_level(["the"], specials=["<|endoftext|>", "<|im_end|>", "<|pad|>"]) for _ in range(2)]
     ends[1].add_special_tokens({"additional_special_tokens": ["<|other|>"]})
-    trees = build_module.build_trees(*ends)
+    trees = rules_module.build_trees(*ends)
     for name in ("<|endoftext|>", "<|im_end|>"):
         mine, theirs = (tokenizer.convert_tokens_to_ids(name) for tokenizer in ends)
         assert trees.student_cell[mine] == trees.teacher_cell[theirs] >= 0

@@ -10,7 +10,7 @@ import pytest
 import limbeck.projection.counted as counted_module
 from limbeck.errors import DataError, ProjectionError
 from limbeck.projection import Projection, build_counted, build_rules, count_pairs
-from limbeck.projection.corpus import iter_texts
+from limbeck.projection.counted import iter_texts
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
 from tests.projection.rows import dense, row
