@@ -22,8 +22,9 @@ from limbeck.data.sources import ReadingConfig, RecordDataset
 from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.evaluation.models import ModelSource
 from limbeck.models.policy import Policy
-from limbeck.tokens import Rendering, TextEncoder, load_tokenizer
+from limbeck.tokens import ByteVocab, Rendering, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
+from limbeck.tokens.classes import TEXT_CLASSES, class_table
 
 MODES = ("auto", "text", "chat", "choice", "pairs")
 DEFAULT_CONTEXT = 2048
@@ -82,15 +83,34 @@ class FileResult:
     tokens: int = 0
     documents: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    classes: dict[str, list[float]] = field(default_factory=dict)
+    """Nats, bytes and tokens by class of token."""
+
+    def add_classes(
+        self, vocab: ByteVocab, numbers: npt.NDArray[np.uint8], ids: IntArray, logprobs: FloatArray
+    ) -> None:
+        """Count scored tokens by class; ``numbers``: class of every id."""
+        for number in np.unique(numbers[ids]):
+            own = numbers[ids] == number
+            sums = (logprobs[own].sum(), vocab.byte_len[ids[own]].sum(), own.sum())
+            have = self.classes.setdefault(TEXT_CLASSES[number], [0.0, 0.0, 0.0])
+            have[:] = [a + float(b) for a, b in zip(have, sums, strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """``bpb``, ``bytes``, ``tokens``, ``documents`` and, where there is any, ``dropped``."""
+        """``bpb``, ``bytes``, ``tokens``, ``documents`` and, where there are any, ``classes`` and ``dropped``."""
         out: dict[str, Any] = {
             "bpb": bits_per_byte(self.nats, self.bytes),
             "bytes": self.bytes,
             "documents": self.documents,
             "tokens": self.tokens,
         }
+        if self.classes:
+            out["classes"] = {
+                name: {"bpb": bits_per_byte(nats, int(size)), "bytes": int(size), "tokens": int(tokens)}
+                for name in TEXT_CLASSES
+                if name in self.classes
+                for nats, size, tokens in [self.classes[name]]
+            }
         if self.dropped:
             out["dropped"] = dict(self.dropped)
         return out
@@ -110,6 +130,7 @@ class EvalModel:
         precision = options.precision or ("float32" if device.type == "cpu" else "bfloat16")
         self.tokenizer = load_tokenizer(source.tokenizer)
         self.encoder = TextEncoder.for_tokenizer(self.tokenizer)
+        self.classes = class_table(self.encoder.vocab)
         # one forward pass per batch that is handed over: batches are formed here, by length
         settings = {"model_name": source.weights, "precision": precision, "logprob_batch_size": options.batch_tokens}
         self.policy = Policy(settings, self.tokenizer, name=source.spec, device=device, init_optimizer=False)
@@ -165,8 +186,9 @@ def score_documents(
         for rendering in _renderings(model, data, limit, options.max_bytes, result)
         for window in make_windows(rendering, model.context, model.stride, bos_id=model.bos_id)
     )
-    for window, nats in score_windows(model.policy, windows, options.batch_tokens):
-        result.nats += nats
+    for window, logprobs in score_tokens(model.policy, windows, options.batch_tokens):
+        result.nats += float(logprobs.sum())
+        result.add_classes(model.encoder.vocab, model.classes, window.ids[window.scored], logprobs)
         result.bytes += window.size
         result.tokens += window.tokens
         advance(window.share)
@@ -214,6 +236,7 @@ def unwatched(documents: float) -> None:
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 # Windows are sorted by length within this many batches, so that rows of a batch need little padding.
 _BATCHES_TO_SORT = 16
@@ -318,7 +341,13 @@ def check_window(context: int, stride: int) -> None:
 
 
 def score_windows(model: Scorer, windows: Iterable[Window], batch_tokens: int) -> Iterator[tuple[Window, float]]:
-    """Each window with the log-likelihood (natural logarithm) of its scored tokens; the order may differ.
+    """Each window with the log-likelihood (natural logarithm) of its scored tokens; otherwise as `score_tokens`."""
+    for window, logprobs in score_tokens(model, windows, batch_tokens):
+        yield window, float(logprobs.sum())
+
+
+def score_tokens(model: Scorer, windows: Iterable[Window], batch_tokens: int) -> Iterator[tuple[Window, FloatArray]]:
+    """Each window with the log-probabilities of its scored tokens; the order may differ.
 
     ``batch_tokens``: most tokens of one forward pass, padding included (a single longer window goes alone).
     """
@@ -333,7 +362,7 @@ def score_windows(model: Scorer, windows: Iterable[Window], batch_tokens: int) -
     yield from _score_sorted(model, waiting, batch_tokens)
 
 
-def _score_sorted(model: Scorer, windows: list[Window], batch_tokens: int) -> Iterator[tuple[Window, float]]:
+def _score_sorted(model: Scorer, windows: list[Window], batch_tokens: int) -> Iterator[tuple[Window, FloatArray]]:
     # longest first: a batch that does not fit in memory shows at once
     ordered = sorted(windows, key=len, reverse=True)
     start = 0
@@ -344,7 +373,7 @@ def _score_sorted(model: Scorer, windows: list[Window], batch_tokens: int) -> It
         start += rows
 
 
-def _score_batch(model: Scorer, batch: list[Window]) -> list[float]:
+def _score_batch(model: Scorer, batch: list[Window]) -> list[FloatArray]:
     width = len(batch[0])
     ids = np.zeros((len(batch), width), dtype=np.int64)
     scored = np.zeros((len(batch), width), dtype=bool)
@@ -363,4 +392,4 @@ def _score_batch(model: Scorer, batch: list[Window]) -> list[float]:
     values = np.where(scored, logprobs, 0.0)
     if not np.isfinite(values).all():
         raise LossError(f"{model.name} gives a probability that is not finite; its weights are damaged.")
-    return [float(total) for total in values.sum(axis=1)]
+    return [own[mask] for own, mask in zip(values, scored, strict=True)]

@@ -22,6 +22,7 @@ from limbeck.evaluation.files import detect_mode, evaluate
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import pairs_of
 from limbeck.tokens import Rendering, TextEncoder
+from limbeck.tokens.classes import TEXT_CLASSES
 from tests.helpers import tiny
 
 CHATML = (
@@ -95,6 +96,17 @@ def test_bits_per_byte_are_those_of_the_full_softmax(models: dict[str, str], tmp
     assert row["bpb"] == pytest.approx(bits / size, rel=1e-5)
     if name == "bos":
         assert size == sum(len(t.encode()) for t in tiny.TEXTS)
+
+
+def test_the_classes_of_tokens_add_up_to_the_file(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "docs.jsonl"
+    path.write_text(json.dumps({"text": "x = f(12, 345)\n\n日本語 and words, 2026."}) + "\n", encoding="utf-8")
+    row = evaluate([models["bos"]], [str(path)])["models"][models["bos"]][str(path)]
+    assert set(row["classes"]) == set(TEXT_CLASSES)
+    assert sum(own["bytes"] for own in row["classes"].values()) == row["bytes"]
+    assert sum(own["tokens"] for own in row["classes"].values()) == row["tokens"]
+    bits = sum(own["bpb"] * own["bytes"] for own in row["classes"].values())
+    assert bits == pytest.approx(row["bpb"] * row["bytes"], rel=1e-9)
 
 
 def test_the_first_token_is_left_out_of_both_counts(models: dict[str, str], tmp_path: Path) -> None:
