@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic.fields import FieldInfo
 
-from limbeck.errors import ConfigError
+from limbeck.errors import ConfigError, one_line
 from limbeck.utils.files import safe_join
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "merge",
     "near_name",
     "parse_yaml",
+    "read_yaml",
     "resolve",
     "safe_join",
 ]
@@ -43,20 +44,69 @@ SECRET: dict[str, JsonValue] = {"secret": True}
 """``Field(json_schema_extra=SECRET)``: the value may hold a key by mistake, so errors do not repeat it."""
 
 
+# More than any run file needs, little enough to be walked through in a second.
+_MOST_CHARACTERS = 4 << 20
+_MOST_DIGITS = 1000
+_DEEPEST = 100
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with ``1e-5`` read as a number and a key given twice refused."""
+    """YAML's safe loader with ``1e-5`` read as a number, a key given twice refused, and bounds on what aliases stand
+    for."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self._measure(node, {})
+        return node
+
+    def _measure(self, node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+        """(characters, depth) of a node with its aliases written out. ``known``: those measured so far; None while they
+        are."""
+        line = node.start_mark.line + 1
+        if id(node) in known:
+            found = known[id(node)]
+            if found is None:
+                raise yaml.YAMLError(f"the value on line {line} contains itself")
+            return found
+        known[id(node)] = None
+        size, depth = 1, 1
+        if isinstance(node, yaml.ScalarNode):
+            size += len(node.value)
+        else:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+            inner = [self._measure(part, known) for pair in pairs for part in pair]
+            size += sum(part[0] for part in inner)
+            depth += max((part[1] for part in inner), default=0)
+        if size > _MOST_CHARACTERS:
+            raise yaml.YAMLError(
+                f"with its aliases written out the value on line {line} has more than {_MOST_CHARACTERS:,} characters"
+            )
+        if depth > _DEEPEST:
+            raise yaml.YAMLError(f"the value on line {line} is nested more than {_DEEPEST} deep")
+        known[id(node)] = size, depth
+        return size, depth
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MOST_DIGITS:
+            raise yaml.YAMLError(f"the number on line {node.start_mark.line + 1} has more than {_MOST_DIGITS:,} digits")
+        return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen and key != "<<":
-                line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, str | int | float):
+                raise yaml.YAMLError(f"the key on line {line} is a {type(key).__name__}, no name")
+            if key in seen:
                 raise yaml.YAMLError(f"key {key!r} is given twice, the second time on line {line}")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
@@ -66,10 +116,24 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML text; ``where`` names it in errors."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{where} has {len(text):,} characters; a run file may have {_MOST_CHARACTERS:,}")
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from e
+    except RecursionError as e:
+        raise ConfigError(f"{where} is nested too deeply for a run file") from e
+    except (yaml.YAMLError, ValueError, OverflowError) as e:
+        # dates that are none, numbers that no float holds
+        raise ConfigError(f"{where} is not valid YAML: {one_line(e)}") from e
+
+
+def read_yaml(path: str | Path, where: str) -> Any:
+    """Parse a YAML file; ``where`` names it in errors."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{where} cannot be read: {e}") from e
+    return parse_yaml(text, where)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,11 +182,7 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in chain:
         raise ConfigError(f"run file {str(path)!r} names itself in 'defaults'; break the circle")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"run file {str(path)!r} cannot be read: {e}") from e
-    data = parse_yaml(text, f"run file {str(path)!r}")
+    data = read_yaml(path, f"run file {str(path)!r}")
     if data is None:
         data = {}
     if not isinstance(data, dict):

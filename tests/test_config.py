@@ -71,11 +71,48 @@ def test_defaults_are_merged_below(tmp_path):
         ("- a\n- b\n", "holds a list"),
         ("a: 1\na: 2\n", "'a' is given twice, the second time on line 2"),
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("? [a, b]\n: 1\n", "the key on line 1 is a list, no name"),
+        ("{a: 1}: 2\n", "the key on line 1 is a dict, no name"),
+        (f"a: {'9' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
+        (f"a: 0x{'f' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
+        ("a: 2001-99-99\n", "not valid YAML"),
+        (f"a: {'[' * 150}{']' * 150}\n", "nested more than 100 deep"),
+        (f"a: {'[' * 20_000}\n", "nested too deeply"),
+        ("a: &a [*a]\n", "the value on line 1 contains itself"),
+        ("a: &a [" * 60 + "x" + "]" * 60 + "\n", "not valid YAML"),
+        (f"a: {'x' * (5 << 20)}\n", "has 5,242,884 characters"),
+        (bytes(range(256)), "cannot be read"),
     ],
 )
 def test_bad_files(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def alias_bomb(item="[{}]", levels=12):
+    """Every level holds the one before ten times."""
+    lines = ["l0: &l0 [x]"]
+    lines += [f"l{n}: &l{n} {item.format(', '.join([f'*l{n - 1}'] * 10))}" for n in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("item", ["[{}]", "{{<<: [{}]}}"])
+def test_aliases_that_stand_for_too_much(tmp_path, item):
+    text = alias_bomb(item)
+    text = text if "<<" not in item else text.replace("[x]", "{x: 1}")
+    with pytest.raises(ConfigError, match=r"with its aliases written out the value on line [78] has more than"):
         load_config(write(tmp_path / "run.yaml", text))
+    deep = "".join(f"l{n}: &l{n} {'[' * 90}{f'*l{n - 1}' if n else 'x'}{']' * 90}\n" for n in range(40))
+    with pytest.raises(ConfigError, match="the value on line 2 is nested more than 100 deep"):
+        load_config(write(tmp_path / "run.yaml", deep))
+    assert load_config(write(tmp_path / "run.yaml", "a: &a {lr: 1}\nb: {<<: *a, k: 2}\nc: [*a, *a]\n")) == {
+        "a": {"lr": 1},
+        "b": {"lr": 1, "k": 2},
+        "c": [{"lr": 1}, {"lr": 1}],
+    }
 
 
 def test_missing_file(tmp_path):

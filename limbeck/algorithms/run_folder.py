@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from limbeck import __version__
 from limbeck.align.view import view_messages, view_text
-from limbeck.config import FREE, dump_yaml, is_marked, parse_yaml, resolve
+from limbeck.config import FREE, dump_yaml, is_marked, read_yaml, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import flatten_documents
 from limbeck.distributed.comm import Comm
@@ -36,7 +36,8 @@ _UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
     if isinstance(node, Mapping) and node:
-        return {k: v for key, child in node.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
+        inner = ((f"{path}.{key}" if path else str(key), child) for key, child in node.items())
+        return {k: v for key, child in inner for k, v in _flat(child, key).items()}
     if isinstance(node, list) and node and all(isinstance(child, Mapping) for child in node):
         return _flat({str(number): child for number, child in enumerate(node)}, path)
     return {path: node}
@@ -99,7 +100,7 @@ def open_run_folder(
     path = folder / CONFIG_NAME
     current = config.model_dump(mode="json")
     if has_checkpoint and path.is_file():
-        old = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        old = read_yaml(path, str(path))
         with suppress(ConfigError):
             # settings that are new since then had the value that is their default now
             old = resolve(type(config), old).model_dump(mode="json")

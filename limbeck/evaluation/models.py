@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from limbeck.config import parse_yaml
+from limbeck.config import read_yaml
 from limbeck.errors import CheckpointError, ConfigError
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.utils.checkpoint import CheckpointManager
@@ -86,8 +86,9 @@ def _checkpointing(run: Path) -> dict[str, Any]:
     """Where the run keeps checkpoints and how it ranks them, from its resolved configuration if there is one."""
     section: Any = {}
     if (run / "config.yaml").is_file():
-        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
-        section = config.get("checkpointing") or {} if isinstance(config, dict) else {}
+        config = read_yaml(run / "config.yaml", str(run / "config.yaml"))
+        section = config.get("checkpointing") if isinstance(config, dict) else None
+        section = section if isinstance(section, dict) else {}
     folder = section.get("checkpoint_dir")
     # A run folder that was moved or copied carries its checkpoints inside.
     if folder is None or not Path(folder).is_dir() or (run / "checkpoints").is_dir():

@@ -168,7 +168,7 @@ def _read_json(run: RunData, name: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         run.problems.append(f"{name} is damaged: {error}.")
         return None
     if not isinstance(value, dict):

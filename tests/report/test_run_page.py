@@ -169,6 +169,19 @@ def test_odd_values_anywhere_are_no_crash(tmp_path: Path, odd: str) -> None:
             _check(run_page(read_run(run)).render())
 
 
+def test_a_configuration_without_end_is_one_sentence_on_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=50)
+    lines = [f"l{n}: &l{n} {{{', '.join(f'k{i}: *l{n - 1}' for i in range(10))}}}" for n in range(1, 12)]
+    (run / "config.yaml").write_text("l0: &l0 {x: 1}\n" + "\n".join(lines))
+    data = read_run(run)
+    for page in (run_page(data), comparison_page([data, data])):
+        assert "with its aliases written out the value on line" in _check(page.render()).text
+    (run / "config.yaml").write_bytes(bytes(range(256)))
+    assert "config.yaml cannot be read" in _check(run_page(read_run(run)).render()).text
+    (run / "versions.json").write_text("[" * 100_000)
+    assert "versions.json is damaged" in _check(run_page(read_run(run)).render()).text
+
+
 def test_only_a_config_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("policy: {model_name: a}\n")
     assert "There are no metrics yet" in _check(write_report(tmp_path).read_text(encoding="utf-8")).text
