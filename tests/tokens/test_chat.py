@@ -277,6 +277,23 @@ def test_bad_input_is_refused_in_words() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 / (messages | length - 2) }}", "refuses it: .*division by zero"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses it: Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself too often"),
+        (f"{{{{ {'(' * 500}1{')' * 500} }}}}", "nested too deeply"),
+        (f"{'{% for i in [1] %}' * 30}x{'{% endfor %}' * 30}", "nested too deeply"),
+    ],
+    ids=["division", "range", "recursion", "parentheses", "loops"],
+)
+def test_a_template_that_fails_in_python_is_one_sentence(template: str, said: str) -> None:
+    with pytest.raises(TemplateError, match=said) as caught:
+        render_chat(zoo.tokenizer("smollm2"), [user("q"), answer("a")], template=template)
+    assert "\n" not in str(caught.value)
+
+
 def test_one_tokenization_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = zoo.tokenizer("llama3_2")
     encoder = TextEncoder.for_tokenizer(tokenizer)

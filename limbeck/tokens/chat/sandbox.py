@@ -131,7 +131,11 @@ def plain(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+    try:
+        return _environment().from_string(source)
+    except (RecursionError, MemoryError, SyntaxError):
+        # of Python's own compiler, to which jinja2 hands a template
+        raise LimitExceeded("a chat template is nested too deeply; mend it, or pass another template.") from None
 
 
 @lru_cache(maxsize=1)

@@ -126,7 +126,7 @@ class ChatTemplate:
 
 def render_errors() -> tuple[type[Exception], ...]:
     """What a template can raise while it renders: its own refusals and operations that do not fit the data."""
-    return (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+    return (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def one_line(error: BaseException) -> str:
