@@ -302,6 +302,36 @@ def test_a_journal_that_is_gone_or_too_deep(tmp_path):
     journal.unlink()
     with pytest.raises(CacheError, match="is not the one it was sealed with"):
         CacheReader(tmp_path)
+    with pytest.raises(CacheError, match="is gone; put it back"):
+        CacheWriter(tmp_path, SPEC)
+    journal.mkdir()
+    with pytest.raises(CacheError, match="cannot be read"):
+        CacheReader(tmp_path)
+
+
+@pytest.mark.parametrize("n", [1 << 40, 1 << 62, 10**30])
+def test_a_journal_that_promises_more_than_memory_holds(tmp_path, n):
+    write(tmp_path, [1, 2], complete=False)
+    (journal,) = tmp_path.glob("*.journal")
+    lines = [{**json.loads(line), "n": n} for line in journal.read_text().splitlines()]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(CacheError, match="is damaged"):
+        CacheReader(tmp_path, allow_incomplete=True)
+    with pytest.raises(CacheError, match="is damaged at byte"):
+        CacheWriter(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize(
+    "change", [{"spec": None}, {"spec": []}, {"shards": {}}, {"shards": [[]]}, {"world_size": "2"}]
+)
+def test_an_index_of_other_types(tmp_path, change):
+    write(tmp_path, [1, 2])
+    index = tmp_path / "index_000.json"
+    values = {**json.loads(index.read_text()), **change}
+    index.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    for use in (CacheReader, lambda folder: CacheWriter(folder, SPEC)):
+        with pytest.raises(CacheError):
+            use(tmp_path)
 
 
 def test_one_writer_at_a_time(tmp_path):

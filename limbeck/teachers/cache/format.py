@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import struct
 import zlib
@@ -131,7 +132,7 @@ class RecordLayout:
     @cached_property
     def payload(self) -> int:
         """Bytes of the arrays."""
-        return sum(dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in self.parts)
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.parts)
 
     @property
     def size(self) -> int:
@@ -179,7 +180,7 @@ class RecordLayout:
         """Arrays of a record (``size`` bytes), without a copy."""
         out, at = {}, 0
         for name, dtype, shape in self.parts:
-            count = dtype.itemsize * int(np.prod(shape))
+            count = dtype.itemsize * math.prod(shape)
             out[name] = record[at : at + count].view(dtype).reshape(shape)
             at += count
         return out
@@ -237,7 +238,7 @@ def read_header(data: bytes | memoryview, where: str) -> tuple[CacheSpec, int]:
         raise CacheError(f"{where} claims a header of {length} bytes in a file of {len(data)}; it is damaged")
     try:
         header = json.loads(bytes(data[16 : 16 + length]))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CacheError(f"{where} has an unreadable header ({e}); it is damaged") from e
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else None
@@ -269,6 +270,8 @@ def parse_journal(path: Path, shard: int) -> tuple[dict[str, Entry], int]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return {}, 0
+    except OSError as e:
+        raise CacheError(f"the journal {str(path)!r} of a cache cannot be read ({e.strerror})") from e
     whole = raw[: raw.rfind(b"\n") + 1]
     found: dict[str, Entry] = {}
     for number, line in enumerate(whole.splitlines(), 1):
@@ -290,6 +293,7 @@ def read_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text())
         good = index["format"] == FORMAT and isinstance(index["complete"], bool) and type(index["world_size"]) is int
+        good = good and isinstance(index["spec"], dict) and isinstance(index["shards"], list)
         for shard in index["shards"]:
             good = good and bool(SHARD.fullmatch(shard["file"])) and type(shard["bytes"]) is int
             good = good and isinstance(shard["sha256"], str) and isinstance(shard["journal_sha256"], str)
@@ -364,5 +368,5 @@ def load_head(folder: str | Path, device: torch.device | str) -> Head:
             )
         weight, bias = weight.to(device), None if bias is None else bias.to(device)
         return Head(int(meta["vocab_size"]), weight=weight, bias=bias, softcap=meta["softcap"], scale=meta["scale"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as e:
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CacheError(f"the head of the cache {str(folder)!r} cannot be read ({e}); make the cache again") from e

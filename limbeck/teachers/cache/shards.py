@@ -113,8 +113,10 @@ class CacheWriter:
         else:
             self._write_index(complete=False)
         for shard in self._sealed:
-            entries, _ = parse_journal((self.folder / shard["file"]).with_suffix(".journal"), 0)
-            self._learn(entries)
+            journal = (self.folder / shard["file"]).with_suffix(".journal")
+            if not journal.is_file():
+                raise CacheError(f"the journal {str(journal)!r} of the cache is gone; put it back, or make a new cache")
+            self._learn(parse_journal(journal, 0)[0])
         self._number = len(self._sealed)
         self._open_shard()
 
@@ -152,9 +154,9 @@ class CacheWriter:
 
     def _check_record(self, path: Path, entry: Entry, expected: int) -> int:
         size = RecordLayout(self.spec, entry.n).size
-        self._data.seek(entry.offset)
-        record = self._data.read(size)
-        if entry.offset != expected or len(record) != size or zlib.crc32(record) != entry.crc:
+        there = entry.offset == expected and expected + size <= os.fstat(self._data.fileno()).st_size
+        self._data.seek(expected)
+        if not there or zlib.crc32(self._data.read(size)) != entry.crc:
             raise CacheError(
                 f"{str(path)!r} is damaged at byte {entry.offset}: its journal promises a document that is not there; "
                 "remove this shard and its journal and run the caching again"
