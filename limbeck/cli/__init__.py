@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from limbeck import __version__
-from limbeck.errors import ExitCode, LimbeckError
+from limbeck.errors import ExitCode, LimbeckError, one_line
 
 if TYPE_CHECKING:
     import typer
@@ -45,7 +45,23 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         raise SystemExit(ExitCode.ERROR) from None
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
+    except (MemoryError, OSError, RuntimeError) as error:
+        line = _of_the_machine(error)
+        if debug or line is None:
+            raise
+        print(f"limbeck: {line}", file=sys.stderr)
+        raise SystemExit(ExitCode.ERROR) from None
     raise SystemExit(ExitCode.DONE)
+
+
+def _of_the_machine(error: BaseException) -> str | None:
+    """One sentence about memory or a file that this machine refuses; None for a fault of another kind."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{str(error.filename)!r} cannot be used: {error.strerror}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in str(error):
+        why = one_line(error, 200)
+        return f"memory ran out ({why}); use smaller batches, shorter sequences or a smaller model"
+    return None
 
 
 _EXTRAS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.data.sources import PAD_INDEX
 from limbeck.distributed.mesh import ParallelConfig, data_rank_and_world
-from limbeck.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError, LimbeckError, one_line
 
 
 class ShardSampler(Sampler[int]):
@@ -140,6 +141,29 @@ class ShardIterator(Iterator[int]):
         self._begin()
 
 
+class Loader(StatefulDataLoader):
+    """A stateful data loader whose processes fail in one sentence: torch hands on their tracebacks as text."""
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from super().__iter__()
+        except LimbeckError as error:
+            told = _LAST_OF_TRACEBACK.search(str(error))
+            if told is None:
+                raise
+            raise type(error)(told[1].strip()) from error
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"a process that reads data was ended from outside ({one_line(error, 120)}), most often because memory "
+                "ran out; lower data.num_workers, or free some memory, and start the same run again"
+            ) from error
+
+
+_LAST_OF_TRACEBACK = re.compile(r"\ACaught .*\nlimbeck\.errors\.\w+: (.*)\Z", re.DOTALL)
+
+
 def rank_batches(items: Sequence[int], *, rank: int, world: int, rows: int) -> Iterator[Sequence[int]]:
     """This rank's share of ``items``, ``rows`` at a time; as many batches for every rank, the last may be empty."""
     mine = items[rank::world]
@@ -214,7 +238,7 @@ def _loader(
     with warnings.catch_warnings():
         # the loader marks its use in a way that torch has deprecated; nothing that a user could act on
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(
+        return Loader(
             dataset,
             batch_size=batch,
             sampler=sampler,

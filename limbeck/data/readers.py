@@ -411,19 +411,20 @@ def cached_copy(path: str, what: str, cache_dir: str | None, fill: Callable[[str
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{what.split(':')[0]}"
     if target.exists():
         return str(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
-    os.close(handle)
     try:
-        fill(partial)
-        # Ranks may do this at the same time; the rename makes whoever comes last harmless.
-        os.replace(partial, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
+        os.close(handle)
+        try:
+            fill(partial)
+            # Ranks may do this at the same time; the rename makes whoever comes last harmless.
+            os.replace(partial, target)
+        finally:
+            Path(partial).unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
             f"{path} could not be unpacked into {folder}: {error}; free space or set data.cache_dir."
         ) from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
     return str(target)
 
 

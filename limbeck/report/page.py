@@ -49,7 +49,7 @@ class Page:
             write_atomic(target, self.render().encode("utf-8", "replace"))
         except OSError as error:
             raise ConfigError(
-                f"the page {str(target)!r} cannot be written: {one_line(error)}; give another --out."
+                f"the page {str(target)!r} cannot be written: {one_line(error)}; give another place."
             ) from error
         return target
 

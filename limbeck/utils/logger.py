@@ -67,8 +67,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line, row in read_records(path, bad=refuse, finished=True):
         try:
             int(row["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            refuse(line, one_line(error))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            refuse(line, f"{type(error).__name__}: {one_line(error)}")
         rows.append(row)
     return rows
 
@@ -76,7 +76,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _truncate(path: Path, resume_step: int) -> None:
     if path.exists():
         rows = [r for r in read_metrics(path) if int(r["step"]) <= resume_step]
-        write_atomic(path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in rows))
+        write_atomic(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
 def _append(fd: int, line: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -80,6 +81,10 @@ def test_bad_files_are_named(capsys, tmp_path) -> None:
     assert "bad.json:1 is no JSON" in run(capsys, "align", *sides(), "--messages", tmp_path / "bad.json")[2]
     (tmp_path / "odd.json").write_text('{"messages": 3}')
     assert "holds no list of messages" in run(capsys, "align", *sides(), "--messages", tmp_path / "odd.json")[2]
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "align", *sides(), "x", "--html", tmp_path / "file" / "page.html")
+    assert code == 1
+    assert re.fullmatch(r"limbeck: the page '.*page\.html' cannot be written: .*; give another place\.\n", err)
     code, _, err = run(capsys, "align", "--student", tmp_path / "none", "--teacher", tmp_path, "x")
     assert code == 1
     assert "does not exist" in err

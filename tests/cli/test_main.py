@@ -102,6 +102,34 @@ def test_exit_codes(capsys, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
     assert err == (f"limbeck: {error}\n" if error is not None and str(error) else "")
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "limbeck: memory ran out (MemoryError); use smaller batches"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "limbeck: memory ran out (Default"),
+        (OutOfMemoryError("CUDA out of memory.\nTried to"), "limbeck: memory ran out (CUDA out of memory. Tried to)"),
+        (PermissionError(13, "Permission denied", "/a/b"), "limbeck: '/a/b' cannot be used: Permission denied"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def examine(models: list[str]) -> list[dict[str, str]]:
+        raise error
+
+    monkeypatch.setattr("limbeck.doctor.examine", examine)
+    code, _, err = run(capsys, "doctor")
+    assert code == 1
+    assert err.startswith(line)
+    assert len(err.splitlines()) == 1
+    with pytest.raises(type(error)):
+        cli.main(["doctor", "--debug"])
+
+
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["align", "--nonsense"], ["align", "-s", "x"], ["demo", "--steps", "0"]]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from limbeck.data.loader import ShardSampler
+from limbeck.data.loader import Loader, ShardSampler
 from limbeck.data.sources import PAD_INDEX, ReadingConfig, RecordDataset
 from limbeck.errors import ConfigError, DataError
 
@@ -158,6 +160,16 @@ def test_bad_record_in_a_worker_keeps_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text":"a"}\n{"text":\n')
     data = RecordDataset(str(file), ReadingConfig(check_records="on_read"))
-    loader = StatefulDataLoader(data, batch_size=2, num_workers=1, collate_fn=list)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the line is not valid JSON"):
+    loader = Loader(data, batch_size=2, num_workers=1, collate_fn=list)
+    with pytest.raises(DataError, match=r"^[^\n]*a\.jsonl:2: the line is not valid JSON[^\n]*\Z"):
+        list(loader)
+
+
+def _die(batch: list[Any]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_sentence(path: str) -> None:
+    loader = Loader(make_dataset(path), batch_size=2, num_workers=1, collate_fn=_die)
+    with pytest.raises(DataError, match=r"^a process that reads data was ended from outside \(DataLoader worker"):
         list(loader)

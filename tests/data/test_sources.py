@@ -440,6 +440,15 @@ def test_cache_folders_may_begin_with_the_home_folder(tmp_path: Path, monkeypatc
         assert list(folder.iterdir())
 
 
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "below", "/proc/limbeck"):
+        with pytest.raises(DataError, match=r"could not be unpacked into .*; free space or set data\.cache_dir"):
+            RecordDataset(str(packed), ReadingConfig(cache_dir=str(folder))).prepare()
+
+
 def test_a_damaged_arrow_file_is_an_error(tmp_path: Path) -> None:
     """Offsets that point outside of the buffers: Arrow would follow them."""
     path = tmp_path / "a.arrow"

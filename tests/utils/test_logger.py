@@ -119,5 +119,12 @@ def test_unreadable_rows_and_folders_are_named(tmp_path):
     bad.write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(DataError, match=r"metrics.jsonl:2 is no metrics row"):
         read_metrics(bad)
+    for row in ("[]", "3", "null", '{"step": Infinity}', '{"step": NaN}', '{"step": [1]}', "[" * 100_000, "9" * 5000):
+        bad.write_text(f'{{"step": 1}}\n{row}\n')
+        with pytest.raises(DataError, match=r"metrics.jsonl:2 is no metrics row"):
+            Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}, resume_step=1)
+    bad.write_text('{"step": 1, "x": NaN, "y": {"z": [Infinity]}}\n')
+    Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}, resume_step=1).close()
+    assert read_metrics(bad)[0]["step"] == 1
     with pytest.raises(ConfigError, match="cannot be written"):
         Logger({"log_dir": str(bad / "below"), "tensorboard_enabled": False})
