@@ -11,20 +11,32 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.sources import build_dataset
 from limbeck.errors import ConfigError, DataError
-from limbeck.models.loading import read_template
+from limbeck.models.loading import ModelConfig, read_template
 from limbeck.tokens import load_tokenizer
+
+
+def tokenizer_of(policy: ModelConfig) -> Any:
+    """The tokenizer that a model's section names, or the model's own."""
+    name = policy.tokenizer.name or policy.model_name
+    if name is None:
+        raise ConfigError("a model without model_name needs tokenizer.name")
+    return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+
+
+def chat_tokenizer_of(policy: ModelConfig) -> Any:
+    """The same with the chat template that the section names (text, or a ``.jinja`` file); it must have one."""
+    tokenizer, template = tokenizer_of(policy), policy.tokenizer.chat_template
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
+    if not tokenizer.chat_template:
+        name = policy.tokenizer.name or policy.model_name
+        raise ConfigError(f"the tokenizer {name!r} has no chat template; give one as tokenizer.chat_template")
+    return tokenizer
 
 
 def load_tokenizers(config: MasterConfig) -> tuple[Any, list[Any]]:
     """The student's tokenizer and one per teacher."""
-
-    def load(policy: Any) -> Any:
-        name = policy.tokenizer.name or policy.model_name
-        if name is None:
-            raise ConfigError("a model without model_name needs tokenizer.name")
-        return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
-
-    return load(config.policy), [load(t) for t in config.all_teachers]
+    return tokenizer_of(config.policy), [tokenizer_of(t) for t in config.all_teachers]
 
 
 def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:

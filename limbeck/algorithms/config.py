@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from limbeck.algorithms.monitors import MonitorConfig
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
@@ -18,7 +19,7 @@ from limbeck.losses.preference import PreferenceLossConfig
 from limbeck.losses.weights import ChannelWeights, WeightConfig
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
-from limbeck.tokens.chat import Placement
+from limbeck.traces.dataset import TracesConfig
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.logger import LoggerConfig
 
@@ -110,64 +111,6 @@ def _as_value_error(make: Any) -> None:
         raise ValueError(str(error)) from error
 
 
-class ChannelSwitches(_Section):
-    """Which channels are collated and trained at all; their weights are in ``loss``."""
-
-    policy: bool = True
-    hint: bool = True
-    preference: bool = True
-
-    @model_validator(mode="after")
-    def _some(self) -> ChannelSwitches:
-        if not (self.policy or self.hint or self.preference):
-            raise ValueError("all three channels are off; switch one of them on")
-        return self
-
-
-class TracesConfig(_Section):
-    """What is read, and how traces become rows of the three channels."""
-
-    train: str | list[str]
-    """Agent logs or canonical traces; files or globs."""
-    validation: str | list[str] | None = None
-    format: str | None = None
-    """Log format; default: by each file's content."""
-    detectors: Literal["standard", "extended"] = "standard"
-    redact: bool = True
-    """Take keys, tokens and passwords out of logs."""
-    strip_reasoning: bool = False
-    sites: str | None = None
-    """Site file of ``limbeck traces sites`` (with hooks or judges of your own); default: sites are found here."""
-    pairs: str | list[str] = []
-    """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
-    hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
-    """Where hints come from, first to last, when there is no site file."""
-    failed_weight: float = Field(default=1.0, ge=0)
-    """Factor, in the policy channel, of messages whose tool call failed; 0 leaves them to hints and pairs."""
-    recovery_weight: float = Field(default=0.0, ge=0)
-    """Weight of the message that put an error right, as a second target."""
-    hint_placement: Placement | None = None
-    """Default: what the chat template carries out, found by a probe."""
-    channels: ChannelSwitches = ChannelSwitches()
-    groups: Literal["group_id", "none"] = "group_id"
-    """Which traces share an advantage: those with one group id, over the whole data set; or none."""
-    min_group_size: int = Field(default=1, ge=1)
-    """Smaller groups take no part in the policy channel (a group of one has advantage 0)."""
-    reward_key: str = "final_reward"
-    max_seq_length: int = Field(default=4096, ge=1)
-    """Longest sequence of the policy and hint channels; at most ``policy.max_total_sequence_length``."""
-    policy_cut: Literal["right", "left"] = "right"
-    """Which end of a longer trace its policy row leaves out; ``left`` goes without behaviour log-probs."""
-    max_pair_seq_length: int = Field(default=2048, ge=1)
-    max_teacher_seq_length: int | None = Field(default=None, ge=1)
-    """Longest hinted sequence of a teacher of its own tokenizer; default: the student's."""
-    on_bad_trace: Literal["error", "skip"] = "error"
-    """A trace that the chat template refuses: stop, or leave it out and count it."""
-    shuffle: bool = True
-    num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
-    """As ``data.num_workers``."""
-
-
 class TraceLossConfig(_Section):
     """total = policy.weight x policy + alpha x hint + beta x preference."""
 
@@ -189,18 +132,6 @@ class TraceLossConfig(_Section):
         for section in (self.policy, self.hint, self.preference):
             _as_value_error(lambda part=section: part.spec(self.block_rows))
         return self
-
-
-class MonitorConfig(_Section):
-    """Figures that show a collapse early: entropy, divergence by token class, mass on format tokens, length."""
-
-    period: int = Field(default=10, ge=0)
-    """Measure every this many steps; 0: never."""
-    rows: int = Field(default=256, ge=1)
-    """Predictions that are measured per micro-batch and channel, evenly spaced."""
-    generate: int = Field(default=2, ge=0)
-    """Answers written greedily at each validation, to measure their length."""
-    max_new_tokens: int = Field(default=64, ge=1)
 
 
 class TraceTrainingConfig(LoopConfig):

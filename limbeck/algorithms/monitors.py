@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from limbeck.algorithms.config import MonitorConfig
 from limbeck.errors import LossError
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.policy_gradient import PolicyInputs
@@ -35,6 +35,20 @@ _OF_BYTES = {
 }
 # Share of its maximum, ln 2, from which JSD says that two sides have nothing in common.
 _DISJOINT = 0.95 * math.log(2)
+
+
+class MonitorConfig(BaseModel):
+    """Figures that show a collapse early: entropy, divergence by token class, mass on format tokens, length."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    period: int = Field(default=10, ge=0)
+    """Measure every this many steps; 0: never."""
+    rows: int = Field(default=256, ge=1)
+    """Predictions that are measured per micro-batch and channel, evenly spaced."""
+    generate: int = Field(default=2, ge=0)
+    """Answers written greedily at each validation, to measure their length."""
+    max_new_tokens: int = Field(default=64, ge=1)
 
 
 class CollapseMonitor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,17 +22,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
+from limbeck.algorithms.build import chat_tokenizer_of
 from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
-from limbeck.algorithms.trace_data import (
-    TraceCollate,
-    TraceDataset,
-    load_chat_tokenizer,
-    load_traces,
-    make_collator,
-    plan_policy,
-)
 from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import make_loader, rank_batches
@@ -53,6 +47,7 @@ from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_t
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
+from limbeck.traces.dataset import TraceCollate, TraceDataset, load_traces, make_collator, plan_policy
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
@@ -96,8 +91,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     check_cluster(config.cluster, ranks.size)
     seed = config.distillation.seed
     seed_everything(seed)
-    tokenizer = load_chat_tokenizer(config.policy)
-    teacher_tokenizer = None if config.teacher is None else load_chat_tokenizer(config.teacher)
+    tokenizer = chat_tokenizer_of(config.policy)
+    teacher_tokenizer = None if config.teacher is None else chat_tokenizer_of(config.teacher)
     check_settings(config.policy, tokenizer, name="student", trained=True)
     if config.teacher is not None and config.teacher.server is None:
         check_settings(config.teacher, teacher_tokenizer, name="teacher", trained=False)
@@ -110,8 +105,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
     plan = plan_policy(dataset.traces, config.loss.policy.spec(config.loss.block_rows), config.traces)
     foreign = _foreign(tokenizer, teacher_tokenizer)
-    collator = make_collator(config, tokenizer, foreign, hint=config.uses("hint"), preference=config.uses("preference"))
-    collate = TraceCollate(collator, plan)
+    collator = partial(make_collator, config.traces, config.policy, config.teacher, tokenizer, foreign)
+    collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), plan)
     loader = make_loader(
         dataset,
         collate,
@@ -145,7 +140,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         reference=reference,
         monitor=monitor,
     )
-    measured = TraceCollate(make_collator(config, tokenizer, foreign, hint=True, preference=True))
+    measured = TraceCollate(collator(hint=True, preference=True))
     validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
     state: TraceSaveState = {**_fresh_state(), "dropped": dict(dataset.dropped)}
     if latest is not None:

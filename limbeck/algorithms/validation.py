@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from limbeck.algorithms.monitors import CollapseMonitor
-from limbeck.algorithms.trace_data import TraceCollate, TraceDataset
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import rank_batches
 from limbeck.losses.contract import Teacher
@@ -17,6 +16,7 @@ from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import key_prefix
 from limbeck.traces.collate.batch import ComposerBatch
+from limbeck.traces.dataset import TraceCollate, TraceDataset
 from limbeck.utils.metrics import Metrics, Pairs
 from limbeck.utils.timer import Timer
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
-from limbeck.algorithms.trace_data import load_traces, plan_policy
 from limbeck.algorithms.trace_distillation import run, setup, train
 from limbeck.errors import ConfigError, DataError, LossError, TraceError
 from limbeck.losses.policy_gradient import PolicyGradientSpec
+from limbeck.traces.dataset import load_traces, plan_policy
 from limbeck.utils.logger import read_metrics
 from tests.helpers.trace_runs import config, settings, short_traces, tokenizer_folder
 

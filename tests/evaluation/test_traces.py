@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from limbeck.algorithms.trace_data import load_traces
 from limbeck.algorithms.trace_distillation import run
 from limbeck.errors import TraceError
 from limbeck.evaluation.bits import EvalOptions
 from limbeck.evaluation.traces import evaluate_traces, with_better
+from limbeck.traces.dataset import load_traces
 from tests.helpers.tokenizers import WORKSHOP
 from tests.helpers.trace_runs import config
 

@@ -7,16 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from limbeck.algorithms.config import TraceMasterConfig, TracesConfig
+from limbeck.config import FREE
 from limbeck.errors import ConfigError, LossError, TraceError
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
-from limbeck.models.loading import read_template
-from limbeck.tokens import load_tokenizer
+from limbeck.models.loading import ModelConfig
+from limbeck.tokens.chat import Placement
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.collate.examples import to_example
@@ -32,6 +33,69 @@ from limbeck.traces.files import (
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import Site
+
+
+class ChannelSwitches(BaseModel):
+    """Which channels are collated and trained at all; their weights are in ``loss``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: bool = True
+    hint: bool = True
+    preference: bool = True
+
+    @model_validator(mode="after")
+    def _some(self) -> ChannelSwitches:
+        if not (self.policy or self.hint or self.preference):
+            raise ValueError("all three channels are off; switch one of them on")
+        return self
+
+
+class TracesConfig(BaseModel):
+    """What is read, and how traces become rows of the three channels."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    train: str | list[str]
+    """Agent logs or canonical traces; files or globs."""
+    validation: str | list[str] | None = None
+    format: str | None = None
+    """Log format; default: by each file's content."""
+    detectors: Literal["standard", "extended"] = "standard"
+    redact: bool = True
+    """Take keys, tokens and passwords out of logs."""
+    strip_reasoning: bool = False
+    sites: str | None = None
+    """Site file of ``limbeck traces sites`` (with hooks or judges of your own); default: sites are found here."""
+    pairs: str | list[str] = []
+    """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
+    hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
+    """Where hints come from, first to last, when there is no site file."""
+    failed_weight: float = Field(default=1.0, ge=0)
+    """Factor, in the policy channel, of messages whose tool call failed; 0 leaves them to hints and pairs."""
+    recovery_weight: float = Field(default=0.0, ge=0)
+    """Weight of the message that put an error right, as a second target."""
+    hint_placement: Placement | None = None
+    """Default: what the chat template carries out, found by a probe."""
+    channels: ChannelSwitches = ChannelSwitches()
+    groups: Literal["group_id", "none"] = "group_id"
+    """Which traces share an advantage: those with one group id, over the whole data set; or none."""
+    min_group_size: int = Field(default=1, ge=1)
+    """Smaller groups take no part in the policy channel (a group of one has advantage 0)."""
+    reward_key: str = "final_reward"
+    max_seq_length: int = Field(default=4096, ge=1)
+    """Longest sequence of the policy and hint channels; at most ``policy.max_total_sequence_length``."""
+    policy_cut: Literal["right", "left"] = "right"
+    """Which end of a longer trace its policy row leaves out; ``left`` goes without behaviour log-probs."""
+    max_pair_seq_length: int = Field(default=2048, ge=1)
+    max_teacher_seq_length: int | None = Field(default=None, ge=1)
+    """Longest hinted sequence of a teacher of its own tokenizer; default: the student's."""
+    on_bad_trace: Literal["error", "skip"] = "error"
+    """A trace that the chat template refuses: stop, or leave it out and count it."""
+    shuffle: bool = True
+    num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
+    """As ``data.num_workers``."""
+
 
 Record = tuple[int, Trace]
 
@@ -165,10 +229,16 @@ class TraceCollate:
 
 
 def make_collator(
-    config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any | None, *, hint: bool, preference: bool
+    traces: TracesConfig,
+    policy: ModelConfig,
+    teacher: ModelConfig | None,
+    tokenizer: Any,
+    teacher_tokenizer: Any | None,
+    *,
+    hint: bool,
+    preference: bool,
 ) -> ComposerDataCollator:
     """The collator of a run. ``teacher_tokenizer``: of a hinted teacher with another tokenizer, else None."""
-    traces, policy, teacher = config.traces, config.policy, config.teacher
     generators: dict[str, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
     limit = min(traces.max_seq_length, policy.max_total_sequence_length)
     settings = CollatorConfig(
@@ -198,17 +268,3 @@ def _sites(traces: TracesConfig) -> dict[str, list[Site]] | None:
     for site in read_sites(Path(traces.sites)):
         by_trace[site.trace_id].append(site)
     return dict(by_trace)
-
-
-def load_chat_tokenizer(policy: Any) -> Any:
-    """A policy's tokenizer with the chat template that its section names (text, or a ``.jinja`` file)."""
-    name = policy.tokenizer.name or policy.model_name
-    if name is None:
-        raise ConfigError("a model without model_name needs tokenizer.name")
-    tokenizer = load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
-    template = policy.tokenizer.chat_template
-    if template is not None:
-        tokenizer.chat_template = read_template(template)
-    if not tokenizer.chat_template:
-        raise ConfigError(f"the tokenizer {name!r} has no chat template; give one as tokenizer.chat_template")
-    return tokenizer
