@@ -1,29 +1,31 @@
-"""Which rows carry which loss: index layouts built once per micro-batch, on the CPU, from plain tensors.
+"""Which rows carry which loss: index layouts on the CPU.
 
 Hidden states of a forward pass are viewed as flat rows `[R, h]`; token `t` of sample `b` sits at flat row
 `row_start[b] + t`, and the row that *predicts* it is the one before. A layout therefore serves padded, dynamic and
 packed batches alike, and only rows named in a layout ever reach a head.
+
+An alignment has three shapes. An aligner gives `Chunks` of one sample; a batch holds the chunks of all its samples as
+one `ChunkLayout` per teacher, under `chunks_<i>`, which is cut with its rows; a loss cuts what a micro-batch has of it
+into the `ChunkBlock`s of its row blocks. Batches may hold the published `alignment_*` keys instead, never both: the
+first one to ask (`Loss.annotate`) makes the layout of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from limbeck.align import Chunks
 from limbeck.errors import LossError
 
-_Layout = TypeVar("_Layout", "ChunkLayout", "TokenLayout")
-
-
-def _moved(layout: _Layout, device: torch.device | str) -> _Layout:
-    """Copy of a layout whose tensors live on `device`."""
-    values = ((f.name, getattr(layout, f.name)) for f in fields(layout))
-    moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values if isinstance(v, Tensor)}
-    return replace(layout, **moved)
+BatchT = TypeVar("BatchT", bound=MutableMapping[str, Any])
 
 
 def _max(values: Tensor) -> int:
@@ -54,101 +56,285 @@ class TokenLayout:
         """Tokens `start:end`."""
         return TokenLayout(self.rows_E[start:end], self.ids_E[start:end], self.weight_E[start:end])
 
-    def to(self, device: torch.device | str) -> TokenLayout:
-        return _moved(self, device)
 
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class ChunkLayout:
-    """Aligned chunks of one micro-batch and one teacher, numbered `0..C-1` in the order of their student rows.
+    """Aligned chunks of B samples with one teacher: sample after sample, in the order of their first student tokens.
 
-    Per token of the student (M) and the teacher (Q), `*_rows`: flat predicting rows; `*_chunk`: chunk number,
-    non-decreasing; `*_ids`: the realised token. Per chunk (C), `sample_C`: row of the batch that it belongs to;
-    `*_first_C`: index (into the arrays above) of its first token; `*_count_C`: its number of tokens; both are derived
-    where they are not given; `*_last_C`: the token before the chunk, -1 where it is not known; `weight_C`: what its
-    sample counts; None: all 1.
-    `max_*` are plain integers so that range checks cost no device synchronisation.
+    Built once per batch, cut by the batch like its other entries (`slice`), and `placed` on the rows of a forward pass
+    once they are known. A chunk lists its tokens, `student_count_C[c]` of them from `student_first_C[c]` on, along the
+    sample; they need not be neighbours there.
+
+    Attributes:
+        sample_C: row of the batch that a chunk belongs to.
+        student_rows_M, teacher_rows_Q: the row that predicts each token: within its sample (-1: none) or, once placed,
+            among the flat rows of the forward pass.
+        student_ids_M, teacher_ids_Q: the tokens.
+        student_count_C, teacher_count_C: tokens of each chunk, at least 1.
+        student_last_C, teacher_last_C: the token before each chunk; -1 where it begins its sample.
+        exact_C: both sides' bytes are the text's; None once `usable` has chosen.
+        weight_C: what the chunk's sample counts; None: all 1.
+        max_student_row, max_student_id, max_teacher_row, max_teacher_id: of a placed layout, as plain integers, so that
+            range checks do not wait for a device.
     """
 
+    num_samples: int
+    sample_C: Tensor
     student_rows_M: Tensor
-    student_chunk_M: Tensor
     student_ids_M: Tensor
+    student_count_C: Tensor
+    student_last_C: Tensor
     teacher_rows_Q: Tensor
-    teacher_chunk_Q: Tensor
     teacher_ids_Q: Tensor
-    num_chunks: int
-    sample_C: Tensor | None = None
-    student_first_C: Tensor = field(default=None)  # type: ignore[assignment]
-    student_count_C: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_first_C: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_count_C: Tensor = field(default=None)  # type: ignore[assignment]
-    student_last_C: Tensor = field(default=None)  # type: ignore[assignment]
-    teacher_last_C: Tensor = field(default=None)  # type: ignore[assignment]
+    teacher_count_C: Tensor
+    teacher_last_C: Tensor
+    exact_C: Tensor | None = None
     weight_C: Tensor | None = None
-    max_student_row: int = -2
-    max_student_id: int = -2
-    max_teacher_row: int = -2
-    max_teacher_id: int = -2
+    max_student_row: int = -1
+    max_student_id: int = -1
+    max_teacher_row: int = -1
+    max_teacher_id: int = -1
 
-    def __post_init__(self) -> None:
-        chunks = torch.arange(self.num_chunks, device=self.student_chunk_M.device)
-        for side, tokens in (("student", "M"), ("teacher", "Q")):
-            owner = getattr(self, f"{side}_chunk_{tokens}")
-            if getattr(self, f"{side}_first_C") is None:
-                setattr(self, f"{side}_first_C", torch.searchsorted(owner, chunks))
-                setattr(self, f"{side}_count_C", torch.bincount(owner, minlength=self.num_chunks))
-            if getattr(self, f"{side}_last_C") is None:
-                setattr(self, f"{side}_last_C", torch.full_like(chunks, -1))
-            if getattr(self, f"max_{side}_row") == -2:
-                setattr(self, f"max_{side}_row", _max(getattr(self, f"{side}_rows_{tokens}")))
-                setattr(self, f"max_{side}_id", _max(getattr(self, f"{side}_ids_{tokens}")))
-        if self.sample_C is None:
-            self.sample_C = torch.zeros_like(chunks)
+    def __len__(self) -> int:
+        return self.num_samples
 
-    def range(self, start: int, end: int) -> ChunkLayout:
-        """Chunks `start:end`."""
-        student = slice(*(int(self.student_count_C[:n].sum()) for n in (start, end)))
-        teacher = slice(*(int(self.teacher_count_C[:n].sum()) for n in (start, end)))
-        return ChunkLayout(
-            self.student_rows_M[student],
-            self.student_chunk_M[student] - start,
-            self.student_ids_M[student],
-            self.teacher_rows_Q[teacher],
-            self.teacher_chunk_Q[teacher] - start,
-            self.teacher_ids_Q[teacher],
-            end - start,
-            sample_C=None if self.sample_C is None else self.sample_C[start:end],
-            student_last_C=self.student_last_C[start:end],
-            teacher_last_C=self.teacher_last_C[start:end],
-            weight_C=None if self.weight_C is None else self.weight_C[start:end],
-        )
+    @property
+    def num_chunks(self) -> int:
+        return self.sample_C.numel()
 
-    def to(self, device: torch.device | str) -> ChunkLayout:
-        return _moved(self, device)
+    @cached_property
+    def chunks_B(self) -> Tensor:
+        """Number of chunks of each sample."""
+        return torch.bincount(self.sample_C, minlength=self.num_samples)
 
+    @cached_property
+    def student_first_C(self) -> Tensor:
+        """Where each chunk's tokens begin in the student's token arrays."""
+        return _starts(self.student_count_C)
 
-@dataclass(frozen=True)
-class AlignmentTensors:
-    """The fields of an alignment that decide which tokens form a chunk (see `limbeck.align.AlignmentBatch`)."""
+    @cached_property
+    def teacher_first_C(self) -> Tensor:
+        """Where each chunk's tokens begin in the teacher's token arrays."""
+        return _starts(self.teacher_count_C)
 
-    pair_valid: Tensor  # [B, C] bool
-    pair_is_correct: Tensor  # [B, C] bool: the bytes of both sides are equal
-    student_chunk_id: Tensor  # [B, Ts] int64, -1: none
-    teacher_chunk_id: Tensor  # [B, Tt] int64, -1: none
+    @cached_property
+    def student_chunk_M(self) -> Tensor:
+        """The chunk of each student token, non-decreasing."""
+        return torch.repeat_interleave(self.student_count_C, output_size=self.student_rows_M.numel())
+
+    @cached_property
+    def teacher_chunk_Q(self) -> Tensor:
+        """The chunk of each teacher token, non-decreasing."""
+        return torch.repeat_interleave(self.teacher_count_C, output_size=self.teacher_rows_Q.numel())
+
+    # ---- building ----
 
     @classmethod
-    def from_batch(cls, batch: Mapping[str, Any], prefix: str) -> AlignmentTensors:
-        names = [f.name for f in fields(cls)]
-        missing = [prefix + n for n in names if prefix + n not in batch]
+    def of_chunks(cls, samples: Sequence[Chunks], student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> ChunkLayout:
+        """What an aligner found in each sample of a batch with these ids."""
+        every = Chunks(*(np.concatenate([getattr(c, f.name) for c in samples]) for f in fields(Chunks)))
+        sample_C = torch.repeat_interleave(torch.tensor([len(chunks) for chunks in samples]))
+        student, teacher = (
+            (torch.from_numpy(start), torch.from_numpy(end - start))
+            for start, end in ((every.student_start, every.student_end), (every.teacher_start, every.teacher_end))
+        )
+        return cls._gathered(
+            sample_C,
+            torch.from_numpy(every.exact),
+            (_members(*student), student[1], student_ids_BT),
+            (_members(*teacher), teacher[1], teacher_ids_BT),
+        )
+
+    @classmethod
+    def of_alignment(
+        cls, batch: Mapping[str, Any], prefix: str, student_ids_BT: Tensor, teacher_ids_BT: Tensor
+    ) -> ChunkLayout:
+        """What the published keys say, see `limbeck.align.AlignmentBatch`: all tokens of one label are a chunk,
+        wherever they stand. Pairs that are not valid or have no token on one side are none."""
+        names = ("pair_valid", "pair_is_correct", "student_chunk_id", "teacher_chunk_id")
+        missing = [prefix + name for name in names if prefix + name not in batch]
         if missing:
             raise LossError(f"the batch lacks {missing}; collate it with an aligner for this teacher")
-        return cls(**{n: batch[prefix + n].cpu() for n in names})
+        valid_BP, exact_BP, *labels = (batch[prefix + name].cpu() for name in names)
+        samples, pairs = valid_BP.shape
+        student, teacher = (_labelled(label_BT, pairs) for label_BT in labels)
+        keep = valid_BP.reshape(-1).bool()
+        for pair, _ in (student, teacher):
+            keep = keep & (torch.bincount(pair, minlength=samples * pairs) > 0)
+        first = torch.zeros(samples * pairs, dtype=torch.int64)
+        first = first.scatter_reduce(0, student[0], student[1], "amin", include_self=False)
+        kept = keep.nonzero().squeeze(1)
+        sample_C = kept // max(pairs, 1)
+        kept = kept[(sample_C * labels[0].shape[1] + first[kept]).argsort()]
+        number = torch.full((samples * pairs,), -1)
+        number[kept] = torch.arange(kept.numel())
+
+        def side(pair: Tensor, at: Tensor, ids_BT: Tensor) -> _Side:
+            order = number[pair].argsort(stable=True)
+            order = order[number[pair[order]] >= 0]
+            return at[order], torch.bincount(number[pair[order]], minlength=kept.numel()), ids_BT
+
+        return cls._gathered(
+            sample_C, exact_BP.reshape(-1).bool()[kept], side(*student, student_ids_BT), side(*teacher, teacher_ids_BT)
+        )
+
+    @classmethod
+    def of_positions(cls, ids_BT: Tensor, token_mask_BT: Tensor) -> ChunkLayout:
+        """For a teacher that reads the student's own ids: every supervised token is a chunk of one token."""
+        sample_C, at_C = (token_mask_BT.cpu() > 0).nonzero(as_tuple=True)
+        side = (at_C, torch.ones_like(at_C), ids_BT)
+        return cls._gathered(sample_C, torch.ones_like(at_C, dtype=torch.bool), side, side)
+
+    @classmethod
+    def _gathered(cls, sample_C: Tensor, exact_C: Tensor, student: _Side, teacher: _Side) -> ChunkLayout:
+        """From both sides' (position of each token in its sample, tokens of each chunk, ids `[B, T]`)."""
+
+        def side(at: Tensor, count_C: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            ids_BT = ids_BT.cpu()
+            sample = sample_C[torch.repeat_interleave(count_C, output_size=at.numel())]
+            before_C = at[_starts(count_C)] - 1
+            last_C = ids_BT[sample_C, before_C.clamp(min=0)].masked_fill(before_C < 0, -1)
+            return at - 1, ids_BT[sample, at], count_C, last_C
+
+        return cls(student[2].shape[0], sample_C, *side(*student), *side(*teacher), exact_C)
+
+    def names(self, student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> bool:
+        """Whether a layout that is not placed names the tokens of these ids."""
+        for rows, ids, chunk, ids_BT in (
+            (self.student_rows_M, self.student_ids_M, self.student_chunk_M, student_ids_BT.cpu()),
+            (self.teacher_rows_Q, self.teacher_ids_Q, self.teacher_chunk_Q, teacher_ids_BT.cpu()),
+        ):
+            if _max(rows) + 1 >= ids_BT.shape[1] or not torch.equal(ids_BT[self.sample_C[chunk], rows + 1], ids):
+                return False
+        return True
+
+    # ---- choosing and cutting ----
+
+    def usable(
+        self, student_lengths_B: Tensor, teacher_lengths_B: Tensor, sample_mask_B: Tensor, *, allow_inexact: bool
+    ) -> ChunkLayout:
+        """The chunks that carry loss: every token on both sides has a predictor and lies inside its sample, the bytes
+        agree (unless `allow_inexact`), and the sample counts (mask above 0), by as much as its mask says."""
+        if self.exact_C is None:
+            return self
+        mask_B = sample_mask_B.cpu().float()
+        keep_C = (mask_B > 0)[self.sample_C]
+        for rows, first_C, count_C, lengths_B in (
+            (self.student_rows_M, self.student_first_C, self.student_count_C, student_lengths_B),
+            (self.teacher_rows_Q, self.teacher_first_C, self.teacher_count_C, teacher_lengths_B),
+        ):
+            inside_C = rows[first_C + count_C - 1] + 1 < lengths_B.cpu()[self.sample_C]
+            keep_C = keep_C & (rows[first_C] >= 0) & inside_C
+        if not allow_inexact:
+            keep_C = keep_C & self.exact_C
+        kept = self if bool(keep_C.all()) else self._take(keep_C.nonzero().squeeze(1))
+        sample_M = kept.sample_C[kept.student_chunk_M]
+        if bool(((kept.student_rows_M.diff() <= 0) & (sample_M.diff() == 0)).any()):
+            raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
+        weighted = bool(((mask_B > 0) & (mask_B != 1)).any())
+        return replace(kept, exact_C=None, weight_C=mask_B[kept.sample_C] if weighted else None)
+
+    def slice(self, rows: Sequence[int]) -> ChunkLayout:
+        """The samples at these rows of the batch, in that order; repeats are allowed."""
+        at = torch.as_tensor(rows, dtype=torch.int64)
+        if torch.equal(at, torch.arange(self.num_samples)):
+            return self
+        counts = self.chunks_B[at]
+        found = self._take(_members(_starts(self.chunks_B)[at], counts))
+        return replace(found, num_samples=at.numel(), sample_C=torch.repeat_interleave(counts))
+
+    def range(self, start: int, end: int) -> ChunkLayout:
+        """Chunks `start:end`; the samples keep their numbers."""
+        return self._take(torch.arange(start, end))
+
+    def _take(self, chunks: Tensor) -> ChunkLayout:
+        """The chunks with these numbers, in that order."""
+        m = _members(self.student_first_C[chunks], self.student_count_C[chunks])
+        q = _members(self.teacher_first_C[chunks], self.teacher_count_C[chunks])
+        return replace(
+            self,
+            sample_C=self.sample_C[chunks],
+            student_rows_M=self.student_rows_M[m],
+            student_ids_M=self.student_ids_M[m],
+            student_count_C=self.student_count_C[chunks],
+            student_last_C=self.student_last_C[chunks],
+            teacher_rows_Q=self.teacher_rows_Q[q],
+            teacher_ids_Q=self.teacher_ids_Q[q],
+            teacher_count_C=self.teacher_count_C[chunks],
+            teacher_last_C=self.teacher_last_C[chunks],
+            exact_C=None if self.exact_C is None else self.exact_C[chunks],
+            weight_C=None if self.weight_C is None else self.weight_C[chunks],
+        )
+
+    def blank(self, num_samples: int) -> ChunkLayout:
+        """So many samples without a chunk."""
+        return replace(self.range(0, 0), num_samples=num_samples)
+
+    @classmethod
+    def concat(cls, parts: Sequence[ChunkLayout]) -> ChunkLayout:
+        """The samples of several layouts, one after the other."""
+        names = [f.name for f in fields(cls) if f.name.startswith(("student_", "teacher_"))]
+        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        exact = [part.exact_C for part in parts if part.exact_C is not None]
+        if any(part.weight_C is not None for part in parts):
+            every = [torch.ones(part.num_chunks) if part.weight_C is None else part.weight_C for part in parts]
+            joined["weight_C"] = torch.cat(every)
+        sizes = torch.tensor([part.num_samples for part in parts])
+        samples = zip(parts, _starts(sizes).tolist(), strict=True)
+        return cls(
+            num_samples=int(sizes.sum()),
+            sample_C=torch.cat([part.sample_C + before for part, before in samples]),
+            exact_C=torch.cat(exact) if len(exact) == len(parts) else None,
+            **joined,
+        )
+
+    def placed(self, student_row_start_B: Tensor, teacher_row_start_B: Tensor) -> ChunkLayout:
+        """The same chunks on the flat rows of the two forward passes, in the order of their student rows; samples may
+        lie in any order there."""
+        starts = student_row_start_B.cpu()
+        if bool((starts.diff() < 0).any()):
+            order = starts.argsort(stable=True)
+            found = self.slice(order.tolist())
+            found = replace(found, sample_C=order[found.sample_C])
+        else:
+            found = self
+        student_rows_M = found.student_rows_M + starts[found.sample_C][found.student_chunk_M]
+        teacher_rows_Q = found.teacher_rows_Q + teacher_row_start_B.cpu()[found.sample_C][found.teacher_chunk_Q]
+        return replace(
+            found,
+            student_rows_M=student_rows_M,
+            teacher_rows_Q=teacher_rows_Q,
+            max_student_row=_max(student_rows_M),
+            max_student_id=_max(found.student_ids_M),
+            max_teacher_row=_max(teacher_rows_Q),
+            max_teacher_id=_max(found.teacher_ids_Q),
+        )
 
 
-def _chunk_weight(sample_mask: Tensor, sample: Tensor) -> Tensor | None:
-    """What the samples of chunks count; None where it is 1 for every one that counts at all."""
-    mask = sample_mask.cpu().float()
-    return mask[sample] if bool(((mask > 0) & (mask != 1)).any()) else None
+_Side = tuple[Tensor, Tensor, Tensor]
+"""Of one side: position of each token in its sample, tokens of each chunk, ids `[B, T]`."""
+
+
+def _starts(count: Tensor) -> Tensor:
+    """Where each of several groups of these sizes begins when they follow each other."""
+    return count.cumsum(0) - count
+
+
+def _members(first: Tensor, count: Tensor) -> Tensor:
+    """`first, first + 1, ...`, `count` of them, group after group."""
+    group = torch.repeat_interleave(count)
+    return (first - _starts(count))[group] + torch.arange(group.numel())
+
+
+def _labelled(label_BT: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """(`sample * pairs + label`, position) of all tokens that have a label, along each sample."""
+    sample, at = (label_BT >= 0).nonzero(as_tuple=True)
+    label = label_BT[sample, at]
+    if label.numel() and int(label.max()) >= pairs:
+        raise LossError(
+            f"chunk id {int(label.max())} is out of range for an alignment of {pairs} chunks; align this batch again"
+        )
+    return sample * pairs + label, at
 
 
 def _supervised(lengths: Tensor, token_mask: Tensor) -> Tensor:
@@ -183,119 +369,6 @@ def build_token_layout(
     return TokenLayout(rows, ids.cpu()[sample, token], sample_mask.cpu()[sample].float())
 
 
-def _tokens_of_chunks(chunk_id: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(sample, token, key) of all chunk tokens, and per key `sample * width + chunk`: token count, tokens that have
-    no predictor or lie in the padding."""
-    sample, token = (chunk_id >= 0).nonzero(as_tuple=True)
-    chunk = chunk_id[sample, token]
-    if chunk.numel() and int(chunk.max()) >= width:
-        raise LossError(
-            f"chunk id {int(chunk.max())} is out of range for an alignment of {width} chunks; align this batch again"
-        )
-    key = sample * width + chunk
-    total = chunk_id.shape[0] * width
-    count = torch.bincount(key, minlength=total)
-    unusable = (token == 0) | (token >= lengths[sample])
-    return sample, token, key, count, torch.bincount(key[unusable], minlength=total)
-
-
-def usable_chunks(
-    alignment: AlignmentTensors,
-    student_lengths: Tensor,
-    teacher_lengths: Tensor,
-    sample_mask: Tensor,
-    *,
-    allow_inexact: bool,
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """bool `[B * C]`: which chunks are valid, and both sides' (sample, token, key).
-
-    A chunk is valid when its pair is, both sides are non-empty, every token on both sides has a predictor and lies
-    inside its sample, the bytes agree (unless `allow_inexact`) and the sample counts (`sample_mask > 0`).
-    """
-    width = alignment.pair_valid.shape[1]
-    student = _tokens_of_chunks(alignment.student_chunk_id, student_lengths.cpu(), width)
-    teacher = _tokens_of_chunks(alignment.teacher_chunk_id, teacher_lengths.cpu(), width)
-    valid = alignment.pair_valid.bool() & (sample_mask.cpu() > 0)[:, None]
-    if not allow_inexact:
-        valid = valid & alignment.pair_is_correct.bool()
-    valid = valid.reshape(-1)
-    for *_, count, unusable in (student, teacher):
-        valid = valid & (count > 0) & (unusable == 0)
-    return valid, student[:3], teacher[:3]
-
-
-def build_chunk_layout(
-    alignment: AlignmentTensors,
-    *,
-    student_ids: Tensor,
-    student_lengths: Tensor,
-    student_row_start: Tensor,
-    teacher_ids: Tensor,
-    teacher_lengths: Tensor,
-    teacher_row_start: Tensor,
-    sample_mask: Tensor,
-    allow_inexact: bool = False,
-) -> ChunkLayout:
-    """Layout of the valid chunks of a micro-batch, see `usable_chunks`."""
-    batch, width = alignment.pair_valid.shape
-    valid, student, teacher = usable_chunks(
-        alignment, student_lengths, teacher_lengths, sample_mask, allow_inexact=allow_inexact
-    )
-    rows = student_row_start.cpu()[student[0]] + student[1] - 1
-    first_row = torch.full((batch * width,), torch.iinfo(torch.int64).max).scatter_reduce(0, student[2], rows, "amin")
-    kept = valid.nonzero().squeeze(1)
-    kept = kept[first_row[kept].argsort()]
-    number = torch.full((batch * width,), -1)
-    number[kept] = torch.arange(kept.numel())
-
-    def side(tokens: tuple[Tensor, ...], ids: Tensor, row_start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sample, token, key = tokens[:3]
-        chunk = number[key]
-        order = chunk.argsort(stable=True)
-        order = order[chunk[order] >= 0]
-        sample, token, chunk, own = sample[order], token[order], chunk[order], ids.cpu()
-        first = torch.searchsorted(chunk, torch.arange(kept.numel()))
-        last = own[sample[first], token[first] - 1]
-        return row_start.cpu()[sample] + token - 1, chunk, own[sample, token], last
-
-    s_rows, s_chunk, s_ids, s_last = side(student, student_ids, student_row_start)
-    t_rows, t_chunk, t_ids, t_last = side(teacher, teacher_ids, teacher_row_start)
-    if bool((s_rows.diff() <= 0).any()):
-        raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
-    return ChunkLayout(
-        s_rows,
-        s_chunk,
-        s_ids,
-        t_rows,
-        t_chunk,
-        t_ids,
-        int(kept.numel()),
-        sample_C=kept // width,
-        student_last_C=s_last,
-        teacher_last_C=t_last,
-        weight_C=_chunk_weight(sample_mask, kept // width),
-    )
-
-
-def build_identity_layout(
-    ids: Tensor,
-    lengths: Tensor,
-    token_mask: Tensor,
-    sample_mask: Tensor,
-    student_row_start: Tensor,
-    teacher_row_start: Tensor,
-) -> ChunkLayout:
-    """Layout for a teacher that reads the student's own ids: every supervised token is a chunk of one token."""
-    sample, token, rows = supervised_tokens(lengths, token_mask, sample_mask, student_row_start)
-    teacher_rows = teacher_row_start.cpu()[sample] + token - 1
-    target = ids.cpu()[sample, token]
-    chunk = torch.arange(rows.numel())
-    weight = _chunk_weight(sample_mask, sample)
-    return ChunkLayout(
-        rows, chunk, target, teacher_rows, chunk, target, chunk.numel(), sample_C=sample, weight_C=weight
-    )
-
-
 # ---- the keys of a batch ----
 
 
@@ -308,39 +381,43 @@ def teacher_prefix(batch: Mapping[str, Any], teacher: int) -> tuple[str, str] | 
     return None
 
 
-def teacher_layout(
-    batch: Mapping[str, Any],
-    teacher: int,
-    *,
-    same_vocabulary: bool,
-    student_row_start: Tensor,
-    teacher_row_start: Tensor,
-    allow_inexact: bool,
+def aligned_chunks(batch: Mapping[str, Any], teacher: int) -> ChunkLayout | None:
+    """All chunks of a batch with one teacher, from `chunks_<i>` or the published keys; None for a teacher that reads
+    the student's own ids."""
+    prefix = teacher_prefix(batch, teacher)
+    stored: ChunkLayout | None = batch.get(f"chunks_{teacher}")
+    if prefix is None or (stored is not None and stored.exact_C is None):
+        return stored
+    ids = batch["input_ids"], batch[prefix[0] + "input_ids"]
+    if stored is None:
+        return ChunkLayout.of_alignment(batch, prefix[1], *ids)
+    published = prefix[1] + "student_chunk_id"
+    if published in batch:
+        raise LossError(f"the batch has both chunks_{teacher} and {published}; leave one of them out")
+    if not stored.names(*ids):
+        raise LossError(f"chunks_{teacher} was made for other tokens than the batch holds; collate it again")
+    return stored
+
+
+def teacher_chunks(
+    batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool
 ) -> ChunkLayout:
-    """Chunks of one teacher in a batch; positions, each a chunk of one token, for a same-vocabulary teacher.
+    """The chunks of one teacher that carry loss, see `ChunkLayout.usable`; positions, each a chunk of one token, for a
+    teacher that reads the student's own ids.
 
     Rows for which ``teacher_<i>_sample_mask`` is 0 have no signal of this teacher and give no chunk.
     """
+    layout = aligned_chunks(batch, teacher)
+    if layout is not None and layout.exact_C is None:
+        return layout
     prefix = _aligned_prefix(batch, teacher, same_vocabulary)
-    sample_mask = _sample_mask(batch, teacher)
-    if prefix is None:
-        return build_identity_layout(
-            batch["input_ids"],
-            batch["input_lengths"],
-            batch["token_mask"],
-            sample_mask,
-            student_row_start,
-            teacher_row_start,
-        )
-    layout = build_chunk_layout(
-        AlignmentTensors.from_batch(batch, prefix[1]),
-        student_ids=batch["input_ids"],
-        student_lengths=batch["input_lengths"],
-        student_row_start=student_row_start,
-        teacher_ids=batch[prefix[0] + "input_ids"],
-        teacher_lengths=batch[prefix[0] + "input_lengths"],
-        teacher_row_start=teacher_row_start,
-        sample_mask=sample_mask,
+    own = "" if prefix is None else prefix[0]
+    if layout is None:
+        layout = ChunkLayout.of_positions(batch["input_ids"], batch["token_mask"])
+    layout = layout.usable(
+        batch["input_lengths"],
+        batch[f"{own}input_lengths"],
+        _sample_mask(batch, teacher),
         allow_inexact=allow_inexact,
     )
     if same_vocabulary and not torch.equal(layout.student_ids_M, layout.teacher_ids_Q):
@@ -349,6 +426,15 @@ def teacher_layout(
             "give it a projection or copy the ids"
         )
     return layout
+
+
+def with_chunks(batch: BatchT, layouts: Sequence[ChunkLayout]) -> BatchT:
+    """The batch with these layouts in place of the alignments that they were made of."""
+    out = copy(batch)
+    for key in [key for key in out if key.startswith("alignment_")]:
+        del out[key]
+    out.update({f"chunks_{i}": layout for i, layout in enumerate(layouts)})
+    return out
 
 
 def _aligned_prefix(batch: Mapping[str, Any], teacher: int, same_vocabulary: bool) -> tuple[str, str] | None:
@@ -369,17 +455,9 @@ def _sample_mask(batch: Mapping[str, Any], teacher: int) -> Tensor:
     return mask * batch[own] if own in batch else mask
 
 
-def teacher_chunks(batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool) -> Tensor:
-    """What the chunks of `teacher_layout` count together, float64, without building it; their number where every
-    sample counts 1."""
-    prefix = _aligned_prefix(batch, teacher, same_vocabulary)
-    mask = _sample_mask(batch, teacher)
-    if prefix is None:
-        return count_tokens(batch["input_lengths"], batch["token_mask"], mask)
-    lengths = (batch["input_lengths"], batch[prefix[0] + "input_lengths"])
-    alignment = AlignmentTensors.from_batch(batch, prefix[1])
-    usable = usable_chunks(alignment, *lengths, mask, allow_inexact=allow_inexact)[0]
-    return (usable.view(alignment.pair_valid.shape).sum(1) * mask.cpu().double().clamp(min=0)).sum()
+def count_chunks(batch: Mapping[str, Any], teacher: int, layout: ChunkLayout) -> Tensor:
+    """What the chunks of a batch count together, float64; their number where every sample counts 1."""
+    return (layout.chunks_B * _sample_mask(batch, teacher).cpu().double().clamp(min=0)).sum()
 
 
 def padded_row_start(ids: Tensor) -> Tensor:

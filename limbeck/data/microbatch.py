@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.config import FREE, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from limbeck.data.layout import ChunkLayout
 from limbeck.data.packing import Bins
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
@@ -411,10 +412,14 @@ def make_dummy_batch(data: BatchedDataDict) -> DummyBatch:
     for key, value in row.items():
         if isinstance(value, torch.Tensor) and key.endswith(("sample_mask", "token_mask", "pair_valid")):
             row[key] = torch.zeros_like(value)
+        elif isinstance(value, ChunkLayout):
+            row[key] = value.blank(1)
     return row
 
 
 def _empty_row(key: str, value: Any) -> Any:
+    if isinstance(value, ChunkLayout):
+        return value.blank(1)
     if not isinstance(value, torch.Tensor):
         return [-1 if key == "idx" else None]
     if key.endswith("input_lengths"):

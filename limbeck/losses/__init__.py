@@ -1,12 +1,6 @@
 """Losses: sums, never means. `CrossTokenizerDistillationLossFn` composes objectives; traces have their own losses."""
 
-from limbeck.data.layout import (
-    ChunkLayout,
-    TokenLayout,
-    build_chunk_layout,
-    build_identity_layout,
-    build_token_layout,
-)
+from limbeck.data.layout import ChunkLayout, TokenLayout, build_token_layout
 from limbeck.losses.contract import Counts, Loss, Prefetched, StudentLayout, Teacher
 from limbeck.losses.distillation import (
     CrossTokenizerDistillationLossConfig,
@@ -34,8 +28,6 @@ __all__ = [
     "Teacher",
     "TokenLayout",
     "TopKSignal",
-    "build_chunk_layout",
-    "build_identity_layout",
     "build_token_layout",
     "cross_entropy",
     "divergence",

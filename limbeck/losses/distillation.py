@@ -1,6 +1,7 @@
 """The distillation loss: cross-entropy plus one divergence per teacher, over any pair of vocabularies.
 
     loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[projection])
+    global_batch = loss_fn.annotate(global_batch)             # chunks, before the batch is split
     counts = loss_fn.counts(global_batch)                     # reduce over data-parallel ranks
     for microbatch in ...:
         inputs = loss_fn.prepare(microbatch, [teacher_row_start])
@@ -25,12 +26,13 @@ from limbeck.config import resolve
 from limbeck.data.layout import (
     ChunkLayout,
     TokenLayout,
+    count_chunks,
     count_tokens,
     padded_row_start,
     teacher_chunks,
     teacher_ids_of,
-    teacher_layout,
     token_layout,
+    with_chunks,
 )
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
@@ -285,15 +287,22 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
 
     # ---- counting and layouts (CPU) ----
 
+    def annotate(self, batch: Batch) -> Batch:
+        """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read."""
+        return with_chunks(batch, self._chunks(batch))
+
+    def _chunks(self, batch: Batch) -> list[ChunkLayout]:
+        inexact = self.cfg.keeps_inexact
+        return [
+            teacher_chunks(batch, i, same_vocabulary=objective.vocab is None, allow_inexact=inexact)
+            for i, objective in enumerate(self.objectives)
+        ]
+
     def counts(self, batch: Batch) -> Counts:
         """Local denominators of a global batch: `tokens` and `chunks_i` per teacher, float64 scalars to be summed
         over data-parallel ranks before the first micro-batch."""
         out = {"tokens": count_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"])}
-        for i, objective in enumerate(self.objectives):
-            out[f"chunks_{i}"] = teacher_chunks(
-                batch, i, same_vocabulary=objective.vocab is None, allow_inexact=self.cfg.keeps_inexact
-            )
-        return out
+        return out | {f"chunks_{i}": count_chunks(batch, i, own) for i, own in enumerate(self._chunks(batch))}
 
     def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> LossInputs:
         """Layouts and blocks of one micro-batch, on the CPU. row_starts: per teacher the flat row at which each sample
@@ -308,15 +317,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         if len(row_starts) != self.num_teachers:
             raise LossError(f"{len(row_starts)} teacher row starts for {self.num_teachers} teachers; give one each")
         layouts = [
-            teacher_layout(
-                batch,
-                i,
-                same_vocabulary=objective.vocab is None,
-                student_row_start=start,
-                teacher_row_start=start if theirs is None else theirs,
-                allow_inexact=self.cfg.keeps_inexact,
-            )
-            for i, (theirs, objective) in enumerate(zip(row_starts, self.objectives, strict=True))
+            layout.placed(start, start if theirs is None else theirs)
+            for layout, theirs in zip(self._chunks(batch), row_starts, strict=True)
         ]
         return self._laid_out(token_layout(batch, start), layouts, int(start.numel()))
 
@@ -465,7 +467,6 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         scores = [sample_scores(t.teacher, t.layout, kind, num_samples, self.block_rows, comm) for t in terms]
         weights = sample_weights(torch.stack(scores), cfg.scoring_alpha, select=select)
         for term, weight_B in zip(terms, weights, strict=True):
-            assert term.layout.sample_C is not None
             term.chunk_weight_C, term.factor, term.weighs_samples = weight_B[term.layout.sample_C], 1.0, True
 
     # ---- metrics and step ----
@@ -572,6 +573,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             LogitsSignal(t.flatten(0, 1), teacher_ids_of(data, i).reshape(-1), size)
             for i, (t, size) in enumerate(zip(full, per_teacher, strict=True))
         ]
+        data = self.annotate(data)
         counts = self.counts(data)
         if global_valid_toks is not None:
             counts["tokens"] = torch.as_tensor(global_valid_toks, dtype=torch.float64)

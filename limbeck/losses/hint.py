@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from limbeck.data.layout import ChunkLayout, TokenLayout, padded_row_start, teacher_layout
+from limbeck.data.layout import ChunkLayout, TokenLayout, teacher_chunks, with_chunks
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
@@ -187,6 +187,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
     projection: of a teacher with another vocabulary (boundary KL and chunk likelihoods instead of a direct divergence).
     trust_region: weight of a second signal that is mixed into the teacher's in log space.
 
+        global_batch = loss_fn.annotate(global_batch)         # chunks, before the batch is split
         counts = loss_fn.counts(global_batch)                 # reduce over data-parallel ranks
         inputs = loss_fn.prepare(microbatch, [teacher_row_start])
         loss, metrics = loss_fn.compute(hidden, head, [teacher_signal], inputs, counts)
@@ -212,21 +213,16 @@ class HintDistillationLossFn(Loss[HintInputs]):
         if projection is not None:
             self.guard.active = False
 
-    def _layout(self, batch: Batch, student_start: Tensor, teacher_start: Tensor) -> ChunkLayout:
-        return teacher_layout(
-            batch,
-            0,
-            same_vocabulary=self.objective.vocab is None,
-            student_row_start=student_start,
-            teacher_row_start=teacher_start,
-            allow_inexact=False,
-        )
+    def annotate(self, batch: Batch) -> Batch:
+        """The batch with the chunks that carry loss, which its count and micro-batches then read."""
+        return with_chunks(batch, [self._chunks(batch)])
+
+    def _chunks(self, batch: Batch) -> ChunkLayout:
+        return teacher_chunks(batch, 0, same_vocabulary=self.objective.vocab is None, allow_inexact=False)
 
     def counts(self, batch: Batch) -> Counts:
         """Local denominator `sites` of a global batch: the weights of the sites that have targets, float64."""
-        starts = padded_row_start(batch["input_ids"]), padded_row_start(batch["teacher_input_ids"])
-        layout = self._layout(batch, *starts)
-        return {"sites": _site_weights(batch, layout)[1]}
+        return {"sites": _site_weights(batch, self._chunks(batch))[1]}
 
     def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> HintInputs:
         """Layout of one micro-batch, on the CPU. row_starts: where each row starts in the teacher's forward pass; of
@@ -235,7 +231,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
             raise LossError("the hint loss needs the teacher's own row starts; its sequences are longer by the hint")
         batch, start = mb.data_dict, mb.processed_inputs.row_start
         assert start is not None
-        layout = self._layout(batch, start, row_starts[0])
+        layout = self._chunks(batch).placed(start, row_starts[0])
         weight, count = _site_weights(batch, layout)
         counted = batch["sample_mask"].cpu() > 0
         unhinted = int((_unhinted(batch) & counted).sum())
@@ -331,9 +327,8 @@ def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor
     A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a site counts, and its
     loss is exactly 0, however the two forward passes round.
     """
-    assert layout.sample_C is not None
     weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
-    size = torch.bincount(layout.sample_C, minlength=len(weight))
+    size = layout.chunks_B
     chunk = weight * ~_unhinted(batch) / size.clamp(min=1)
     return chunk.float(), (weight * (size > 0)).sum()
 

@@ -102,7 +102,6 @@ def sample_scores(
     Entropy and max_prob are means over teacher tokens; -ce is per *student* token, so that teachers whose tokens
     differ in length are compared on the same text. A sample's rows may lie with several ranks.
     """
-    assert layout.sample_C is not None
     rows = [_row_scores(scores, layout.teacher_ids_Q[at], kind).double() for at, scores in teacher.blocks(block_rows)]
     total = torch.zeros(num_samples, dtype=torch.float64, device=layout.teacher_rows_Q.device)
     count = torch.zeros_like(total)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.layout import ChunkLayout
 from limbeck.data.microbatch import (
     MicrobatchConfig,
     ProcessedMicrobatch,
@@ -289,6 +290,16 @@ def test_dummy_is_the_cheapest_real_row_with_zero_masks() -> None:
     assert not dummy["token_mask"].any()
     assert not dummy["alignment_pair_valid"].any()
     assert batch["sample_mask"].sum() == 4
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_a_dummy_has_no_chunks(rows: int) -> None:
+    batch = make_batch([5, 2, 3][:rows])
+    batch["chunks_0"] = ChunkLayout.of_positions(batch["input_ids"], batch["token_mask"])
+    dummy = make_dummy_batch(batch)
+    assert dummy.size == 1
+    assert dummy["chunks_0"].num_chunks == 0
+    assert rows == 0 or batch["chunks_0"].num_chunks > 0
 
 
 class Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import (
-    AlignmentTensors,
-    build_chunk_layout,
-    build_identity_layout,
+    ChunkLayout,
+    aligned_chunks,
     build_token_layout,
-    teacher_layout,
+    teacher_chunks,
     token_layout,
+    with_chunks,
 )
 from limbeck.errors import LossError
 from limbeck.losses.blocks import cut_blocks, shard_layouts
@@ -23,18 +25,10 @@ from tests.losses.cases import make_batch, starts
 from tests.losses.reference import chunks_of
 
 
-def layout_of(batch: dict, allow_inexact: bool = False, start: torch.Tensor | None = None):
-    return build_chunk_layout(
-        AlignmentTensors.from_batch(batch, "alignment_0_"),
-        student_ids=batch["input_ids"],
-        student_lengths=batch["input_lengths"],
-        student_row_start=starts(batch["input_ids"]) if start is None else start,
-        teacher_ids=batch["teacher_0_input_ids"],
-        teacher_lengths=batch["teacher_0_input_lengths"],
-        teacher_row_start=starts(batch["teacher_0_input_ids"]),
-        sample_mask=batch["sample_mask"],
-        allow_inexact=allow_inexact,
-    )
+def layout_of(batch: dict, allow_inexact: bool = False, start: torch.Tensor | None = None) -> ChunkLayout:
+    layout = teacher_chunks(batch, 0, same_vocabulary=False, allow_inexact=allow_inexact)
+    own = starts(batch["input_ids"]) if start is None else start
+    return layout.placed(own, starts(batch["teacher_0_input_ids"]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +44,6 @@ def test_chunk_layout_equals_loops(seed: int, samples: int, inexact: bool, rever
         for b, a, z in chunks_of(batch, 0, not inexact)
     )
     assert layout.num_chunks == len(want)
-    assert layout.sample_C is not None
     for c, (s_rows, t_rows, b, a, z) in enumerate(want):
         assert layout.student_rows_M[layout.student_chunk_M == c].tolist() == s_rows
         assert layout.teacher_rows_Q[layout.teacher_chunk_Q == c].tolist() == t_rows
@@ -60,6 +53,57 @@ def test_chunk_layout_equals_loops(seed: int, samples: int, inexact: bool, rever
         assert int(layout.teacher_rows_Q[layout.teacher_first_C[c]]) == t_rows[0]
         assert (int(layout.student_count_C[c]), int(layout.teacher_count_C[c])) == (len(a), len(z))
         assert int(layout.sample_C[c]) == b
+
+
+def fields_of(layout: ChunkLayout) -> dict[str, object]:
+    values = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 9999), samples=st.integers(1, 6), data=st.data())
+def test_a_cut_batch_has_the_chunks_of_its_rows(seed: int, samples: int, data: st.DataObject) -> None:
+    batch: BatchedDataDict = BatchedDataDict(make_batch(samples=samples, seed=seed, pad=seed % 3))
+    batch["sample_mask"][0] = 0.5
+    at = st.integers(0, samples - 1)
+    rows = [0, *data.draw(st.lists(at, max_size=8))]
+    cut = data.draw(st.integers(0, len(rows)))
+
+    def chunks(of: BatchedDataDict) -> ChunkLayout:
+        return teacher_chunks(of, 0, same_vocabulary=False, allow_inexact=True)
+
+    whole = with_chunks(batch, [chunks(batch)])
+    assert not [key for key in whole if key.startswith("alignment_")]
+    parts = [whole.select_indices(rows[:cut]), whole.select_indices(rows[cut:])]
+    want = fields_of(chunks(batch.select_indices(rows)))
+    assert fields_of(whole.select_indices(rows)["chunks_0"]) == want
+    assert fields_of(BatchedDataDict.from_batches(parts)["chunks_0"]) == want
+
+
+def test_tokens_of_a_chunk_need_not_be_neighbours() -> None:
+    batch = make_batch(samples=1, seed=1, one_to_one=True, chunks_per_sample=(5, 6))
+    student, teacher = (batch[f"alignment_0_{side}_chunk_id"] for side in ("student", "teacher"))
+    batch["alignment_0_pair_is_correct"][:] = True
+    student[:], teacher[:] = -1, -1
+    student[0, [2, 4]], teacher[0, [1, 3]], student[0, 5], teacher[0, 2] = 3, 3, 0, 0
+    layout = layout_of(batch)
+    assert layout.student_rows_M.tolist() == [1, 3, 4]
+    assert layout.teacher_rows_Q.tolist() == [0, 2, 1]
+    assert layout.student_count_C.tolist() == layout.teacher_count_C.tolist() == [2, 1]
+    assert layout.student_last_C.tolist() == batch["input_ids"][0, [1, 4]].tolist()
+
+
+def test_a_batch_says_once_which_chunks_it_has() -> None:
+    batch = make_batch(samples=2, seed=0)
+    layout = aligned_chunks(batch, 0)
+    with pytest.raises(LossError, match="both chunks_0 and alignment_0_student_chunk_id"):
+        layout_of(dict(batch, chunks_0=layout))
+    stored = {key: value for key, value in batch.items() if not key.startswith("alignment_")}
+    assert fields_of(layout_of(dict(stored, chunks_0=layout))) == fields_of(layout_of(batch))
+    with pytest.raises(LossError, match="made for other tokens"):
+        layout_of(dict(stored, chunks_0=layout, input_ids=batch["input_ids"] + 1))
+    with pytest.raises(LossError, match="made for other tokens"):
+        layout_of(dict(stored, chunks_0=layout, teacher_0_input_ids=batch["teacher_0_input_ids"][:, :2]))
 
 
 def test_chunks_without_predictor_or_in_padding_are_left_out() -> None:
@@ -107,9 +151,9 @@ def test_token_layout_equals_loops() -> None:
         if batch["token_mask"][b, t] and batch["sample_mask"][b] > 0
     )
     assert list(zip(layout.rows_E.tolist(), layout.ids_E.tolist(), layout.weight_E.tolist(), strict=True)) == want
-    same = build_identity_layout(
-        batch["input_ids"], batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start, start + 1000
-    )
+    for key in [key for key in batch if key.startswith("teacher_")]:
+        del batch[key]
+    same = teacher_chunks(batch, 0, same_vocabulary=True, allow_inexact=False).placed(start, start + 1000)
     assert same.student_rows_M.tolist() == layout.rows_E.tolist()
     assert same.teacher_rows_Q.tolist() == [r + 1000 for r in layout.rows_E.tolist()]
     assert same.num_chunks == layout.rows_E.numel()
@@ -119,13 +163,8 @@ def cut(batch: dict, teachers: int, block_rows: int):
     start = starts(batch["input_ids"])
     tokens = token_layout(batch, start)
     layouts = [
-        teacher_layout(
-            batch,
-            i,
-            same_vocabulary=False,
-            student_row_start=start,
-            teacher_row_start=starts(batch[f"teacher_{i}_input_ids"]),
-            allow_inexact=True,
+        teacher_chunks(batch, i, same_vocabulary=False, allow_inexact=True).placed(
+            start, starts(batch[f"teacher_{i}_input_ids"])
         )
         for i in range(teachers)
     ]
