@@ -66,6 +66,7 @@ def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[An
         teacher_template=[read_template(t.tokenizer.chat_template) for t in teachers],
         template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         teacher_template_kwargs=[t.tokenizer.chat_template_kwargs for t in teachers],
+        chunks_as="layout",
     )
 
 

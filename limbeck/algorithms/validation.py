@@ -9,6 +9,7 @@ from torch import Tensor
 
 from limbeck.algorithms.monitors import CollapseMonitor
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.layout import aligned_chunks
 from limbeck.data.loader import rank_batches
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
@@ -49,12 +50,13 @@ def byte_sums(batch: BatchedDataDict) -> Metrics:
     """Bytes behind the batch's cross-entropy, and the share of student tokens that lie in exact chunks."""
     counted = batch["sample_mask"] > 0
     sums = Metrics({"target_bytes": (float(batch["target_bytes"][counted].sum()), 0.0)})
-    if "alignment_student_chunk_id" in batch:
-        chunk = batch["alignment_student_chunk_id"]
-        correct = batch["alignment_pair_is_correct"] & batch["alignment_pair_valid"]
-        inside = (chunk >= 0) & correct.gather(1, chunk.clamp(min=0))
+    chunks = aligned_chunks(batch, 0)
+    if chunks is not None and chunks.exact_C is not None:
         target = (batch["token_mask"] > 0) & counted[:, None]
-        sums.add({"coverage": (float((inside & target).sum()), float(target.sum()))})
+        exact_M = chunks.exact_C[chunks.student_chunk_M]
+        sample_M, at_M = chunks.sample_C[chunks.student_chunk_M], chunks.student_rows_M + 1
+        inside = target[sample_M[exact_M], at_M[exact_M]]
+        sums.add({"coverage": (float(inside.sum()), float(target.sum()))})
     return sums
 
 

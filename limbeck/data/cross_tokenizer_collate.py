@@ -17,6 +17,7 @@ import torch
 from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import last_fitting
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.layout import ChunkLayout
 from limbeck.data.sources import flatten_documents
 from limbeck.errors import ConfigError, DataError, LimbeckError, TokenizerError
 from limbeck.tokens import Rendering, TextEncoder
@@ -121,10 +122,13 @@ class CrossTokenizerCollator:
         train_on: in chat mode, ``all`` assistant turns or only the ``last``.
         student_template, teacher_template: chat templates that replace the tokenizers' own.
         template_kwargs, teacher_template_kwargs: arguments for the templates (the latter may be one per teacher).
+        chunks_as: ``keys`` writes each alignment as the published ``alignment_*`` tensors, ``layout`` as the
+            `ChunkLayout` that training makes of them (``chunks_{i}``), already here in the worker.
 
     Batch keys: ``input_ids, input_lengths, token_mask, target_bytes, sample_mask, idx, dropped``; per teacher *i*
-    ``teacher_{i}_input_ids, ..._input_lengths, ..._token_mask, ..._target_bytes`` and ``alignment_{i}_*``; teacher 0's
-    also without the number. ``target_bytes`` is the bytes of supervised tokens that have a predictor.
+    ``teacher_{i}_input_ids, ..._input_lengths, ..._token_mask, ..._target_bytes`` and ``alignment_{i}_*`` or
+    ``chunks_{i}``; teacher 0's tensors also without the number. ``target_bytes`` is the bytes of supervised tokens that
+    have a predictor.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class CrossTokenizerCollator:
         teacher_template: str | Sequence[str | None] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         teacher_template_kwargs: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        chunks_as: Literal["keys", "layout"] = "keys",
     ) -> None:
         teachers = _as_list(teacher_tokenizer)
         n = len(teachers)
@@ -169,6 +174,7 @@ class CrossTokenizerCollator:
         ]
         self.mode, self.append_eos, self.train_on = mode, append_eos, train_on
         self.pad_to_max, self.skip_errors = pad_to == "max", on_error == "skip"
+        self.as_layout = chunks_as == "layout"
         if mode == "chat":
             self._require_templates()
 
@@ -186,21 +192,23 @@ class CrossTokenizerCollator:
                 weights[row] = 0.0
         for i, side in enumerate(self.teachers):
             if side is not None:
-                out.update(self._teacher_tensors(i, side, teachers[i], chunks[i], out["input_ids"].shape[1]))
+                tensors = side.padded(teachers[i], self.pad_to_max)
+                ids = out["input_ids"], tensors["input_ids"]
+                for number in ("", "0_") if i == 0 else (f"{i}_",):
+                    out |= {f"teacher_{number}{key}": value for key, value in tensors.items()}
+                out |= self._alignment(i, chunks[i], *ids)
         out["sample_mask"] = torch.tensor(weights, dtype=torch.float32)
         out["idx"] = [int(r.get("idx", row)) for row, r in enumerate(batch)]
         out["dropped"] = [{k: v for k, v in d.items() if v} for d in dropped]
         return BatchedDataDict(out)
 
-    def _teacher_tensors(
-        self, i: int, side: Side, rows: list[Rendering], chunks: list[Chunks], student_width: int
-    ) -> dict[str, torch.Tensor]:
-        tensors = side.padded(rows, self.pad_to_max)
-        alignment = AlignmentBatch.from_chunks(chunks, student_width, tensors["input_ids"].shape[1])
-        out = {f"teacher_{i}_{k}": v for k, v in tensors.items()} | alignment.as_dict(f"alignment_{i}_")
-        if i == 0:
-            out |= {f"teacher_{k}": v for k, v in tensors.items()} | alignment.as_dict()
-        return out
+    def _alignment(
+        self, i: int, chunks: list[Chunks], student_ids_BT: torch.Tensor, teacher_ids_BT: torch.Tensor
+    ) -> dict[str, Any]:
+        if self.as_layout:
+            return {f"chunks_{i}": ChunkLayout.of_chunks(chunks, student_ids_BT, teacher_ids_BT)}
+        published = AlignmentBatch.from_chunks(chunks, student_ids_BT.shape[1], teacher_ids_BT.shape[1])
+        return published.as_dict(f"alignment_{i}_") | (published.as_dict() if i == 0 else {})
 
     def _render(
         self, batch: list[DatumSpec], dropped: list[Counter[str]]

@@ -132,8 +132,9 @@ class ChunkLayout:
     @classmethod
     def of_chunks(cls, samples: Sequence[Chunks], student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> ChunkLayout:
         """What an aligner found in each sample of a batch with these ids."""
-        every = Chunks(*(np.concatenate([getattr(c, f.name) for c in samples]) for f in fields(Chunks)))
-        sample_C = torch.repeat_interleave(torch.tensor([len(chunks) for chunks in samples]))
+        parts = [Chunks.concatenate([]), *samples]
+        every = Chunks(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Chunks)))
+        sample_C = torch.repeat_interleave(torch.tensor([len(chunks) for chunks in samples], dtype=torch.int64))
         student, teacher = (
             (torch.from_numpy(start), torch.from_numpy(end - start))
             for start, end in ((every.student_start, every.student_end), (every.teacher_start, every.teacher_end))

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from limbeck.align import TokenAligner
 from limbeck.cli.project import peak_rss_mb
 from limbeck.config import resolve
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.layout import aligned_chunks
 from limbeck.data.sources import DataConfig
 from limbeck.errors import ConfigError, DataError, TokenizerError
 from limbeck.tokens import ByteVocab, TextEncoder
@@ -41,6 +43,20 @@ def collator(student: str = "llama3_2", teacher: str = "qwen3", **options) -> Cr
 
 def records(texts) -> list[dict]:
     return [{"text": t, "idx": i, "loss_multiplier": 1.0, "source": f"data.jsonl:{i + 1}"} for i, t in enumerate(texts)]
+
+
+@pytest.mark.parametrize("options", [{}, {"ctx_length_student": 20}, {"mode": "chat"}], ids=str)
+def test_a_layout_holds_the_chunks_of_the_published_keys(options: dict) -> None:
+    rows = [{"messages": CHAT}] * 2 if options.get("mode") == "chat" else records(["", *TEXTS.values()])
+    keys, layout = (collator(**options, chunks_as=form)(rows) for form in ("keys", "layout"))
+    assert not [key for key in layout if key.startswith("alignment_")]
+    want, found = aligned_chunks(keys, 0), aligned_chunks(layout, 0)
+    assert found is not None
+    assert found.num_chunks > 0
+    for f in fields(found):
+        value, other = getattr(found, f.name), getattr(want, f.name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, f.name
+    assert collator(**options, chunks_as="layout")([])["chunks_0"].num_chunks == 0
 
 
 def test_keys_shapes_and_masks() -> None:
