@@ -18,6 +18,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import init_distributed
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
 from limbeck.errors import CacheError, ConfigError, LimbeckError
+from limbeck.models.loading import check_length
 from limbeck.models.policy import Policy
 from limbeck.teachers.build import connect_servers
 from limbeck.teachers.cache import CacheReader, CacheWriter, estimate_bytes
@@ -76,7 +77,10 @@ class CacheJob:
         if not self.wanted:
             raise ConfigError("no teacher has a cache folder; set teacher.cache to where its signals shall be stored")
         for index in self.wanted:
-            if config.all_teachers[index].server is not None and config.all_teachers[index].cache_kind != "topk":
+            own = config.all_teachers[index]
+            if own.server is None:
+                check_length(own, teacher_lengths(config)[index], name=f"teacher_{index}")
+            elif own.cache_kind != "topk":
                 raise ConfigError(f"teacher {index}: a server gives no hidden states; set cache_kind to topk")
         student_tokenizer, self.tokenizers = load_tokenizers(config)
         vocab = ByteVocab.from_tokenizer(student_tokenizer)

@@ -38,7 +38,7 @@ from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.loading import check_settings
+from limbeck.models.loading import check_length, check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
 from limbeck.projection import load_or_build
@@ -47,7 +47,7 @@ from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_t
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
-from limbeck.traces.dataset import TraceCollate, TraceDataset, load_traces, make_collator, plan_policy
+from limbeck.traces.dataset import TraceCollate, TraceDataset, load_traces, make_collator, plan_policy, row_lengths
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
@@ -96,6 +96,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     check_settings(config.policy, tokenizer, name="student", trained=True)
     if config.teacher is not None and config.teacher.server is None:
         check_settings(config.teacher, teacher_tokenizer, name="teacher", trained=False)
+    foreign = _foreign(tokenizer, teacher_tokenizer)
+    _check_lengths(config, foreign=foreign is not None)
     server = _server(config, tokenizer, teacher_tokenizer)
     dataset = load_traces(config.traces)
     held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
@@ -104,7 +106,6 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     latest = None if found is None else Checkpoint(found)
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
     plan = plan_policy(dataset.traces, config.loss.policy.spec(config.loss.block_rows), config.traces)
-    foreign = _foreign(tokenizer, teacher_tokenizer)
     collator = partial(make_collator, config.traces, config.policy, config.teacher, tokenizer, foreign)
     collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), plan)
     loader = make_loader(
@@ -180,13 +181,25 @@ def _foreign(tokenizer: Any, teacher_tokenizer: Any | None) -> Any | None:
     return None if same else teacher_tokenizer
 
 
+def _check_lengths(config: TraceMasterConfig, *, foreign: bool) -> None:
+    """Refuse rows that are longer than the positions of the models that read them.
+
+    ``foreign``: the hinted teacher has another tokenizer; otherwise validation lets the student read hinted rows too.
+    """
+    rows = row_lengths(config.traces, config.policy, config.teacher)
+    keys = "traces.max_seq_length, traces.max_pair_seq_length and traces.max_teacher_seq_length"
+    longest = max(rows.student, rows.pair, 0 if foreign else rows.teacher)
+    check_length(config.policy, longest, name="student", keys=keys)
+    if config.uses("hint") and config.teacher is not None and config.teacher.server is None:
+        check_length(config.teacher, rows.teacher, name="teacher", keys="traces.max_teacher_seq_length")
+
+
 def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -> ServerTeacher | None:
     """The hinted teacher behind a server, connected before any model is loaded."""
     if config.teacher is None or config.teacher.server is None or not config.uses("hint"):
         return None
-    traces = config.traces
-    longest = traces.max_teacher_seq_length or min(traces.max_seq_length, config.policy.max_total_sequence_length)
     student, readers = ByteVocab.from_tokenizer(tokenizer), same_rows(config.policy.dtensor_cfg)
+    longest = row_lengths(config.traces, config.policy, config.teacher).teacher
     return connect(config.teacher.server, teacher_tokenizer, student, longest=longest, readers=readers)
 
 

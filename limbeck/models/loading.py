@@ -391,14 +391,20 @@ def positions(numbers: Any) -> int | None:
     return max(most, int(original * factor)) if original and factor else most
 
 
-def check_length(settings: ModelConfig | Mapping[str, Any], length: int, *, name: str) -> None:
-    """Refuse sequences of up to ``length`` tokens for a model with fewer positions."""
+def check_length(
+    settings: ModelConfig | Mapping[str, Any],
+    length: int,
+    *,
+    name: str,
+    keys: str = "data.max_input_seq_length and data.max_teacher_seq_length",
+) -> None:
+    """Refuse sequences of up to ``length`` tokens for a model with fewer positions. ``keys``: what else bounds them."""
     numbers = model_numbers(settings)
     most = None if numbers is None else positions(numbers)
     if most is not None and length > most:
         raise ConfigError(
             f"{name} has {most} positions, but its sequences may have {length} tokens; lower its "
-            "max_total_sequence_length, or data.max_input_seq_length and data.max_teacher_seq_length"
+            f"max_total_sequence_length, or {keys}"
         )
 
 

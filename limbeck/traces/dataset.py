@@ -89,7 +89,8 @@ class TracesConfig(BaseModel):
     """Which end of a longer trace its policy row leaves out; ``left`` goes without behaviour log-probs."""
     max_pair_seq_length: int = Field(default=2048, ge=1)
     max_teacher_seq_length: int | None = Field(default=None, ge=1)
-    """Longest hinted sequence of a teacher of its own tokenizer; default: the student's."""
+    """Longest hinted sequence; default: ``max_seq_length``, and never more than the hinted model's
+    ``max_total_sequence_length``."""
     on_bad_trace: Literal["error", "skip"] = "error"
     """A trace that the chat template refuses: stop, or leave it out and count it."""
     shuffle: bool = True
@@ -228,6 +229,25 @@ class TraceCollate:
         batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
 
 
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the longest rows: of the student, of its preference pairs, and of the hinted teacher."""
+
+    student: int
+    pair: int
+    teacher: int
+
+
+def row_lengths(traces: TracesConfig, policy: ModelConfig, teacher: ModelConfig | None) -> RowLengths:
+    """How long rows may be: as ``traces`` says, and never longer than the model that reads them may have them."""
+    own = policy.max_total_sequence_length
+    theirs = own if teacher is None else teacher.max_total_sequence_length
+    student = min(traces.max_seq_length, own)
+    return RowLengths(
+        student, min(traces.max_pair_seq_length, own), min(traces.max_teacher_seq_length or student, theirs)
+    )
+
+
 def make_collator(
     traces: TracesConfig,
     policy: ModelConfig,
@@ -240,10 +260,10 @@ def make_collator(
 ) -> ComposerDataCollator:
     """The collator of a run. ``teacher_tokenizer``: of a hinted teacher with another tokenizer, else None."""
     generators: dict[str, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
-    limit = min(traces.max_seq_length, policy.max_total_sequence_length)
+    lengths = row_lengths(traces, policy, teacher)
     settings = CollatorConfig(
-        max_seq_len=limit,
-        max_dpo_seq_len=min(traces.max_pair_seq_length, policy.max_total_sequence_length),
+        max_seq_len=lengths.student,
+        max_dpo_seq_len=lengths.pair,
         enable_sdpo=hint,
         enable_replay_dpo=preference,
         hint_generator=LayeredHints(tuple(generators[name] for name in traces.hints)),
@@ -254,7 +274,7 @@ def make_collator(
         template_kwargs=dict(policy.tokenizer.chat_template_kwargs),
         policy_cut=traces.policy_cut,
         on_error="skip" if traces.on_bad_trace == "skip" else "raise",
-        teacher_max_seq_len=traces.max_teacher_seq_length,
+        teacher_max_seq_len=lengths.teacher,
         teacher_template_kwargs={} if teacher is None else dict(teacher.tokenizer.chat_template_kwargs),
         pad_to_multiple_of=policy.make_sequence_length_divisible_by,
     )

@@ -56,6 +56,12 @@ def test_more_than_a_models_positions_is_refused(tmp_path: Path, override: str, 
     assert f"{who} has 256 positions, but its sequences may have 257 tokens" in line
 
 
+def test_a_teacher_that_is_cached_has_its_positions_too(tmp_path: Path) -> None:
+    run_file = runs.write_run(tmp_path, teacher={"cache": str(tmp_path / "cache")})
+    line = runs.refused("cache", run_file, "data.max_teacher_seq_length=257")
+    assert "teacher_0 has 256 positions, but its sequences may have 257 tokens" in line
+
+
 def test_a_stretched_rope_reaches_further() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     stretched = {"init": "random", "model_overrides": {**LLAMA, "rope_scaling": rope}}

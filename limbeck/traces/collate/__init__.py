@@ -206,9 +206,7 @@ class ComposerDataCollator:
     def _side(self) -> HintSide:
         """The hinted teacher; its template is probed when the first hint is due."""
         if self._hint_side is None:
-            limit = self.config.max_seq_len
-            if self.teacher is not self.student and self.config.teacher_max_seq_len is not None:
-                limit = self.config.teacher_max_seq_len
+            limit = self.config.teacher_max_seq_len or self.config.max_seq_len
             self._hint_side = HintSide(self.teacher, limit, self.config.hint_placement)
         return self._hint_side
 

@@ -87,7 +87,7 @@ class CollatorConfig:
         template_kwargs: further arguments of the chat template. Give ``date_string`` where a template prints today's
             date, or sequences will differ from day to day.
         on_error: ``raise`` stops at a trace that the template refuses; ``skip`` keeps an empty row that takes no part.
-        teacher_max_seq_len: longest sequence of a hinted teacher with a tokenizer of its own.
+        teacher_max_seq_len: longest hinted sequence; by default ``max_seq_len``.
         teacher_template_kwargs: arguments of that teacher's template.
         pad_to_multiple_of: widths are rounded up to a multiple of this.
     """
