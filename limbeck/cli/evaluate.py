@@ -62,6 +62,9 @@ def eval_command(
         Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on an accelerator.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Take random numbers for weights that a model's folder lacks.")
+    ] = False,
     traces: Annotated[
         list[Path] | None,
         typer.Option("--traces", help="Agent traces: log p of failed messages and of better ones; repeatable."),
@@ -99,6 +102,7 @@ def eval_command(
         checkpoint=checkpoint,
         precision=precision.value if precision else None,
         device=device,
+        allow_missing=allow_missing,
     )
     if lm_eval:
         from limbeck.evaluation.harness import check_harness
@@ -161,4 +165,5 @@ def _harness(models: list[str], tasks: list[str], include: Path | None, options:
         include=include,
         precision=precision,
         device=str(device),
+        allow_missing=options.allow_missing,
     )

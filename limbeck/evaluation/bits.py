@@ -50,6 +50,7 @@ class EvalOptions:
         checkpoint: of a run folder: ``best``, ``latest`` or a step.
         precision: ``float32``, ``bfloat16`` or ``float16``; default: float32 on a CPU, bfloat16 on an accelerator.
         device: default: the accelerator if there is one.
+        allow_missing: score a model whose folder lacks weights, with random numbers in their place.
     """
 
     mode: str = "auto"
@@ -64,6 +65,7 @@ class EvalOptions:
     checkpoint: str = "best"
     precision: str | None = None
     device: str | None = None
+    allow_missing: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -132,7 +134,12 @@ class EvalModel:
         self.encoder = TextEncoder.for_tokenizer(self.tokenizer)
         self.classes = class_table(self.encoder.vocab)
         # one forward pass per batch that is handed over: batches are formed here, by length
-        settings = {"model_name": source.weights, "precision": precision, "logprob_batch_size": options.batch_tokens}
+        settings = {
+            "model_name": source.weights,
+            "precision": precision,
+            "logprob_batch_size": options.batch_tokens,
+            "allow_missing": options.allow_missing,
+        }
         self.policy = Policy(settings, self.tokenizer, name=source.spec, device=device, init_optimizer=False)
         self.context = options.context or min(self._limit(), DEFAULT_CONTEXT)
         self.stride = options.stride or self.context // 2

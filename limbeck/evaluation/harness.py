@@ -38,6 +38,7 @@ def run_harness(
     precision: str = "float32",
     device: str = "cpu",
     batch_size: int = 8,
+    allow_missing: bool = False,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """``{model: {task: {metric: value}}}`` of the harness' own tasks.
 
@@ -50,7 +51,8 @@ def run_harness(
     out: dict[str, dict[str, dict[str, float]]] = {}
     for spec in models:
         source = find_model(spec, checkpoint)
-        model = load_model({"model_name": source.weights}, dtype=parse_dtype(precision), device=device)
+        settings = {"model_name": source.weights, "allow_missing": allow_missing}
+        model = load_model(settings, dtype=parse_dtype(precision), device=device)
         wrapped = HFLM(
             pretrained=model, tokenizer=load_tokenizer(source.tokenizer), batch_size=batch_size, device=device
         )

@@ -222,7 +222,7 @@ def _refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
     if said:
         raise ConfigError(
             f"the weights of model {name!r} do not fit it: {'; '.join(said)}; give the whole model, or set "
-            "allow_missing: true where random numbers in their place are meant"
+            "allow_missing: true (limbeck eval: --allow-missing) where random numbers in their place are meant"
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from limbeck.cli import application
@@ -68,6 +70,22 @@ def test_nothing_to_evaluate_on_is_refused(models: list[str]) -> None:
     result = CliRunner().invoke(app, ["eval", models[0]])
     assert isinstance(result.exception, ConfigError)
     assert "--data FILE" in str(result.exception)
+
+
+def test_a_model_without_some_of_its_weights_needs_a_flag(models: list[str], files: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "lacking"
+    shutil.copytree(models[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    arguments = ["eval", str(folder), "--data", files[0], "--json"]
+    refused = CliRunner().invoke(app, arguments)
+    assert isinstance(refused.exception, ConfigError)
+    assert "mlp.up_proj.weight" in str(refused.exception)
+    assert "--allow-missing" in str(refused.exception)
+    allowed = CliRunner().invoke(app, [*arguments, "--allow-missing"])
+    assert allowed.exit_code == 0, allowed.output
+    assert json.loads(allowed.stdout)["settings"]["allow_missing"] is True
 
 
 def test_a_missing_harness_is_one_sentence(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
