@@ -20,10 +20,10 @@ from limbeck.traces.readers.base import as_dict, as_dicts, as_number
 from limbeck.traces.replay import NoAnswer, parse_answer
 from limbeck.traces.schema import Message
 from limbeck.utils.files import JsonCache, content_hash
-from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket, public_url
+from limbeck.utils.http import HOPELESS, MAX_BYTES, Client, HttpFailure, TokenBucket, public_url
 
-# far above the longest answer that a chat endpoint gives
-_MAX_BYTES = 64 << 20
+# Of one token of an answer: far above what the longest tokens take when all their characters are written as escapes.
+_BYTES_PER_TOKEN = 1024
 
 
 @dataclass
@@ -116,7 +116,7 @@ class EndpointProposer:
             backoff=config.backoff,
             max_backoff=config.max_backoff,
             limits=(TokenBucket(per_minute, burst=60.0 / per_minute),) if per_minute > 0 else (),
-            max_bytes=_MAX_BYTES,
+            max_bytes=MAX_BYTES + config.max_tokens * _BYTES_PER_TOKEN,
             counts=self.counts,
             error=TraceError,
             seed=self.name,
@@ -170,10 +170,14 @@ class EndpointProposer:
         cost = 0.0
         try:
             answer = self._read(*await self._post(body))
+            # A server that does not say what it used, or says nonsense, is charged the worst case.
+            cost = worst
             usage = as_dict(answer.get("usage"))
             tokens = [as_number(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
-            # A server that does not say what it used is charged the worst case.
-            cost = worst if tokens[0] is None or tokens[1] is None else self._price(tokens[0], tokens[1])
+            if any(number is not None and number < 0 for number in tokens):
+                raise HttpFailure("bad_answer", f"the usage is below zero ({tokens})")
+            if tokens[0] is not None and tokens[1] is not None:
+                cost = self._price(tokens[0], tokens[1])
         finally:
             self.budget.settle(worst, cost)
         try:

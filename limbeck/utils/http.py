@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,6 +18,10 @@ from limbeck.errors import LimbeckError
 
 T = TypeVar("T")
 
+MAX_BYTES = 4 << 20
+"""Largest answer to a request that asks for no list."""
+# What zlib writes is at most some thousand times what it reads; other codecs, and one inside another, know no bound.
+_ENCODINGS = ("identity", "gzip", "deflate")
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}
 
@@ -94,6 +98,23 @@ class TokenBucket:
             return pause
 
 
+class _Loop:
+    """An event loop in a thread of its own, for callers that have none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="limbeck-http", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class HttpFailure(Exception):
     """A request without a usable answer. ``reason``: a short name to count by; ``detail``: for the message.
 
@@ -109,7 +130,8 @@ class Client:
     """A connection pool to one server, for many threads (``request``) or one event loop (``send``, ``retrying``).
 
     An answer is a status and a JSON body, None where the body is none. Statuses that may pass and bodies that are cut,
-    late or too large are an ``HttpFailure``; what the other statuses mean is the caller's to say.
+    late or too large are an ``HttpFailure``; what the other statuses mean is the caller's to say. One limit of time
+    holds for connecting, headers and body together, one of size for the body as it was before it was compressed.
 
     Args:
         url: Base address; paths of requests are put behind it.
@@ -118,7 +140,7 @@ class Client:
         retries: Further attempts after the first.
         backoff, max_backoff: Seconds before the second attempt, and at most.
         limits: What a request takes of: the first counts requests, the second tokens.
-        max_bytes: Largest answer.
+        max_bytes: Largest answer, where a request does not say how large its own may be.
         counts: Requests, retries and tokens sent are added here.
         error: Raised where the key or the installation is not usable.
         seed: Of the random share of pauses; None differs between processes.
@@ -134,7 +156,7 @@ class Client:
         backoff: float,
         max_backoff: float,
         limits: tuple[TokenBucket, ...] = (),
-        max_bytes: int = 1 << 30,
+        max_bytes: int = MAX_BYTES,
         counts: Counter[str] | None = None,
         error: type[LimbeckError] = LimbeckError,
         seed: str | None = None,
@@ -150,13 +172,21 @@ class Client:
         self._httpx = load_httpx(error)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._pool: Any = None
-        self._async_pool: Any = None
+        self._loop: _Loop | None = None
+        self._pool: Any = None  # of the loop above
+        self._async_pool: Any = None  # of the caller's
 
     # -- from threads --------------------------------------------------------------------------------------------------
 
     def request(
-        self, method: str, path: str, body: Any = None, *, tokens: int = 0, retries: int | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        tokens: int = 0,
+        retries: int | None = None,
+        max_bytes: int | None = None,
     ) -> tuple[int, Any]:
         """An answer that a further attempt would not change; ``HttpFailure`` where there is none after all attempts."""
         attempts = (self.retries if retries is None else retries) + 1
@@ -165,37 +195,26 @@ class Client:
                 for limit, amount in zip(self.limits, (1, tokens), strict=False):
                     limit.take(amount)
                 self._count_request(tokens)
-                return self._exchange(method, path, body)
+                return self._exchange(method, path, body, max_bytes or self.max_bytes)
             except HttpFailure as failure:
                 self._sleep(self._pause(failure, attempt, attempts))
         raise AssertionError("unreachable")
 
-    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+    def _exchange(self, method: str, path: str, body: Any, most: int) -> tuple[int, Any]:
         with self._lock:
-            if self._pool is None:
-                self._pool = self._httpx.Client(timeout=self.timeout)
-            pool = self._pool
-        # the library's own limit is per read, which a server that drips would never reach
-        deadline = time.monotonic() + self.timeout
-        received = bytearray()
-        try:
-            with pool.stream(method, self.base + path, json=body, headers=self._headers()) as response:
-                for chunk in response.iter_bytes():
-                    self._receive(received, chunk)
-                    if time.monotonic() > deadline:
-                        raise self._late()
-                return self._judge(response, received)
-        except self._httpx.TimeoutException as error:
-            raise self._late() from error
-        except self._httpx.HTTPError as error:
-            raise self._broken(error) from error
+            if self._loop is None:
+                self._loop, self._pool = _Loop(), self._new_pool()
+            loop, pool = self._loop, self._pool
+        return self._judge(*loop.run(self._fetch(pool, method, path, body, most)), most)
 
     def close(self) -> None:
         """Close the connections; the next request opens new ones."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+            loop, pool = self._loop, self._pool
+            self._loop = self._pool = None
+        if loop is not None:
+            loop.run(pool.aclose())
+            loop.close()
 
     # -- from an event loop --------------------------------------------------------------------------------------------
 
@@ -208,28 +227,19 @@ class Client:
                 await self._async_sleep(self._pause(failure, number, self.retries + 1))
         raise AssertionError("unreachable")
 
-    async def send(self, method: str, path: str, body: Any = None, *, tokens: int = 0) -> tuple[int, Any]:
+    async def send(
+        self, method: str, path: str, body: Any = None, *, tokens: int = 0, max_bytes: int | None = None
+    ) -> tuple[int, Any]:
         """One attempt, when its turn has come."""
         for limit, amount in zip(self.limits, (1, tokens), strict=False):
             pause = limit.reserve(amount)
             if pause > 0:
                 await self._async_sleep(pause)
         self._count_request(tokens)
-        try:
-            return await asyncio.wait_for(self._async_exchange(method, path, body), self.timeout)
-        except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
-            raise self._late() from error
-        except self._httpx.HTTPError as error:
-            raise self._broken(error) from error
-
-    async def _async_exchange(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if self._async_pool is None:
-            self._async_pool = self._httpx.AsyncClient(timeout=self.timeout)
-        received = bytearray()
-        async with self._async_pool.stream(method, self.base + path, json=body, headers=self._headers()) as response:
-            async for chunk in response.aiter_bytes():
-                self._receive(received, chunk)
-            return self._judge(response, received)
+            self._async_pool = self._new_pool()
+        most = max_bytes or self.max_bytes
+        return self._judge(*await self._fetch(self._async_pool, method, path, body, most), most)
 
     async def aclose(self) -> None:
         """Close the connections that ``send`` opened."""
@@ -238,6 +248,32 @@ class Client:
             await pool.aclose()
 
     # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _new_pool(self) -> Any:
+        return self._httpx.AsyncClient(timeout=self.timeout, headers={"Accept-Encoding": ", ".join(_ENCODINGS[1:])})
+
+    async def _fetch(self, pool: Any, method: str, path: str, body: Any, most: int) -> tuple[int, Any, bytearray]:
+        """Status, headers and body of one attempt, all of them before the time is over."""
+
+        async def exchange() -> tuple[int, Any, bytearray]:
+            received = bytearray()
+            async with pool.stream(method, self.base + path, json=body, headers=self._headers()) as response:
+                encoding = response.headers.get("content-encoding", "identity").strip().lower()
+                if encoding not in _ENCODINGS:
+                    raise HttpFailure("bad_answer", f"the body is encoded as {self.clean(encoding)!r}")
+                async for chunk in response.aiter_bytes():
+                    received += chunk
+                    if len(received) > most:
+                        raise HttpFailure("too_large", f"the answer has more than {most / 2**20:.1f} MiB")
+                return int(response.status_code), response.headers, received
+
+        try:
+            # the library's own limit is per read, which a server that drips would never reach
+            return await asyncio.wait_for(exchange(), self.timeout)
+        except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
+            raise self._late() from error
+        except self._httpx.HTTPError as error:
+            raise self._broken(error) from error
 
     def key(self) -> str:
         """The key without outer white space, empty where none is set."""
@@ -253,7 +289,9 @@ class Client:
         key = os.environ.get(self.key_env, "")
         for secret in (repr(key)[1:-1], key, key.strip()):
             text = text.replace(secret, "***") if secret else text
-        return " ".join(text.split())[:200]
+        # a terminal would obey control characters, and those that turn the direction of text around
+        shown = "".join(c if c.isprintable() else " " for c in text)
+        return " ".join(shown.split())[:200]
 
     def error_text(self, answer: Any) -> str:
         """What a server says is wrong, in any of the usual places."""
@@ -285,19 +323,16 @@ class Client:
             return min(failure.pause, self.max_backoff)
         return backoff(attempt, self.backoff, self.max_backoff, self._random)
 
-    def _receive(self, received: bytearray, chunk: bytes) -> None:
-        received += chunk
-        if len(received) > self.max_bytes:
-            raise HttpFailure("too_large", f"the answer has more than {self.max_bytes >> 20} MiB")
-
-    def _judge(self, response: Any, received: bytearray) -> tuple[int, Any]:
-        status = int(response.status_code)
+    def _judge(self, status: int, headers: Any, received: bytearray, most: int) -> tuple[int, Any]:
+        # short values take many times their text's size in memory: real answers have one in some twenty bytes
+        if sum(map(received.count, (b",", b"[", b"{"))) > 4096 + most // 16:
+            raise HttpFailure("too_large", "the answer holds more values than were asked for")
         try:
             answer = json.loads(received)
         except (ValueError, RecursionError):
             answer = None
         if status in RETRIED:
-            pause = retry_after(response.headers)
+            pause = retry_after(headers)
             raise HttpFailure(f"http_{status}", self.error_text(answer), passing=True, pause=pause)
         if status == 200 and answer is None:
             raise HttpFailure("bad_answer", "the body is no JSON", passing=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +54,12 @@ def listening(handle: Handle, closing: threading.Event | None = None) -> Iterato
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listener(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # the client may leave as it likes
+                super().handle_error(request, client_address)
+
+    listener = Listener(("127.0.0.1", 0), Handler)
     listener.daemon_threads = True
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -62,6 +69,31 @@ def listening(handle: Handle, closing: threading.Event | None = None) -> Iterato
         end.set()
         listener.shutdown()
         listener.server_close()
+        thread.join()
+
+
+@contextmanager
+def dripping_headers(gone: threading.Event) -> Iterator[str]:
+    """A server that sends one header after the other, and an answer only in the end; ``gone``: the client hung up."""
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            try:
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                for number in range(400):
+                    connection.sendall(b"x-%d: y\r\n" % number)
+                    if gone.wait(0.01):
+                        return
+                connection.sendall(b"content-length: 2\r\n\r\n{}")
+            except OSError:
+                gone.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         thread.join()
 
 

@@ -214,6 +214,29 @@ def _strange(prompt, choice):
     choice["prompt_logprobs"][1] = ["what"]
 
 
+def _number(value):
+    def change(prompt, choice):
+        place = choice["prompt_logprobs"][2]
+        token = next(t for t in place if t != str(prompt[2]))
+        place[token]["logprob"] = value
+
+    return change
+
+
+def _huge_id(prompt, choice):
+    place = choice["prompt_logprobs"][2]
+    place[str(2**40)] = place.pop(next(t for t in place if t != str(prompt[2])))
+
+
+def _no_index(prompt, choice):
+    choice["index"] = None
+
+
+def _unlikely(prompt, choice):
+    for entry in choice["prompt_logprobs"][2].values():
+        entry["logprob"] -= 30.0
+
+
 LIES = {
     "dropped": (_drop_realised, "wrong_ids: position 1 was scored without the token"),
     "other_ids": (_other_ids, "wrong_ids: the server scored"),
@@ -223,6 +246,11 @@ LIES = {
     "nan": (_not_a_number, "bad_numbers: position 2 holds values that are no log-probabilities"),
     "too_likely": (_too_likely, "bad_numbers: the probabilities at position 2 add up to more than 1"),
     "strange": (_strange, "bad_answer: log-probabilities in an unknown form"),
+    "10^400": (_number(10**400), "bad_answer: log-probabilities in an unknown form"),
+    "-10^300": (_number(-1e300), "bad_numbers: position 2 holds values that are no log-probabilities"),
+    "2^40": (_huge_id, "bad_numbers: position 2 holds values that are no log-probabilities"),
+    "null index": (_no_index, "bad_answer: 1 choices for 1 prompts, or not numbered from 0"),
+    "unlikely": (_unlikely, "bad_numbers: the most likely tokens at position 2 are less likely than chance"),
 }
 
 
@@ -235,6 +263,20 @@ def test_a_lie_stops_the_run_with_one_line(server, name):
         student().train(batch([0]), loss_fn(), teachers=[source])
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"teacher 0: the server {server.url} gave no scores for a row of ")
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_about_a_row_may_be_skipped(server, name):
+    source = remote(server, on_failure="skip")
+    server.lie = lie_about_rows(LIES[name][0])
+    assert source.prefetch(batch([0])).metrics["rows_failed"] == (1.0, 1.0)
+
+
+def test_an_answer_is_no_larger_than_what_was_asked_for(server):
+    source = remote(server)
+    server.lie = lambda number, body, answer: (200, b'{"choices": "' + b"x" * (8 << 20) + b'"}')
+    with pytest.raises(ServerError, match="too_large: the answer has more than"):
+        source.prefetch(batch([0]))
 
 
 @pytest.mark.parametrize("cross", [True, False])

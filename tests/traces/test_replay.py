@@ -321,6 +321,33 @@ def test_hopeless_answers_fail_with_their_reason(reply: Any, reason: str, reques
         assert len(server.requests) == requests
 
 
+def test_a_usage_below_zero_is_refused_and_charged_in_full() -> None:
+    reply = {**completion("ok"), "usage": {"prompt_tokens": 10, "completion_tokens": -(10**9)}}
+    budget = Budget(limit=1.0)
+    with endpoint(lambda n, body: (200, reply)) as server:
+        teacher = teacher_at(server.url, budget=budget, price_in=1.0, price_out=1.0, max_tokens=100)
+        with pytest.raises(NoAnswer, match="usage is below zero"):
+            ask(teacher)
+    assert len(server.requests) == 1
+    assert budget.spent >= 100 / 1e6
+
+
+@pytest.mark.parametrize("number", [10**400, 1e999])
+def test_a_usage_that_is_no_number_is_charged_in_full(number: float) -> None:
+    budget = Budget()
+    reply = {**completion("ok"), "usage": {"prompt_tokens": 1, "completion_tokens": number}}
+    with endpoint(lambda n, body: (200, reply)) as server:
+        ask(teacher_at(server.url, budget=budget, price_out=1.0, max_tokens=100))
+    assert budget.spent == 100 / 1e6
+
+
+def test_an_answer_is_no_larger_than_its_tokens() -> None:
+    with endpoint(lambda n, body: (200, completion("x" * (6 << 20)))) as server:
+        with pytest.raises(NoAnswer, match=r"has more than 4\.1 MiB"):
+            ask(teacher_at(server.url, max_tokens=100))
+        assert ask(teacher_at(server.url, max_tokens=4000))[0].content.startswith("xxx")
+
+
 def test_time_outs_and_refused_connections() -> None:
     with endpoint(lambda n, body: HOLD) as server:
         teacher = teacher_at(server.url, timeout=0.1, max_retries=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import threading
 from collections import Counter
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from limbeck.errors import ServerError
 from limbeck.utils.http import Client, HttpFailure, TokenBucket
-from tests.helpers.servers import endpoint
+from tests.helpers.servers import dripping_headers, endpoint
 
 KEY = "sk-very-secret"
 
@@ -73,6 +75,49 @@ def test_the_last_failure_is_raised(ask) -> None:
 def test_an_answer_without_end_is_cut_off(ask) -> None:
     with endpoint(lambda n, body: (200, b"x" * (3 << 20))) as server, pytest.raises(HttpFailure, match="too_large"):
         ask(client(server.url, [], max_bytes=1 << 20))
+
+
+def test_a_request_says_how_large_its_answer_may_be() -> None:
+    with endpoint(lambda n, body: (200, {"x": "y" * 5000})) as server:
+        one = client(server.url, [])
+        assert one.request("POST", "/p", {})[0] == 200
+        with pytest.raises(HttpFailure, match="too_large"):
+            one.request("POST", "/p", {}, max_bytes=4000)
+        one.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, gzip", "br"])
+def test_a_compressed_answer_is_bounded_as_it_was_before(ask, encoding: str) -> None:
+    """Codecs that know no bound, and one inside another, are not unpacked at all."""
+    body = gzip.compress(bytes(4 << 20))
+    refused = "too_large" if encoding == "gzip" else "bad_answer: the body is encoded as"
+    with (
+        endpoint(lambda n, _: (200, body, {"content-encoding": encoding})) as server,
+        pytest.raises(HttpFailure, match=refused),
+    ):
+        ask(client(server.url, [], max_bytes=1 << 20))
+
+
+def test_many_small_values_are_not_unpacked(ask) -> None:
+    """A list of a million empty lists is three megabytes of text and eighty of memory."""
+    body = b"[" + b"[]," * 1_000_000 + b"0]"
+    refused = pytest.raises(HttpFailure, match="too_large: the answer holds more values")
+    with endpoint(lambda n, _: (200, body)) as server, refused:
+        ask(client(server.url, []))
+
+
+def test_headers_that_never_end_are_late(ask) -> None:
+    gone = threading.Event()
+    with dripping_headers(gone) as url, pytest.raises(HttpFailure, match=r"timeout: no whole answer in 0\.3 s"):
+        ask(client(url, [], timeout=0.3, retries=0))
+    assert gone.is_set()
+
+
+def test_control_characters_are_not_shown(ask) -> None:
+    said = "no \x1b[31mred\x07 \u202ebackwards\x9b2J\r\n end"
+    with endpoint(lambda n, body: (400, {"error": said})) as server:
+        one = client(server.url, [])
+        assert one.error_text(ask(one)[1]) == "no [31mred backwards 2J end"
 
 
 def test_a_key_with_a_line_end_works_and_is_never_shown(ask, monkeypatch: pytest.MonkeyPatch) -> None:

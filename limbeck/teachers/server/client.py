@@ -98,7 +98,14 @@ class ServerClient(Client):
         )
 
     def request(
-        self, method: str, path: str, body: Any = None, *, tokens: int = 0, retries: int | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        tokens: int = 0,
+        retries: int | None = None,
+        max_bytes: int | None = None,
     ) -> tuple[int, Any]:
         """Status and JSON body (None where it is none) of an answer that a further attempt would not change.
 
@@ -106,7 +113,7 @@ class ServerClient(Client):
             ServerFailure: no such answer after all attempts.
             ServerError: the key was refused.
         """
-        status, answer = super().request(method, path, body, tokens=tokens, retries=retries)
+        status, answer = super().request(method, path, body, tokens=tokens, retries=retries, max_bytes=max_bytes)
         if status in (401, 403):
             state = "is set" if self.key() else "is not set"
             raise ServerError(

@@ -19,10 +19,16 @@ import numpy.typing as npt
 from limbeck.errors import ServerError
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteVocab, TextEncoder
+from limbeck.utils.http import MAX_BYTES
 
 STYLES = ("prompt_logprobs", "echo")
 # The sum of the listed probabilities may pass 1 by the server's rounding (bfloat16 logits, float32 sums).
 _SLACK = 1e-2
+# Below this a 16-bit number cannot hold a log-probability; servers write -9999 for what is impossible.
+_LOWEST = -65_000.0
+_MOST_ID = 2**31
+# Of one listed token, with its rank and text: some 75 bytes, more where tokens are long or written with escapes.
+_BYTES_PER_TOKEN = 512
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,20 @@ def request_body(model: str, prompts: Any, k: int, style: str) -> dict[str, Any]
     return {**body, "echo": True, "logprobs": k, "return_tokens_as_token_ids": True, "add_special_tokens": False}
 
 
+def answer_bytes(tokens: int, k: int) -> int:
+    """Bytes that the answer to a request of so many prompt tokens may have."""
+    return MAX_BYTES + tokens * (k + 1) * _BYTES_PER_TOKEN
+
+
 def choices_of(answer: Any, prompts: int) -> list[dict[str, Any]]:
     """The answer's choices in the order of the prompts."""
     found = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(isinstance(c, dict) for c in found):
         raise ServerFailure("bad_answer", "the body is no completion")
-    if len(found) != prompts or sorted(c.get("index", i) for i, c in enumerate(found)) != list(range(prompts)):
-        raise ServerFailure("bad_answer", f"{len(found)} choices for {prompts} prompts")
-    return sorted(found, key=lambda c: c.get("index", 0))
+    by_index = {c.get("index", i): c for i, c in enumerate(found) if type(c.get("index", i)) is int}
+    if len(found) != prompts or by_index.keys() != set(range(prompts)):
+        raise ServerFailure("bad_answer", f"{len(found)} choices for {prompts} prompts, or not numbered from 0")
+    return [by_index[i] for i in range(prompts)]
 
 
 def positions_of(choice: dict[str, Any], style: str) -> list[dict[int, float]]:
@@ -62,7 +74,7 @@ def positions_of(choice: dict[str, Any], style: str) -> list[dict[int, float]]:
                 raise ServerFailure("no_logprobs", "the answer holds no prompt_logprobs")
             return [{int(token): float(entry["logprob"]) for token, entry in (place or {}).items()} for place in listed]
         return _echoed(choice)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ServerFailure("bad_answer", f"log-probabilities in an unknown form ({type(error).__name__})") from error
 
 
@@ -103,9 +115,18 @@ def read_choice(choice: dict[str, Any], ids: Sequence[int], k: int, vocab_size: 
     topk = np.zeros((rows, k), np.float32)
     came = np.zeros(rows, np.float32)
     for row in range(rows):
-        came[row] = _read_place(places[row + 1], int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
+        place = places[row + 1]
+        came[row] = _read_place(place, int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
+        _check_mass(topk[row], k / vocab_size, row + 1)
     topk_ids[topk_ids >= vocab_size] = -1
     return ScoredDocument(topk_ids, topk, came)
+
+
+def _check_mass(logprobs: npt.NDArray[np.float32], share: float, position: int) -> None:
+    """The most likely tokens hold at least the share that they have where all are equally likely."""
+    # the server's head may be wider than the vocabulary, but not twice as wide
+    if float(np.exp(logprobs).sum()) < share / 2:
+        raise ServerFailure("bad_numbers", f"the most likely tokens at position {position} are less likely than chance")
 
 
 def _read_place(
@@ -122,7 +143,8 @@ def _read_place(
     if len(place) not in (k, k + 1):
         raise ServerFailure("wrong_k", f"{len(place)} log-probabilities at position {position}, asked for {k}")
     came = place[realised]
-    if not all(math.isfinite(value) and value <= _SLACK for value in place.values()) or min(place) < 0:
+    in_range = all(_LOWEST <= value <= _SLACK for value in place.values())
+    if not in_range or not 0 <= min(place) <= max(place) < _MOST_ID:
         raise ServerFailure("bad_numbers", f"position {position} holds values that are no log-probabilities")
     if sum(math.exp(value) for value in place.values()) > 1 + _SLACK:
         raise ServerFailure("bad_numbers", f"the probabilities at position {position} add up to more than 1")
@@ -209,9 +231,13 @@ class _Probe:
         self._same_tokenizer(model, style)
         return ServerFacts(model, style, longest)
 
-    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def _ask(self, method: str, path: str, body: Any = None, k: int = 0) -> tuple[int, Any]:
+        """``k``: how many tokens per position the body asks for."""
+        tokens = len(self.ids) if body else 0
+        # another tokenizer may cut the known text finer, down to bytes
+        most = answer_bytes(len(KNOWN_TEXT.encode()), k)
         try:
-            return self.client.request(method, path, body, tokens=len(self.ids) if body else 0, retries=1)
+            return self.client.request(method, path, body, tokens=tokens, retries=1, max_bytes=most)
         except ServerFailure as failure:
             if failure.reason in ("connection", "timeout"):
                 raise ServerError(
@@ -234,14 +260,15 @@ class _Probe:
         if wanted is None and len(names) == 1:
             wanted = next(iter(names))
         if wanted is None or wanted not in names:
-            raise ServerError(f"{self.where} serves {sorted(names)}; teacher.server.model is {wanted!r}")
+            served = self.client.clean(str(sorted(names)))
+            raise ServerError(f"{self.where} serves {served}; teacher.server.model is {wanted!r}")
         longest = names[wanted].get("max_model_len")
         # one place is taken by the token that a completion must generate
         return wanted, longest - 1 if isinstance(longest, int) and longest > 1 else None
 
     def _try(self, model: str, style: str, k: int) -> str:
         """Empty where the ids of the known text are scored correctly with this k; otherwise what is wrong."""
-        status, answer = self._ask("POST", "/completions", request_body(model, [self.ids], k, style))
+        status, answer = self._ask("POST", "/completions", request_body(model, [self.ids], k, style), k)
         if status != 200:
             return f"HTTP {status}: {self.client.error_text(answer) or 'no reason given'}"
         try:
@@ -280,7 +307,7 @@ class _Probe:
 
     def _same_tokenizer(self, model: str, style: str) -> None:
         """The server tokenizes the known text itself; ids and the text behind them must be those of the tokenizer."""
-        status, answer = self._ask("POST", "/completions", request_body(model, KNOWN_TEXT, 1, style))
+        status, answer = self._ask("POST", "/completions", request_body(model, KNOWN_TEXT, 1, style), 1)
         advice = "give the tokenizer of the served model as teacher.tokenizer.name"
         if status != 200:
             raise ServerError(f"{self.where} does not score a text (HTTP {status}: {self.client.error_text(answer)})")
@@ -301,7 +328,8 @@ class _Probe:
             if other not in (None, mine) or (position and mine not in place):
                 raise ServerError(
                     f"{self.where} has another tokenizer: at token {position} of the known text it has "
-                    f"{other if other is not None else sorted(place)}, the tokenizer here {mine}; {advice}"
+                    f"{self.client.clean(repr(sorted(place) if other is None else other))}, the tokenizer here {mine}; "
+                    f"{advice}"
                 )
         self._same_bytes(choice, advice)
 
@@ -311,14 +339,15 @@ class _Probe:
             for token, entry in (place or {}).items():
                 text = entry.get("decoded_token") if isinstance(entry, dict) else None
                 number = int(token)
-                if not isinstance(text, str) or number >= self.vocab.size or self.vocab.special[number]:
+                if not isinstance(text, str) or not 0 <= number < self.vocab.size or self.vocab.special[number]:
                     continue
                 mine = self.vocab.token_bytes[number].decode("utf-8", "replace")
                 # pieces of characters have no text, and servers differ in how they show blanks
                 if "\ufffd" in mine + text or _bare(mine) == _bare(text):
                     continue
                 raise ServerError(
-                    f"{self.where} has another tokenizer: its token {number} is {text!r}, here {mine!r}; {advice}"
+                    f"{self.where} has another tokenizer: its token {number} is {self.client.clean(repr(text))}, here "
+                    f"{mine!r}; {advice}"
                 )
 
 

@@ -32,6 +32,7 @@ from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFai
 from limbeck.teachers.server.protocol import (
     ScoredDocument,
     ServerFacts,
+    answer_bytes,
     choices_of,
     pack_scores,
     probe_server,
@@ -145,7 +146,9 @@ class ServerTeacher(Teacher):
     def _request(self, documents: list[Ids]) -> list[ScoredDocument | ServerFailure]:
         prompts = [[int(i) for i in d] for d in documents]
         body = request_body(self.facts.model, prompts, self.k, self.facts.style)
-        status, answer = self.client.request("POST", "/completions", body, tokens=sum(map(len, prompts)))
+        tokens = sum(map(len, prompts))
+        most = answer_bytes(tokens, self.k)
+        status, answer = self.client.request("POST", "/completions", body, tokens=tokens, max_bytes=most)
         if status == 404:
             raise ServerError(
                 f"the server {self.client.url} no longer serves the model {self.facts.model!r} (HTTP 404)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -213,9 +214,11 @@ def as_text(value: Any) -> str | None:
 
 def as_number(value: Any) -> float | None:
     """The value where it is a finite number; booleans count as 0 and 1."""
-    if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
-        return float(value)
-    return None
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def content_text(content: Any, log: ReadLog, line: int | None) -> str:
