@@ -1,4 +1,4 @@
-"""``limbeck traces ingest | sites | pairs``: agent logs to canonical traces, error sites and preference pairs."""
+"""``limbeck traces ...``: agent logs to canonical traces, their secrets, error sites and preference pairs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
     from limbeck.traces.readers import ReadLog
+    from limbeck.traces.redact import Redactor
     from limbeck.traces.replay import Proposer, Replayer
     from limbeck.traces.schema import Trace
     from limbeck.utils.files import JsonCache
@@ -51,6 +52,13 @@ FormatOption = Annotated[
     ),
 ]
 RedactOption = Annotated[bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and passwords out.")]
+PiiOption = Annotated[
+    bool, typer.Option("--redact-pii", help="Also e-mail addresses, names in home paths, phone and card numbers.")
+]
+RulesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--redact-rules", help="YAML file with patterns of your own, beside the kept ones; repeatable."),
+]
 ReasoningOption = Annotated[bool, typer.Option("--strip-reasoning", help="Take hidden reasoning out of all messages.")]
 DetectorsOption = Annotated[
     DetectorSet, typer.Option("--detectors", help="extended: also failures that the log states without a flag.")
@@ -63,6 +71,8 @@ def ingest_command(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write canonical traces, one per line.")] = None,
     format: FormatOption = None,
     redact: RedactOption = True,
+    redact_pii: PiiOption = False,
+    redact_rules: RulesOption = None,
     strip_reasoning: ReasoningOption = False,
     detectors: DetectorsOption = DetectorSet.standard,
     json_output: JsonOption = False,
@@ -76,8 +86,9 @@ def ingest_command(
     from limbeck.utils.files import Output
 
     stats = IngestStats()
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with Output(out, files) as output, display() as shown:
+    redactor = _redactor(redact_pii, redact_rules)
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor)
+    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
         bar = shown.begin("traces")
         for trace in ingest(files, options, stats):
             output.line(trace.to_json())
@@ -86,6 +97,42 @@ def ingest_command(
         print_json(stats.summary())
     else:
         _print_ingest(stats)
+    _warn(stats.log)
+    _require_traces(stats, files)
+
+
+@traces_app.command("secrets")
+def secrets_command(
+    files: FilesArgument,
+    format: FormatOption = None,
+    redact_pii: PiiOption = False,
+    redact_rules: RulesOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """List what redaction takes out of agent logs, without writing anything; of a secret only its beginning is shown.
+
+    Example: limbeck traces secrets session.jsonl --redact-pii
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+
+    stats = IngestStats()
+    redactor = _redactor(redact_pii, redact_rules)
+    hits: list[dict[str, Any]] = []
+    for trace in ingest(files, IngestOptions(format, redact=False), stats):
+        for message, hit in redactor.hits(trace):
+            hits.append({"trace": trace.id, "message": message, "kind": hit.kind, "secret": hit.preview})
+    if json_output:
+        print_json({"traces": stats.traces, "hits": hits})
+    else:
+        table = Table(title=f"{len(hits)} secrets in {stats.traces} traces", title_justify="left")
+        for column in ("trace", "message", "kind", "secret"):
+            table.add_column(column)
+        for row in hits:
+            table.add_row(*(escape("-" if cell is None else str(cell)) for cell in row.values()))
+        console().print(table if hits else f"no secret in {stats.traces} traces")
     _warn(stats.log)
     _require_traces(stats, files)
 
@@ -107,6 +154,8 @@ def sites_command(
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the judge's answers.")] = None,
     redact: RedactOption = True,
+    redact_pii: PiiOption = False,
+    redact_rules: RulesOption = None,
     strip_reasoning: ReasoningOption = False,
     detectors: DetectorsOption = DetectorSet.standard,
     json_output: JsonOption = False,
@@ -119,16 +168,20 @@ def sites_command(
     from limbeck.traces.files import IngestOptions, IngestStats, ingest
     from limbeck.traces.hints import LayeredHints
     from limbeck.traces.sites import SiteFinder
-    from limbeck.utils.files import Output
+    from limbeck.utils.files import JsonCache, Output
 
     stats = IngestStats()
-    finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, cache)), recovery_weight)
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value)
-    with Output(out, files) as output, display() as shown:
+    redactor = _redactor(redact_pii, redact_rules)
+    clean: Callable[[Any], Any] = redactor.value if redact else lambda value: value
+    answers = None if cache is None else JsonCache(cache, clean)
+    finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, answers)), recovery_weight)
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor)
+    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
         bar = shown.begin("traces")
         for trace in ingest(files, options, stats):
             for site in finder.find(trace):
-                output.line(json.dumps(site.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
+                row = clean(site.model_dump(mode="json", exclude_defaults=True))
+                output.line(json.dumps(row, ensure_ascii=False))
             bar.advance()
     summary = finder.summary()
     if json_output:
@@ -172,6 +225,8 @@ def pairs_command(
     max_cost: Annotated[float | None, typer.Option(min=0.0, help="Stop asking before this much is spent.")] = None,
     keep_reasoning: Annotated[bool, typer.Option("--keep-reasoning", help="Keep reasoning on both sides.")] = False,
     redact: RedactOption = True,
+    redact_pii: PiiOption = False,
+    redact_rules: RulesOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Ask teachers what they would have done, and pair their agreed action with the recorded one.
@@ -197,16 +252,22 @@ def pairs_command(
         "price_in": price_in,
         "price_out": price_out,
     }
-    answers = None if cache is None else JsonCache(cache)
+    redactor = _redactor(redact_pii, redact_rules)
+    answers = None if cache is None else JsonCache(cache, redactor.value if redact else None)
     teachers = [_teacher(spec, settings, answers, budget) for spec in teacher]
-    replayer = Replayer(teachers, quorum, not keep_reasoning)
+    replayer = Replayer(teachers, quorum, not keep_reasoning, redactor=redactor if redact else None)
     stats = IngestStats()
     targets = error_targets if states is States.errors else assistant_targets
-    traces = ingest(files, IngestOptions(format, redact, strip_reasoning=False), stats)
-    with Output(out, files) as output, display() as shown:
+    traces = ingest(files, IngestOptions(format, redact, redactor=redactor), stats)
+    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
         asyncio.run(_replay(replayer, traces, targets, output.line, shown.begin("pairs").advance))
         silent = _silent_teachers(replayer)
-    summary = {**replayer.summary(), **_endpoint_figures(replayer.teachers), "cost": round(budget.spent, 6)}
+    summary = {
+        **replayer.summary(),
+        **_endpoint_figures(replayer.teachers),
+        "redacted": replayer.redacted.total(),
+        "cost": round(budget.spent, 6),
+    }
     if json_output:
         print_json(summary)
     else:
@@ -255,7 +316,13 @@ def _load_function(spec: str, option: str) -> Callable[..., Any]:
     return function
 
 
-def _generators(hints: str, hook: str | None, judge: str | None, cache: Path | None) -> list[HintGenerator]:
+def _redactor(pii: bool, rules: list[Path] | None) -> Redactor:
+    from limbeck.traces.redact import Redactor, read_rules
+
+    return Redactor(pii=pii, rules=[read_rules(path) for path in rules or []])
+
+
+def _generators(hints: str, hook: str | None, judge: str | None, cache: JsonCache | None) -> list[HintGenerator]:
     from limbeck.traces.hints import HookHints, JudgeHints, RawErrorHints, TemplateHints
 
     known: dict[str, Callable[[], HintGenerator]] = {"template": TemplateHints, "raw": RawErrorHints}

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from limbeck.errors import TraceError
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.readers.base import Detectors, iter_records
-from limbeck.traces.redact import redact_trace
+from limbeck.traces.redact import Redactor, default_redactor
 from limbeck.traces.schema import PreferencePair, Trace, describe_validation
 from limbeck.traces.sites import Site
 from limbeck.utils.files import Output
@@ -43,6 +43,7 @@ class IngestOptions:
     Attributes:
         format: Name of a reader; None detects it from each file's content.
         redact: Take secrets out.
+        redactor: By which rules; None takes the kept ones.
         strip_reasoning: Take hidden reasoning out of all messages.
         detectors: ``extended`` also marks failures that carry no flag in the log.
     """
@@ -51,6 +52,7 @@ class IngestOptions:
     redact: bool = True
     strip_reasoning: bool = False
     detectors: Detectors = "standard"
+    redactor: Redactor | None = None
 
 
 @dataclass
@@ -102,11 +104,12 @@ class IngestStats:
 def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) -> Iterator[Trace]:
     """Stream the traces of log files, clean and counted in ``stats``."""
     traces = read_traces(paths, format=options.format, detectors=options.detectors, log=stats.log)
+    redactor = options.redactor or default_redactor()
     for trace in traces:
         if options.strip_reasoning:
             trace = trace.without_reasoning()
         if options.redact:
-            trace, found = redact_trace(trace)
+            trace, found = redactor.trace(trace)
             stats.redacted += found
         stats.add(trace)
         yield trace

@@ -220,16 +220,16 @@ class JudgeHints(HintGenerator):
 
     Args:
         judge: Maps a request to a hint or None.
-        cache: Folder of the answers; None asks every time.
+        cache: Where answers are kept, or its folder; None asks every time.
         name: Name and version of the judge, part of the cache key: a new judge does not read an old one's answers.
     """
 
     def __init__(
-        self, judge: Callable[[HintRequest], str | None], cache: Path | None = None, name: str = "judge"
+        self, judge: Callable[[HintRequest], str | None], cache: Path | JsonCache | None = None, name: str = "judge"
     ) -> None:
         self.judge = judge
         self.name = name
-        self.cache = None if cache is None else JsonCache(cache)
+        self.cache = JsonCache(cache) if isinstance(cache, Path) else cache
 
     def __call__(self, request: HintRequest) -> str | None:
         key = content_hash([self.name, request.key()])

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from limbeck.errors import TraceError
 from limbeck.traces.readers.base import as_text, openai_tool_calls
+from limbeck.traces.redact import Redactor, default_redactor
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
 
 ActionKey = tuple[Any, ...]
@@ -196,20 +197,24 @@ class Replayer:
         quorum: Equal answers that it takes; by default more than half of the teachers.
         strip_reasoning: Leave hidden reasoning out of both sides, so that its mere presence is not what is preferred.
         batch: States in flight at a time.
+        redactor: Takes secrets out of what teachers are shown and out of their answers; None leaves both as they are.
 
     Attributes:
         outcomes: Verdict -> states.
         failures: ``teacher: reason`` -> count.
         answers: Proposer -> usable answers.
+        redacted: Kind of secret -> how many were taken out of answers.
     """
 
     teachers: Sequence[Proposer]
     quorum: int | None = None
     strip_reasoning: bool = True
     batch: int = 32
+    redactor: Redactor | None = field(default_factory=default_redactor)
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
+    redacted: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         names = [teacher.name for teacher in self.teachers]
@@ -228,6 +233,8 @@ class Replayer:
         """The pairs of all traces, in order."""
         waiting: list[tuple[Trace, int]] = []
         for trace in traces:
+            if self.redactor is not None:
+                trace, _ = self.redactor.trace(trace)
             waiting += [(trace, index) for index in targets(trace)]
             while len(waiting) >= self.batch:
                 ready, waiting = waiting[: self.batch], waiting[self.batch :]
@@ -259,6 +266,8 @@ class Replayer:
             self.failures[f"{teacher.name}: {failure.reason}"] += 1
             return Proposal(teacher.name, failure=failure.reason)
         self.answers[teacher.name] += 1
+        if self.redactor is not None:
+            message = self.redactor.message(message, self.redacted)
         return Proposal(teacher.name, message)
 
     def _pair(self, trace: Trace, index: int, verdict: Verdict, chosen: Message) -> PreferencePair:

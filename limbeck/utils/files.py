@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -238,13 +238,17 @@ def content_hash(value: Any) -> str:
 class JsonCache:
     """One JSON file per key, written atomically, so an interrupted run never leaves half an answer.
 
+    Args:
+        clean: What is done to an object before it is stored.
+
     Attributes:
         damaged: Entries that could not be read and were treated as absent.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, clean: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
         self.folder = Path(folder)
         self.damaged = 0
+        self._clean = clean
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"
@@ -267,4 +271,4 @@ class JsonCache:
         """Store an object under a key made by ``content_hash``."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(value, ensure_ascii=True))
+        write_atomic(path, json.dumps(value if self._clean is None else self._clean(value), ensure_ascii=True))

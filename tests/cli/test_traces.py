@@ -166,6 +166,27 @@ def test_a_failing_hook_is_counted_and_reported() -> None:
     assert "hook: raised TypeError" in result.stderr
 
 
+def test_secrets_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
+    secret = "ghp_" + "aB3" * 12
+    talk = [{"role": "user", "content": f"{secret} of me@example.org"}, {"role": "assistant", "content": "badge B-12"}]
+    path = write_lines(tmp_path / "t.jsonl", [{"messages": talk}])
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{id: badge, pattern: 'B-[0-9]+'}]")
+    found = as_json("secrets", path)
+    assert [(hit["message"], hit["kind"]) for hit in found["hits"]] == [(0, "github_token")]
+    found = as_json("secrets", path, "--redact-pii", "--redact-rules", rules)
+    assert [(hit["message"], hit["kind"]) for hit in found["hits"]] == [(0, "github_token"), (0, "email"), (1, "badge")]
+    shown = limbeck("secrets", path, "--redact-pii", "--redact-rules", rules)
+    assert "3 secrets in 1 traces" in shown.stdout
+    assert secret[:12] not in shown.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rules.yaml", "t.jsonl"]
+    out = tmp_path / "out.jsonl"
+    assert as_json("ingest", path, "-o", out, "--redact-pii", "--redact-rules", rules)["redacted"] == 3
+    assert "REDACTED:badge" in out.read_text()
+    refused = limbeck("ingest", path, "-o", rules, "--redact-rules", rules)
+    assert "it is also the input" in str(refused.exception)
+
+
 def test_pairs_from_an_endpoint_resume_from_the_cache(tmp_path: Path) -> None:
     right = completion(calls=[("search_items", {"query": "M4 screw"})])
     with endpoint(lambda n, body: (200, right)) as server:
@@ -253,7 +274,7 @@ def test_pairs_from_functions_and_their_table() -> None:
 
 
 def test_every_verb_explains_itself_with_an_example() -> None:
-    for verb in ("ingest", "sites", "pairs"):
+    for verb in ("ingest", "secrets", "sites", "pairs"):
         result = limbeck(verb, "--help")
         assert result.exit_code == 0
         assert f"limbeck traces {verb}" in " ".join(result.stdout.replace("│", " ").split())

@@ -7,15 +7,18 @@ import random
 import string
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limbeck.traces.redact import redact_text, redact_trace, redact_value
+from limbeck.errors import TraceError
+from limbeck.traces.redact import Redactor, RuleSet, read_rules, redact_text, redact_trace, redact_value
 from limbeck.traces.schema import PreferencePair, ToolCall, Trace
 from tests.helpers.chats import answer, say
 from tests.traces.material import real_logs
+from tests.traces.redaction_cases import cases
 
 _random = random.Random(7)
 
@@ -101,6 +104,68 @@ def test_fields_named_after_secrets_are_redacted_by_their_name() -> None:
     assert counts == Counter(assigned_secret=1, openai_key=1)
 
 
+def test_the_lists_of_secrets_and_of_innocent_lines() -> None:
+    secrets, innocent = cases("secrets.txt"), cases("innocent.txt")
+    assert min(len(secrets), len(innocent)) >= 200
+    assert all(case.secrets for case in secrets)
+    missed = [case.line for case in secrets if any(secret in redact_text(case.text) for secret in case.secrets)]
+    changed = [case.line for case in innocent if redact_text(case.text) != case.text]
+    assert len(missed) <= 0.02 * len(secrets), missed
+    assert len(changed) <= 0.02 * len(innocent), changed
+
+
+def test_personal_data_goes_only_where_asked() -> None:
+    text = (
+        "mail jane.doe+x@mail.example.org from /home/jane/src and C:\\Users\\Jane\\x, call +49 30 1234567 or "
+        "(555) 010-4477, card 4111 1111 1111 1111"
+    )
+    assert redact_text(text) == text
+    counts: Counter[str] = Counter()
+    clean = Redactor(pii=True).text(text, counts)
+    assert counts == Counter(email=1, home=2, phone=2, card=1)
+    assert clean.startswith("mail [REDACTED:email] from /home/[REDACTED:home]/src and C:\\Users\\[REDACTED:home]\\x,")
+    for innocent in (
+        "version 1.2.3-456-7890",
+        "4111 1111 1111 1112",
+        "2026-01-15 10:20:30",
+        "10.0.0.1:8080 and 192.168.100.200",
+        "a@b, @decorator, user@localhost",
+        "commit 1234567890123456789012345678901234567890",
+        "took 1234 5678 ms",
+    ):
+        assert Redactor(pii=True).text(innocent) == innocent
+
+
+def test_rules_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(
+        "rules:\n  - {id: badge, pattern: 'badge (?P<secret>B-\\d{4})'}\n"
+        "assigned: {tokens: [launch code], words: [unset]}\nallow: ['B-0000']\n"
+    )
+    redactor = Redactor(rules=[read_rules(path)])
+    assert redactor.text("badge B-1234, badge B-0000") == "badge [REDACTED:badge], badge B-0000"
+    assert redactor.text("launch_code=a1b2c3d4e5 password: unset9x") == (
+        "launch_code=[REDACTED:assigned_secret] password: [REDACTED:assigned_secret]"
+    )
+    path.write_text("rules:\n  - {id: x, pattern: '('}\n")
+    with pytest.raises(TraceError, match=r"rules\.yaml is no file of redaction rules: rules\.0\.pattern"):
+        read_rules(path)
+    path.write_text("rules: [")
+    with pytest.raises(TraceError, match=r"rules\.yaml is no file of redaction rules"):
+        read_rules(path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_rules(tmp_path / "gone.yaml")
+    assert RuleSet.parse("", "empty").rules == []
+
+
+def test_hits_say_where_and_show_only_a_beginning() -> None:
+    secret = SECRETS["github_token"]
+    trace = Trace(id="t", messages=[say("user", "hi"), say("assistant", f"use {secret}")], meta={"k": secret})
+    first, second = Redactor().hits(trace)
+    assert (first[0], first[1].kind, second[0]) == (1, "github_token", None)
+    assert first[1].preview == f"{secret[:6]}… (40 characters)"
+
+
 def test_a_truncated_private_key_goes_too() -> None:
     listing = f"-----BEGIN OPENSSH PRIVATE KEY-----\n{KEY_BODY}\nand then some words"
     clean = redact_text(listing)
@@ -157,12 +222,26 @@ def test_values_without_secrets_keep_their_structure(value: object) -> None:
         ("", "a:", 100_000),
         ("", "eyJ", 70_000),
         ("", "x://", 50_000),
+        ("", "x://a:b", 30_000),
+        ("", "-----BEGIN RSA PRIVATE KEY-----", 6_000),
+        ("", "password: ", 20_000),
+        ("password = '", "a", 200_000),
+        ("", "--token ", 25_000),
+        ("", "bearer ", 25_000),
+        ("", "cookie: a=b;", 20_000),
+        ("", "mysql -u ", 20_000),
+        ("", "a.b-", 50_000),
+        ("", "1234 ", 40_000),
+        ("", "a@b.", 40_000),
+        ("login ", "x password ", 20_000),
     ],
 )
 def test_hostile_text_takes_no_superlinear_time(start: str, unit: str, times: int) -> None:
+    redactor = Redactor(pii=True)
+
     def seconds(text: str) -> float:
         begin = time.thread_time()
-        redact_text(text)
+        redactor.text(text)
         return time.thread_time() - begin
 
     # a tenth of the text first: what is quadratic takes a hundredth of the time, what is linear a tenth; the least of

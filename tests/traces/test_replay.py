@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from functools import partial
@@ -17,6 +18,7 @@ from limbeck.errors import TraceError
 from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointProposer
 from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
+from limbeck.traces.redact import redact_value
 from limbeck.traces.replay import (
     CallableProposer,
     NoAnswer,
@@ -31,7 +33,7 @@ from limbeck.traces.replay import (
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
 from limbeck.utils.files import JsonCache
 from limbeck.utils.http import TokenBucket
-from tests.helpers.chats import answer, call, say
+from tests.helpers.chats import answer, asked, call, said, say
 from tests.helpers.servers import HOLD, completion, endpoint
 from tests.patience import TEST_SECONDS
 from tests.traces.material import EXAMPLES
@@ -184,6 +186,28 @@ def test_reasoning_is_left_out_of_both_sides_unless_kept() -> None:
     assert (bare.chosen.reasoning, bare.rejected.reasoning) == (None, None)
     (full,) = collect(Replayer([teacher], strip_reasoning=False), [trace])
     assert (full.chosen.reasoning, full.rejected.reasoning) == ("why", "old")
+
+
+def test_neither_questions_nor_answers_carry_secrets(tmp_path: Path) -> None:
+    secret = "ghp_" + "aB3" * 12
+    wrong = call("c1", "push", url=f"https://{secret}@git.example.org")
+    trace = Trace(id="t", messages=[asked(f"key {secret}"), said("", wrong), answer(wrong, "no", failed=True)])
+    shown: list[Any] = []
+
+    def teacher(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        shown.append(messages)
+        return f"Use {secret} again."
+
+    replayer = Replayer([CallableProposer(teacher, "one")])
+    (pair,) = collect(replayer, [trace])
+    assert secret not in json.dumps(shown)
+    assert secret not in pair.model_dump_json()
+    assert pair.chosen.content == "Use [REDACTED:github_token] again."
+    assert replayer.redacted == Counter(github_token=1)
+
+    cache = JsonCache(tmp_path, redact_value)
+    cache.put("k" * 64, {"message": {"content": secret}})
+    assert cache.get("k" * 64) == {"message": {"content": "[REDACTED:github_token]"}}
 
 
 def test_states_are_errors_or_all_and_never_shared_context() -> None:
