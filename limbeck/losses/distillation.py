@@ -96,7 +96,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     terminal_weight: float = Field(0.0, description="tree_kl: factor of the parts where a teacher token has ended")
     condition: Condition = Field(
         "none",
-        description="tree_kl: leave out tokens that the other side's last token rules out (byte-pair only)",
+        description="tree_kl: leave out what the sides' last tokens rule out (byte-pair only): cheap, at roots; exact",
     )
     gate: Gate = Field(
         "none", description="tree_kl: count a chunk by the teacher's advantage on the realised text; hard: at 0; soft"
@@ -157,8 +157,6 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
                 raise ValueError(f"{name} is {getattr(self, name)!r} but mode {self.mode!r} has none; use mode tree_kl")
         if self.mode == "tree_kl" and self.learnable_projection:
             raise ValueError("mode 'tree_kl' does not read the projection's weights; leave learnable_projection out")
-        if self.condition == "exact":
-            raise ValueError("condition 'exact' is not built yet; use 'cheap' or 'none'")
         if self.condition == "none":
             return
         if self.ce_loss_scale == 0 and not self.dynamic_loss_scaling:

@@ -6,6 +6,8 @@ tokens no mass. The rule needs no table of pairs: a merge `(a, b)` of rank `r` c
 on the right edge of `u` and not yet used up inside it by an earlier merge, and `b` likewise on the left edge of `v`.
 With tokens numbered depth-first in the forest "made from this left part", children by rank, each merge forbids one
 token and one contiguous range.
+
+Merges and bytes together also spell: `PairRule.spell` is the tokenizer's model without its splitting rules.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,7 @@ class PairRule:
         left, right, made: int32 [V]; the two parts that the tokenizer makes a token from and the rank of that merge;
             -1 for tokens that are not made by a merge.
         place, stop: int32 [V]; number of a token in depth-first order, and the number after its last descendant.
+        text, text_end: int32 [B], [V]; the bytes of all tokens, one after another, and where those of each end.
     """
 
     merge_left: IdArray
@@ -46,19 +50,31 @@ class PairRule:
     made: IdArray
     place: IdArray
     stop: IdArray
+    text: IdArray
+    text_end: IdArray
 
     def __post_init__(self) -> None:
         size, ranks = self.left.size, self.merge_left.size
+        shapes = {"merge_left": ranks, "merge_right": ranks, "text": self.text.size}
         for name, array in self.arrays().items():
-            if array.dtype != np.int32 or array.shape != ((ranks,) if name.startswith("merge") else (size,)):
+            if array.dtype != np.int32 or array.shape != (shapes.get(name, size),):
                 raise ProjectionError(f"pair rule: `{name}` is {array.dtype} {array.shape}; expected int32, one length")
-        limits = {"made": (-1, ranks), "left": (-1, size), "right": (-1, size), "stop": (1, size + 1)}
+        limits = {
+            "made": (-1, ranks),
+            "left": (-1, size),
+            "right": (-1, size),
+            "stop": (1, size + 1),
+            "text": (0, 256),
+            "text_end": (0, self.text.size + 1),
+        }
         for name, array in self.arrays().items():
             low, high = limits.get(name, (0, size))
             if array.size and (array.min() < low or array.max() >= high):
                 raise ProjectionError(f"pair rule: `{name}` has entries outside {low}..{high - 1}")
         if np.bincount(self.place, minlength=size).max(initial=1) > 1 or (self.stop <= self.place).any():
             raise ProjectionError("pair rule: the depth-first numbers are no numbering")
+        if (np.diff(self.text_end) < 0).any() or self.text_end[-1:].sum() != self.text.size:
+            raise ProjectionError("pair rule: the bytes of tokens do not follow each other")
         inner = self.left >= 0
         whole = (inner == (self.right >= 0)).all() and (inner == (self.made >= 0)).all()
         if not (whole and _ends(self.left) and _ends(self.right)):
@@ -82,16 +98,17 @@ class PairRule:
         ids: Mapping[str, int] = model["vocab"]
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
         merges = [(ids[a], ids[b], ids[a + b]) for a, b in pairs]
-        return cls.from_merges(merges, [len(data) for data in token_bytes])
+        return cls.from_merges(merges, token_bytes)
 
     @classmethod
-    def from_merges(cls, merges: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> PairRule:
-        """From (left id, right id, made id) in order of rank, and the bytes of every id counted."""
+    def from_merges(cls, merges: Sequence[tuple[int, int, int]], token_bytes: Sequence[bytes]) -> PairRule:
+        """From (left id, right id, made id) in order of rank, and the bytes of every id."""
         table = np.asarray(merges, dtype=np.int32).reshape(-1, 3)
-        size = len(lengths)
-        left, right, made = _how_made(table, lengths, size)
+        left, right, made = _how_made(table, token_bytes)
         place, stop = _number_depth_first(left, made)
-        return cls(table[:, 0].copy(), table[:, 1].copy(), left, right, made, place, stop)
+        text = np.frombuffer(b"".join(token_bytes), dtype=np.uint8).astype(np.int32)
+        text_end = np.cumsum([len(data) for data in token_bytes], dtype=np.int32)
+        return cls(table[:, 0].copy(), table[:, 1].copy(), left, right, made, place, stop, text, text_end)
 
     @cached_property
     def _by_left(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -134,7 +151,87 @@ class PairRule:
 
     def allowed(self, last: int, following: int) -> bool:
         """Whether `following` may stand after `last`."""
-        return following not in self.forbidden(last)
+        return not _crossed(self._ranks, (self._lists[0], self._lists[1], self._lists[2]), last, following, _NEVER)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of every id; empty for ids that no text gives."""
+        text, ends = self.text.astype(np.uint8).tobytes(), self.text_end.tolist()
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[int, int], int]:
+        pairs = zip(self.merge_left.tolist(), self.merge_right.tolist(), strict=True)
+        return {pair: rank for rank, pair in enumerate(pairs)}
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        return self.left.tolist(), self.right.tolist(), self.made.tolist()
+
+    @cached_property
+    def _products(self) -> dict[tuple[int, int], int]:
+        """Token that each merge makes; several merges may make one."""
+        ids = {data: token for token, data in reversed(list(enumerate(self.token_bytes))) if data}
+        ids |= {self.token_bytes[token]: token for token in np.flatnonzero(self.made >= 0).tolist()}
+        data = self.token_bytes
+        return {(a, b): ids[data[a] + data[b]] for a, b in self._ranks if data[a] + data[b] in ids}
+
+    @cached_property
+    def _symbols(self) -> dict[bytes, int]:
+        """What spelling begins with: tokens that no merge makes; of equal bytes the one that merges use."""
+        plain = [token for token in np.flatnonzero(self.made < 0).tolist() if self.token_bytes[token]]
+        used = {*self.merge_left.tolist(), *self.merge_right.tolist()}
+        return {self.token_bytes[token]: token for token in sorted(plain, key=lambda token: (token in used, -token))}
+
+    def spell(self, data: bytes) -> tuple[int, ...]:
+        """The merges' spelling of some bytes, () where a byte has no token. Splitting rules are not applied."""
+        symbols, ranks = self._symbols, self._ranks
+        if data in symbols:
+            return (symbols[data],)
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            width = _char_width(data[at])
+            char = data[at : at + width]
+            if char not in symbols:
+                char = char[:1]
+            if char not in symbols:
+                return ()
+            ids.append(symbols[char])
+            at += len(char)
+        while len(ids) > 1:
+            rank, place = min((ranks.get(pair, _NEVER), i) for i, pair in enumerate(pairwise(ids)))
+            if rank == _NEVER:
+                break
+            ids[place : place + 2] = [self._products[ids[place], ids[place + 1]]]
+        return tuple(ids)
+
+
+def _char_width(lead: int) -> int:
+    """Bytes of the UTF-8 character that begins so; 1 for a byte that begins none."""
+    return 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+
+
+def _crossed(
+    ranks: Mapping[tuple[int, int], int],
+    parts: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    first: int,
+    second: int,
+    before: int,
+) -> bool:
+    """Whether a merge of a rank below `before` joins a right edge of `first` with a left edge of `second`. parts: left
+    and right part of each token and the rank that made it."""
+    left, right, made = parts
+    a, limit_a = first, before
+    while a >= 0:
+        b, limit_b = second, before - 1
+        while b >= 0:
+            # of equal ranks the leftmost is merged first, so a tie is lost on the right side only
+            if ranks.get((a, b), _NEVER) < min(limit_a, limit_b + 1):
+                return True
+            limit_b, b = made[b], left[b]
+        limit_a, a = made[a], right[a]
+    return False
 
 
 def _ends(parent: IdArray) -> bool:
@@ -150,30 +247,17 @@ def _grouped(owner: IdArray, size: int) -> tuple[npt.NDArray[np.int64], npt.NDAr
     return order, np.searchsorted(owner[order], np.arange(size + 1))
 
 
-def _how_made(table: IdArray, lengths: Sequence[int], size: int) -> tuple[IdArray, IdArray, IdArray]:
+def _how_made(table: IdArray, token_bytes: Sequence[bytes]) -> tuple[IdArray, IdArray, IdArray]:
     """Of the merges that give a token, the one by which the tokenizer makes it from its own text."""
+    size = len(token_bytes)
     left, right, made = ([-1] * size for _ in range(3))
     rank_of = {(a, b): rank for rank, (a, b, _) in enumerate(table.tolist())}
-
-    def crossed(first: int, second: int, before: int) -> bool:
-        """Whether a merge of a rank below `before` joins an inner edge of `first` with one of `second`."""
-        a, limit_a = first, before
-        while a >= 0:
-            b, limit_b = second, before - 1
-            while b >= 0:
-                # of equal ranks the leftmost is merged first, so a tie is lost on the right side only
-                if rank_of.get((a, b), _NEVER) < min(limit_a, limit_b + 1):
-                    return True
-                limit_b, b = made[b], left[b]
-            limit_a, a = made[a], right[a]
-        return False
-
     order, offsets = _grouped(table[:, 2], size)
-    for token in sorted(np.unique(table[:, 2]).tolist(), key=lengths.__getitem__):
+    for token in sorted(np.unique(table[:, 2]).tolist(), key=lambda token: len(token_bytes[token])):
         ranks = order[offsets[token] : offsets[token + 1]].tolist()
         for rank in ranks:
             a, b = int(table[rank, 0]), int(table[rank, 1])
-            if len(ranks) == 1 or not crossed(a, b, rank):
+            if len(ranks) == 1 or not _crossed(rank_of, (left, right, made), a, b, rank):
                 left[token], right[token], made[token] = a, b, rank
                 break
     return np.array(left, np.int32), np.array(right, np.int32), np.array(made, np.int32)

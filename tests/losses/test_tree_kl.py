@@ -282,7 +282,7 @@ def random_distribution(rng: np.random.Generator, size: int) -> Tensor:
 def node_values(
     tree: TreeTables, node: int, coarse: Tensor, fine: Tensor, divergence_of: Any, direction: str = "forward"
 ) -> Tensor:
-    at = Positions(torch.tensor([node]), torch.tensor([0]), torch.tensor([0]))
+    at = Positions(*(torch.tensor([value]) for value in (node, 0, 0, -1)))
     found = tree_buckets(tree, at, (coarse[None], WHOLE), (fine[None], WHOLE))
     return divergence_of(found, DivergenceSpec(direction), listed=False)[0]  # type: ignore[arg-type]
 
@@ -338,7 +338,7 @@ def test_nodes_and_roots_are_the_oracles(seed: int) -> None:
             assert abs(got - want) < 1e-10
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize("condition", ["none", "cheap", "exact"])
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_a_list_of_all_tokens_is_the_whole_distribution(name: str, condition: str) -> None:
     pair = PAIRS[name]
@@ -426,6 +426,82 @@ def test_cheap_conditioning_drops_what_the_other_sides_last_token_rules_out(name
     assert float(left.min()) > 0.01
 
 
+class ExactOracle(Enumerated):
+    """Root and inner parts over events that are the same for both sides, by the oracle's enumeration."""
+
+    def __init__(self, pair: Pair, reference: Any) -> None:
+        super().__init__(pair)
+        self.reference, self.tables = reference, worlds.oracle_tables(reference, *pair)
+        self.excluded = torch.zeros(2, dtype=torch.float64)
+
+    def barred(self, side: int, last: int | None) -> list[int]:
+        return [] if last is None else self.pair[side].rule().forbidden(last).tolist()
+
+    def exact_root(self, p_s: Tensor, p_t: Tensor, lasts: tuple[int | None, int | None]) -> Tensor:
+        barred = [np.array(self.barred(side, last), np.int64) for side, last in enumerate(lasts)]
+        term, gone_t, gone_s = self.reference.root_kl(self.tables, p_s, p_t, *barred)
+        self.excluded += torch.stack((gone_s, gone_t)).detach()
+        return term
+
+    def inner(self, side: int, path: tuple[int, ...], coarse: Tensor, fine: Tensor, lasts: Any) -> Tensor:
+        """side 0: the student tree; lasts: of fine and coarse side at the root."""
+        spelled = (self.sigma, self.tau) if side == 0 else (self.tau, self.sigma)
+        vocabs = (self.tables.S, self.tables.T) if side == 0 else (self.tables.T, self.tables.S)
+        buckets, own = self.reference.exact_buckets(*vocabs, *spelled, path, *lasts)
+        if not buckets:
+            return fine.new_zeros(())
+        f = torch.stack([fine[ids].sum() for ids, _ in buckets])
+        c = torch.stack([coarse[ids].sum() for _, ids in buckets])
+        if side == 0:
+            return divergence(c / c.sum(), f / (f.sum() + fine[own].sum()))
+        below = [i for i, spelling in enumerate(self.tau) if spelling[: len(path)] == path]
+        ruled_out = [i for i in below if i in self.barred(0, lasts[1])]
+        return divergence(f / f.sum(), c / (c.sum() + coarse[ruled_out].sum()))
+
+
+WRITTEN = {name: (pair[0].all_written(), pair[1].all_written()) for name, pair in PAIRS.items()}
+
+
+@pytest.mark.parametrize("name", list(WRITTEN))
+def test_the_exact_form_compares_the_oracles_events(name: str) -> None:
+    reference = worlds.oracle()
+    if reference is None:
+        pytest.skip("the oracle is not beside this checkout")
+    pair = WRITTEN[name]
+    batch = text_batch(pair, samples=8)
+    models = models_of(batch, pair)
+    oracle = ExactOracle(pair, reference)
+    p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
+    p_t = torch.softmax(models.teacher_hidden[0] @ models.teacher_weight[0].t(), -1).view(*teacher_ids(batch).shape, -1)
+    parts = dict.fromkeys(("root_kl", "inner_student_kl", "inner_teacher_kl"), torch.zeros((), dtype=torch.float64))
+    for b, s, t in chunks_of(batch):
+        ids = tuple(batch["input_ids"][b, s].tolist()), tuple(teacher_ids(batch)[b, t].tolist())
+        before = int(batch["input_ids"][b, s[0] - 1]), int(teacher_ids(batch)[b, t[0] - 1])
+        u_s, u_t = (None if last == vocab.end else last for last, vocab in zip(before, pair, strict=True))
+        roots = p_s[b, s[0] - 1], p_t[b, t[0] - 1]
+        parts["root_kl"] = parts["root_kl"] + oracle.exact_root(*roots, (u_s, u_t))
+        for j in range(1, len(s)):
+            if oracle.sigma[ids[1][0]][: j + 1] == ids[0][: j + 1]:
+                part = oracle.inner(0, ids[0][:j], roots[1], p_s[b, s[j] - 1], (u_s, u_t))
+                parts["inner_student_kl"] = parts["inner_student_kl"] + part
+        for j in range(1, len(t)):
+            if oracle.tau[ids[0][0]][: j + 1] == ids[1][: j + 1]:
+                part = oracle.inner(1, ids[1][:j], roots[0], p_t[b, t[j] - 1], (u_t, u_s))
+                parts["inner_teacher_kl"] = parts["inner_teacher_kl"] + part
+    fn = build(pair, condition="exact", ce_loss_scale=1e-12, chunk_weight=0.0)
+    loss, metrics = run(fn, batch, models)
+    want = sum(parts.values()) / len(chunks_of(batch))
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(gradients(loss, models), gradients(want, models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+    for part, value in parts.items():
+        assert float(metrics[f"teacher_0/{part}"][0]) == pytest.approx(float(value.detach()), rel=1e-8, abs=1e-8)
+    for side, gone in zip(("student", "teacher"), oracle.excluded, strict=True):
+        assert float(metrics[f"teacher_0/excluded_mass_{side}"][0]) == pytest.approx(float(gone), abs=1e-9)
+    assert float(metrics["teacher_0/unconditioned"][0]) == 0
+    assert 0 < float(metrics["teacher_0/excluded_mass_inner"][0]) < float(metrics["teacher_0/excluded_mass_inner"][1])
+
+
 def test_a_pair_that_the_text_proves_is_not_forbidden() -> None:
     pair = PAIRS["coarser teacher"]
     batch = text_batch(pair, samples=2)
@@ -463,7 +539,7 @@ def test_gates_count_a_chunk_by_the_teachers_advantage() -> None:
     assert 0 < sum(gates["hard"]) < len(parts)
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize("condition", ["none", "cheap", "exact"])
 @pytest.mark.parametrize("layout", ["one by one", "packed", "blocks"])
 def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None:
     pair = PAIRS["coarser teacher"]
@@ -511,7 +587,8 @@ def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None
 @pytest.mark.parametrize(
     ("cfg", "words"),
     [
-        ({"condition": "exact"}, "not built yet"),
+        ({"condition": "exact", "ce_loss_scale": 0.0}, "cross-entropy"),
+        ({"condition": "exact", "temperature": 0.5}, "temperature 1"),
         ({"condition": "cheap", "ce_loss_scale": 0.0}, "cross-entropy"),
         ({"condition": "cheap", "temperature": 2.0}, "temperature 1"),
         ({"condition": "cheap", "mode": "boundary_kl"}, "tree_kl"),

@@ -43,11 +43,24 @@ class TinyVocab:
             ids[at : at + 2] = [self.merges[rank][2]]
 
     def rule(self) -> PairRule:
-        return PairRule.from_merges(self.merges, [len(data) for data in self.data])
+        return PairRule.from_merges(self.merges, self.data)
 
     def written(self) -> list[int]:
         """Ids that some text gives."""
         return [i for i in range(self.size - 1) if self.spell(self.data[i]) == (i,)]
+
+    def all_written(self) -> TinyVocab:
+        """This vocabulary without merges that make a token which no text gives."""
+        kept = TinyVocab((*(d for d in self.data if len(d) == 1), b""), ())
+        for a, b, made in self.merges:
+            parts = [self.data[a], self.data[b]]
+            if not all(part in kept.data for part in parts):
+                continue
+            data = (*kept.data[:-1], self.data[made], b"")
+            merge = (kept.data.index(parts[0]), kept.data.index(parts[1]), len(data) - 2)
+            more = TinyVocab(data, (*kept.merges, merge))
+            kept = more if more.spell(self.data[made]) == (merge[2],) else kept
+        return kept
 
 
 def tiny_vocab(letters: str, joins: list[tuple[int, int]], longest: int = 4) -> TinyVocab:

@@ -16,15 +16,23 @@ The parts, for a chunk of student tokens s_1..s_n and teacher tokens t_1..t_m (f
 
 Along the student tree the expectation of the parts over the teacher's tokens is KL(p_T || Q_S) with Q_S the probability
 that the student spells the token and stops there, up to cells that are deeper than one link.
+
+Conditioning takes out what the sides' last tokens tell one of them only. The cheap form takes from each side, at the
+root, the tokens that the other side's last token rules out. The exact form compares outcomes that are the same event
+for both (`limbeck.projection.events`): cells none of whose tokens is ruled out by its own side's last token, and inside
+tokens the outcomes that `NodeEvents` finds. The student's mass on tokens that its own last token rules out stays in its
+denominator, since it should be 0 (forward KL; the other directions leave it out).
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limbeck.errors import LossError
@@ -42,6 +50,7 @@ from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.projection import SpellingTree
+from limbeck.projection.events import NodeEvents
 from limbeck.projection.pairs import PairRule
 
 logger = logging.getLogger(__name__)
@@ -101,15 +110,21 @@ class TreeTables(nn.Module):
 @dataclass(frozen=True)
 class Positions:
     """Positions inside chunks at which a tree goes on. node: where the tree stands before the realised token; row: of
-    the fine side's distributions; chunk: its number, and the row of the coarse side's root distributions."""
+    the fine side's distributions; chunk: its number, and the row of the coarse side's root distributions; token: the
+    realised one, -1 where it is not known."""
 
     node: Tensor
     row: Tensor
     chunk: Tensor
+    token: Tensor
 
     @property
     def count(self) -> int:
         return self.node.numel()
+
+    def at(self, chosen: Tensor) -> Positions:
+        """Some of them."""
+        return Positions(self.node[chosen], self.row[chosen], self.chunk[chosen], self.token[chosen])
 
 
 @dataclass(frozen=True)
@@ -219,39 +234,156 @@ def teacher_node_divergence(b: Buckets, spec: DivergenceSpec, *, listed: bool) -
     return total.where(seen, torch.zeros_like(total))
 
 
-class Conditioner:
-    """Which tokens each side's last token rules out at a root, in the cheap form.
+@dataclass(frozen=True)
+class Barred:
+    """Tokens of one side that are ruled out at the roots of a block's chunks: chunk and id of each, sorted; wrong_C:
+    bool, the text has the pair that the rule forbids, so nothing is ruled out there."""
 
-    The student, whose last token is u, cannot go on as the first token of `sigma(t)` where its rule forbids that pair,
-    so it gives such a teacher token no chance: those leave the teacher's side. The student's side loses the tokens that
-    the teacher's last token rules out likewise. Both are normalised anew.
+    chunk: Tensor
+    ids: Tensor
+    wrong_C: Tensor
+
+    def without(self, wrong_C: Tensor) -> Barred:
+        """Nothing is ruled out at these chunks either."""
+        keep = ~wrong_C[self.chunk]
+        return Barred(self.chunk[keep], self.ids[keep], wrong_C)
+
+    def holds(self, chunk: Tensor, ids: Tensor, size: int) -> Tensor:
+        """bool: the id, of a vocabulary of `size`, is ruled out at the chunk's root."""
+        keys, wanted = self.chunk * size + self.ids, chunk * size + ids
+        at = torch.searchsorted(keys, wanted)
+        return (at < keys.numel()) & (F.pad(keys, (0, 1), value=-1)[at] == wanted)
+
+
+class LastTokens:
+    """What a side's last token rules out at a root; each token's list is made once.
+
+    exact: ids of this side that cannot follow. Otherwise (the cheap form) ids of the other side whose spelling begins
+    with such a token. rule None: nothing is known of this side.
     """
 
-    def __init__(self, rule: PairRule | None, first: np.ndarray) -> None:
-        self.rule, self.found = rule, dict[int, Tensor]()
-        # ids without a spelling point at a column behind the last, which nothing forbids
-        self.first = torch.from_numpy(np.where(first >= 0, first, 0 if rule is None else rule.size).astype(np.int64))
+    def __init__(self, rule: PairRule | None, tree: SpellingTree, *, exact: bool) -> None:
+        self.rule, self.tree, self.exact, self.found = rule, tree, exact, dict[int, np.ndarray]()
 
-    def _forbidden(self, last: int) -> Tensor:
-        assert self.rule is not None
+    def barred_by(self, last: int) -> np.ndarray:
+        """int64, ascending: ids that `last` (-1: unknown) rules out."""
         if last not in self.found:
-            self.found[last] = torch.from_numpy(self.rule.forbidden(last).astype(np.int64))
+            ids = np.zeros(0, np.int64) if self.rule is None or last < 0 else self.rule.forbidden(last).astype(np.int64)
+            if not self.exact:
+                top = self.tree.children(np.zeros_like(ids), ids)
+                ranges = [self.tree.order[self.tree.start[n] : self.tree.stop[n]] for n in top[top >= 0].tolist()]
+                ids = np.sort(np.concatenate([np.zeros(0, np.int64), *ranges]))
+            self.found[last] = ids
         return self.found[last]
 
-    def keeps(self, last_C: Tensor, realised_C: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(bool `[C, V]` of the other side's tokens that may come, bool `[C]`: the rule contradicts the text).
-
-        realised_C: this side's token that came. The text proves a pair that the rule forbids, so that row keeps all.
-        """
-        if self.rule is None:
-            return None
+    def barred(self, last_C: Tensor, realised_C: Tensor, size: int) -> Barred:
+        """At roots whose last token and realised token, of this side, are these; only ids below `size`."""
         lasts, row = last_C.unique(return_inverse=True)
-        bad = torch.zeros(lasts.numel(), self.rule.size + 1, dtype=torch.bool, device=last_C.device)
-        for i, last in enumerate(lasts.tolist()):
-            bad[i, self._forbidden(last).to(last_C.device)] = True
-        wrong_C = bad[row, realised_C]
-        keep = ~bad.index_select(1, self.first.to(last_C.device)).index_select(0, row)
-        return keep | wrong_C[:, None], wrong_C
+        lists = [self.barred_by(last) for last in lasts.tolist()]
+        lists = [ids[: np.searchsorted(ids, size)] for ids in lists]
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *lists])).to(last_C.device)
+        ends = torch.tensor([0, *np.cumsum([ids.size for ids in lists]).tolist()], device=last_C.device)
+        at, chunk = _ranges(ends[row], ends[row + 1])
+        return Barred(chunk, flat[at], self._contradicted(lasts, row, realised_C))
+
+    def _contradicted(self, lasts: Tensor, row: Tensor, realised_C: Tensor) -> Tensor:
+        """bool `[C]`: the realised token is one that the rule forbids."""
+        wrong = torch.zeros_like(row, dtype=torch.bool)
+        if self.rule is None:
+            return wrong
+        pairs = torch.stack((lasts[row], realised_C), 1)
+        distinct, which = pairs.unique(dim=0, return_inverse=True)
+        rule = self.rule
+        answers = [last >= 0 and not rule.allowed(last, token) for last, token in distinct.tolist()]
+        return torch.tensor(answers, device=row.device)[which]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Outcomes at some positions: the position of each, and its mass on either side; own: mass, by position, that the
+    student gives to tokens of its own that its last token rules out; kept: share of the coarse mass that is left."""
+
+    owner: Tensor
+    coarse: Tensor
+    fine: Tensor
+    own: Tensor
+    kept: Tensor
+
+
+def node_outcomes(
+    events: NodeEvents,
+    tree: TreeTables,
+    at: Positions,
+    coarse: tuple[Tensor, VocabAxis],
+    fine: tuple[Tensor, VocabAxis],
+    barred: Barred,
+    *,
+    student_is_fine: bool,
+) -> Outcomes:
+    """Masses of both sides on the outcomes that are the same events for both; see `tree_buckets` for the sides. barred:
+    coarse tokens that the coarse side's last token rules out at the root; outcomes that hold one leave."""
+    device, size = at.node.device, events.coarse.size
+    found = [events[node] for node in at.node.tolist()]
+    counts = torch.tensor([b.count for b in found], device=device)
+    first, total = counts.cumsum(0) - counts, int(counts.sum())
+    owner = torch.repeat_interleave(torch.arange(at.count, device=device), counts)
+
+    def joined(arrays: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device).long()
+
+    def owners(arrays: list[np.ndarray]) -> Tensor:
+        sizes = torch.tensor([a.size for a in arrays], device=device)
+        return torch.repeat_interleave(torch.arange(len(arrays), device=device), sizes)
+
+    def fine_mass_of(arrays: list[np.ndarray], by: Tensor | None = None) -> Tensor:
+        """Fine mass of ids, summed by position, or by these outcomes of their position."""
+        position = owners(arrays)
+        mass = pick_pairs(fine[1], fine[0], at.row[position], joined(arrays))
+        return chunk_sum(mass, position, at.count) if by is None else chunk_sum(mass, by + first[position], total)
+
+    ids, position = joined([b.coarse for b in found]), owners([b.coarse for b in found])
+    bucket = joined([b.coarse_bucket for b in found]) + first[position]
+    leaving = barred.holds(at.chunk[position], ids, size)
+    left = torch.ones(total, dtype=torch.bool, device=device).index_fill(0, bucket[leaving], False)
+    coarse_mass = chunk_sum(pick_pairs(coarse[1], coarse[0], at.chunk[position], ids), bucket, total)
+    fine_mass = fine_mass_of([b.fine for b in found], joined([b.fine_bucket for b in found]))
+    rest = torch.tensor([b.rest for b in found], device=device)
+    with_rest = (rest >= 0).nonzero().squeeze(1)
+    if with_rest.numel():
+        # most of a vocabulary: what its complement leaves
+        whole = fine[1].sum(fine[0])[at.row]
+        most = (whole - fine_mass_of([b.outside for b in found])).clamp(min=0) + rest_floor(whole.dtype)
+        fine_mass = fine_mass.index_add(0, (first + rest)[with_rest], most[with_rest])
+    member, below = _ranges(tree.start[at.node], tree.stop[at.node])
+    below_mass = pick_pairs(coarse[1], coarse[0], at.chunk[below], tree.order[member])
+    if student_is_fine:
+        own = fine_mass_of([b.own for b in found])
+    else:
+        ruled_out = barred.holds(at.chunk[below], tree.order[member], size)
+        own = chunk_sum(below_mass * ruled_out, below, at.count)
+    kept = chunk_sum(coarse_mass.detach() * left, owner, at.count)
+    kept = kept / _safe(chunk_sum(below_mass.detach(), below, at.count))
+    return Outcomes(owner[left], coarse_mass[left], fine_mass[left], own, kept)
+
+
+def outcome_divergence(
+    target: Tensor, student: Tensor, owner: Tensor, own: Tensor, spec: DivergenceSpec, *, listed: bool
+) -> Tensor:
+    """Divergence at each position over outcomes, both sides normalised over them. listed: outcomes of which the
+    teacher's list names nothing leave."""
+    if listed:
+        student = student * (target > 0)
+    count = own.numel()
+    target_total = chunk_sum(target, owner, count)
+    total = chunk_sum(student, owner, count)
+    if spec.kind == "forward":
+        total = total + own
+    log_s = _log(student) - _log(total)[owner]
+    entries = divergence_entries(log_s, _log_target(target / _safe(target_total)[owner], spec), spec)
+    if listed:
+        entries = entries.masked_fill(target == 0, 0)
+    rows = chunk_sum(entries, owner, count)
+    return rows.where((target_total > 0) & (total > 0), torch.zeros_like(rows))
 
 
 class TreeKL(ProjectedObjective):
@@ -277,18 +409,25 @@ class TreeKL(ProjectedObjective):
             # tokens that only one side has are put into one more column
             self.register_buffer(name, cells.where(cells >= 0, torch.tensor(self.num_cells)), persistent=False)
         self.student_tree, self.teacher_tree = TreeTables(trees.student_tree), TreeTables(trees.teacher_tree)
-        self.conditioners = (
-            Conditioner(trees.student_pairs, trees.student_tree.first),
-            Conditioner(trees.teacher_pairs, trees.teacher_tree.first),
+        exact = options.condition == "exact"
+        self.last_tokens = (
+            LastTokens(trees.student_pairs, trees.student_tree, exact=exact),
+            LastTokens(trees.teacher_pairs, trees.teacher_tree, exact=exact),
         )
-        without = [
-            side for side, own in zip(("student", "teacher"), self.conditioners, strict=True) if own.rule is None
-        ]
+        without = [side for side, own in zip(("student", "teacher"), self.last_tokens, strict=True) if own.rule is None]
         if options.condition != "none" and without:
             logger.warning(
-                "condition %r: the %s tokenizer has no merges, so its last token rules nothing out",
+                "condition %r: the %s tokenizer has no merges, so its last token rules nothing out%s",
                 options.condition,
                 " and ".join(without),
+                " and positions inside tokens are not conditioned" if exact else "",
+            )
+        self.events: tuple[NodeEvents, NodeEvents] | None = None
+        if exact and trees.student_pairs is not None and trees.teacher_pairs is not None:
+            sides = (trees.student_tree, trees.student_pairs), (trees.teacher_tree, trees.teacher_pairs)
+            self.events = (
+                NodeEvents(sides[0][0], sides[1][0], sides[0][1], sides[1][1]),
+                NodeEvents(sides[1][0], sides[0][0], sides[1][1], sides[0][1]),
             )
 
     def fit(self, student_size: int, teacher_size: int) -> None:
@@ -305,8 +444,6 @@ class TreeKL(ProjectedObjective):
                     "heads that have a row for every token of a text"
                 )
         self.student_cell, self.teacher_cell = self.student_cell[:student_size], self.teacher_cell[:teacher_size]
-        for conditioner, size in zip(self.conditioners, (teacher_size, student_size), strict=True):
-            conditioner.first = conditioner.first[:size]
 
     @property
     def reads_next_row(self) -> bool:
@@ -328,31 +465,37 @@ class TreeKL(ProjectedObjective):
         axes: tuple[VocabAxis, VocabAxis],
         *,
         tail_C: Tensor | None = None,
+        leaving: Tensor | None = None,
+        own_C: Tensor | None = None,
         conditioned: bool = False,
     ) -> Roots:
         """Divergence over cells. tail_C: the teacher's mass outside a list of tokens; cells without a token of the list
-        share one bucket with it. conditioned: the masses are parts; cells of which the student has nothing left leave
+        share one bucket with it. leaving: bool `[C, cells]`, cells that are not compared; own_C: student mass that
+        stays in its denominator. conditioned: the masses are parts; cells of which the student has nothing left leave
         the teacher's side too."""
         spec = self.spec
         mass_s = self.cells(probs_CV, self.student_cell, axes[0])
         mass_t = self.cells(probs_CU, self.teacher_cell, axes[1])
-        kept_s, sum_t = mass_s.sum(-1), mass_t.sum(-1)
+        if leaving is not None:
+            mass_s, mass_t = (mass.masked_fill(F.pad(leaving, (0, 1)), 0) for mass in (mass_s, mass_t))
+        kept_s = mass_s.sum(-1)
         target, lost_C = mass_t[:, :-1], mass_t[:, -1]
         if conditioned:
             target = target * (mass_s[:, :-1] > 0)
-            sum_t = target.sum(-1) + lost_C
+        sum_t = target.sum(-1) + lost_C
         rest_t = torch.zeros_like(lost_C) if tail_C is None else tail_C
         named = None if tail_C is None else target > 0
         q = mass_s[:, :-1] if named is None else mass_s[:, :-1] * named
         floor = torch.finfo(q.dtype).tiny if tail_C is None else rest_floor(q.dtype)
         rest_s = mass_s[:, -1] if named is None else kept_s - q.sum(-1)
         reached = target.sum(-1) + rest_t
-        normaliser = (kept_s + floor).log()
+        normaliser = (kept_s + floor if own_C is None or spec.kind != "forward" else kept_s + own_C + floor).log()
         share_t = target / _safe(reached)[:, None]
         log_s = _log(q) - normaliser[:, None]
         entries = divergence_entries(log_s, _log_target(share_t, spec), spec)
-        if named is not None:
-            entries = entries.masked_fill(~named, 0)
+        gone = leaving if named is None else ~named
+        if gone is not None:
+            entries = entries.masked_fill(gone, 0)
         log_rest_t = _log_target(rest_t / _safe(reached), spec)
         ends = divergence_entries((rest_s.clamp(min=0) + floor).log() - normaliser, log_rest_t, spec)
         total = _safe(reached + lost_C)
@@ -373,30 +516,35 @@ class TreeKL(ProjectedObjective):
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         count = chunks.count(probs_NV)
         tail_C = (1 - probs_CU.sum(-1)).clamp(min=0) if listed else None
-        if options.condition == "none":
+        barred = None if options.condition == "none" else self._barred(chunks)
+        if barred is None:
             root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
         else:
-            root = self._conditioned(probs_CV, probs_CU, axes, chunks, tail_C, metrics)
+            root = self._conditioned(probs_CV, probs_CU, axes, barred, tail_C)
+            metrics["excluded_mass_student"] = ((1 - root.kept_s).sum(), count)
+            metrics["excluded_mass_teacher"] = ((probs_CU.sum(-1) - root.sum_t).sum(), count)
+            metrics["unconditioned"] = (barred[0].wrong_C.to(count).sum(), count)
 
         inner_s, done_s = self._inside_student(chunks)
         inner_t, done_t = self._inside_teacher(chunks)
-        zero_C = torch.zeros_like(root.rows_C)
-        student_C, teacher_C = zero_C, zero_C
-        if inner_s.count:
-            found = tree_buckets(self.student_tree, inner_s, (probs_CU, teacher.axis), (probs_NV, student.axis))
-            parts = student_node_divergence(found, self.spec, listed=listed)
-            student_C = chunk_sum(parts, inner_s.chunk, chunks.num_chunks)
-        if inner_t.count:
-            found = tree_buckets(self.teacher_tree, inner_t, (probs_CV, student.axis), (probs_QU, teacher.axis))
-            parts = teacher_node_divergence(found, self.spec, listed=listed)
-            teacher_C = chunk_sum(parts, inner_t.chunk, chunks.num_chunks)
-
-        terminal_C = zero_C
+        inside_student = _InsideStudent(
+            self.student_tree,
+            (probs_CU, teacher.axis),
+            (probs_NV, student.axis),
+            None if barred is None or self.events is None else (self.events[0], barred[1]),
+        )
+        inside_teacher = _InsideTeacher(
+            self.teacher_tree,
+            (probs_CV, student.axis),
+            (probs_QU, teacher.axis),
+            None if barred is None or self.events is None else (self.events[1], barred[0]),
+        )
+        student_C = inside_student.sums(inner_s, chunks, self.spec, metrics, listed=listed)
+        teacher_C = inside_teacher.sums(inner_t, chunks, self.spec, metrics, listed=listed)
+        terminal_C = torch.zeros_like(root.rows_C)
         if chunks.next_row_C is not None:
             ended = self._ended(chunks, chunks.next_row_C)
-            found = tree_buckets(self.student_tree, ended, (probs_CU, teacher.axis), (probs_NV, student.axis))
-            parts = student_node_divergence(found, self.spec, listed=listed)
-            terminal_C = chunk_sum(parts, ended.chunk, chunks.num_chunks)
+            terminal_C = inside_student.sums(ended, chunks, self.spec, metrics, listed=listed)
             metrics["terminal_kl"] = (chunks.weighted(terminal_C).sum(), count.new_tensor(float(ended.count)))
 
         log_s = chunk_sum(chunks.student_tokens(student, tau), chunks.student_chunk_M, chunks.num_chunks)
@@ -428,35 +576,37 @@ class TreeKL(ProjectedObjective):
             **metrics,
         )
 
+    def _barred(self, chunks: ChunkBlock) -> tuple[Barred, Barred]:
+        """What the student's and the teacher's last tokens rule out at the roots: the sides' own tokens, or in the
+        cheap form the other side's."""
+        first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
+        first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
+        sizes = self.student_cell.numel(), self.teacher_cell.numel()
+        mine, theirs = sizes if self.options.condition == "exact" else sizes[::-1]
+        by_student = self.last_tokens[0].barred(chunks.student_last_C, first_s, mine)
+        by_teacher = self.last_tokens[1].barred(chunks.teacher_last_C, first_t, theirs)
+        wrong_C = by_student.wrong_C | by_teacher.wrong_C
+        return by_student.without(wrong_C), by_teacher.without(wrong_C)
+
     def _conditioned(
         self,
         probs_CV: Tensor,
         probs_CU: Tensor,
         axes: tuple[VocabAxis, VocabAxis],
-        chunks: ChunkBlock,
+        barred: tuple[Barred, Barred],
         tail_C: Tensor | None,
-        metrics: dict[str, tuple[Tensor, Tensor]],
     ) -> Roots:
-        if axes[0].sharded or axes[1].sharded:
-            raise LossError("condition 'cheap' needs whole vocabularies; use condition none or one rank per model")
-        first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
-        first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
-        by_student = self.conditioners[0].keeps(chunks.student_last_C, first_s)
-        by_teacher = self.conditioners[1].keeps(chunks.teacher_last_C, first_t)
-        wrong_C = torch.zeros_like(first_s, dtype=torch.bool)
-        for found in (by_student, by_teacher):
-            wrong_C = wrong_C if found is None else wrong_C | found[1]
-        whole_t = probs_CU.sum(-1)
-        if by_student is not None:
-            probs_CU = probs_CU * (by_student[0] | wrong_C[:, None])
-        if by_teacher is not None:
-            probs_CV = probs_CV * (by_teacher[0] | wrong_C[:, None])
-        root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C, conditioned=True)
-        count = chunks.count(probs_CV)
-        metrics["excluded_mass_student"] = ((1 - root.kept_s).sum(), count)
-        metrics["excluded_mass_teacher"] = ((whole_t - root.sum_t).sum(), count)
-        metrics["unconditioned"] = (wrong_C.to(count).sum(), count)
-        return root
+        by_student, by_teacher = barred
+        if self.options.condition == "cheap":
+            probs_CU = _without(probs_CU, by_student, axes[1])
+            probs_CV = _without(probs_CV, by_teacher, axes[0])
+            return self.root(probs_CV, probs_CU, axes, tail_C=tail_C, conditioned=True)
+        leaving = torch.zeros(probs_CV.shape[0], self.num_cells + 1, dtype=torch.bool, device=probs_CV.device)
+        leaving[by_student.chunk, self.student_cell[by_student.ids]] = True
+        leaving[by_teacher.chunk, self.teacher_cell[by_teacher.ids]] = True
+        own = pick_pairs(axes[0], probs_CV, by_student.chunk, by_student.ids)
+        own_C = chunk_sum(own, by_student.chunk, probs_CV.shape[0])
+        return self.root(probs_CV, probs_CU, axes, tail_C=tail_C, leaving=leaving[:, :-1], own_C=own_C)
 
     def _teacher_probs(self, chunks: ChunkBlock, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
         """Next-token probabilities `[Q, U]`; of a list those that it names, and the token that came."""
@@ -486,7 +636,7 @@ class TreeKL(ProjectedObjective):
         first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
         inner = self.student_tree.child_start[node_C + 1] > self.student_tree.child_start[node_C.clamp(min=0)]
         at = (self.student_tree.ended(node_C, first_t) & (chunks.teacher_count_C == 1) & inner).nonzero().squeeze(1)
-        return Positions(node_C[at], next_row_C[at], at)
+        return Positions(node_C[at], next_row_C[at], at, torch.full_like(at, -1))
 
     def _inside_teacher(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
         first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
@@ -512,6 +662,90 @@ class Roots:
     sum_t: Tensor
 
 
+def _without(probs: Tensor, barred: Barred, axis: VocabAxis) -> Tensor:
+    """Probabilities without those of barred tokens."""
+    place, inside = axis.columns(barred.ids)
+    chunk = barred.chunk
+    if inside is not None:
+        place, chunk = place[inside], chunk[inside]
+    return probs.index_put((chunk, place), probs.new_zeros(()))
+
+
+@dataclass
+class _Inside(ABC):
+    """The parts of one tree's positions. coarse, fine: probabilities of the sides and where their columns lie; exact:
+    the tree's events and what the coarse side's last tokens rule out, None where positions are not conditioned."""
+
+    tree: TreeTables
+    coarse: tuple[Tensor, VocabAxis]
+    fine: tuple[Tensor, VocabAxis]
+    exact: tuple[NodeEvents, Barred] | None
+
+    @abstractmethod
+    def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor: ...
+
+    @abstractmethod
+    def conditioned(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> tuple[Tensor, Tensor]:
+        """Divergence at each position, and the share of the coarse mass that was compared."""
+
+    def sums(
+        self,
+        at: Positions,
+        chunks: ChunkBlock,
+        spec: DivergenceSpec,
+        metrics: dict[str, tuple[Tensor, Tensor]],
+        *,
+        listed: bool,
+    ) -> Tensor:
+        """Sums `[C]` over each chunk's positions."""
+        total = self.fine[0].new_zeros(chunks.num_chunks)
+        if not at.count:
+            return total
+        if self.exact is None:
+            return chunk_sum(self.plain(at, spec, listed=listed), at.chunk, chunks.num_chunks)
+        events, barred = self.exact
+        pairs = zip(at.node.tolist(), at.token.tolist(), strict=True)
+        # the text has a pair that the rule forbids: it is wrong there
+        wrong = torch.tensor([token in events[node].own for node, token in pairs], device=at.node.device)
+        wrong |= barred.wrong_C[at.chunk]
+        kept = torch.zeros_like(total[:0])
+        for chosen in (wrong.nonzero().squeeze(1), (~wrong).nonzero().squeeze(1)):
+            own = at.at(chosen)
+            if not own.count:
+                continue
+            if bool(wrong[chosen[0]]):
+                parts = self.plain(own, spec, listed=listed)
+            else:
+                parts, kept = self.conditioned(own, spec, listed=listed)
+            total = total.index_add(0, own.chunk, parts)
+        old = metrics.get("excluded_mass_inner", (total.new_zeros(()), total.new_zeros(())))
+        left_out = (1 - kept).sum()
+        metrics["excluded_mass_inner"] = (old[0] + left_out, old[1] + kept.numel())
+        old = metrics.get("unconditioned_inner", (total.new_zeros(()), total.new_zeros(())))
+        metrics["unconditioned_inner"] = (old[0] + wrong.sum().to(total), old[1] + at.count)
+        return total
+
+
+class _InsideStudent(_Inside):
+    def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor:
+        return student_node_divergence(tree_buckets(self.tree, at, self.coarse, self.fine), spec, listed=listed)
+
+    def conditioned(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> tuple[Tensor, Tensor]:
+        assert self.exact is not None
+        out = node_outcomes(self.exact[0], self.tree, at, self.coarse, self.fine, self.exact[1], student_is_fine=True)
+        return outcome_divergence(out.coarse, out.fine, out.owner, out.own, spec, listed=listed), out.kept
+
+
+class _InsideTeacher(_Inside):
+    def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor:
+        return teacher_node_divergence(tree_buckets(self.tree, at, self.coarse, self.fine), spec, listed=listed)
+
+    def conditioned(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> tuple[Tensor, Tensor]:
+        assert self.exact is not None
+        out = node_outcomes(self.exact[0], self.tree, at, self.coarse, self.fine, self.exact[1], student_is_fine=False)
+        return outcome_divergence(out.fine, out.coarse, out.owner, out.own, spec, listed=listed), out.kept
+
+
 def _inside(
     tree: TreeTables,
     fine: tuple[Tensor, Tensor, Tensor],
@@ -524,14 +758,14 @@ def _inside(
     ids, chunk, first_C = fine
     none = ids.new_zeros(0)
     if ids.numel() == first_C.numel():  # every chunk has one token on the fine side
-        return Positions(none, none, none), torch.zeros_like(first_C, dtype=torch.bool)
+        return Positions(none, none, none, none), torch.zeros_like(first_C, dtype=torch.bool)
     place = torch.arange(ids.numel(), device=ids.device) - first_C[chunk]
     node = tree.walk(ids, place)
     coarse = coarse_first_C[chunk]
     at = (tree.holds(node, coarse) & (place > 0)).nonzero().squeeze(1)
     ended = tree.ended(node, coarse)
     last = torch.cat((first_C[1:], first_C.new_tensor([ids.numel()]))) - 1
-    return Positions(node[at - 1], rows[at], chunk[at]), ended[last] & (coarse_count_C == 1)
+    return Positions(node[at - 1], rows[at], chunk[at], ids[at]), ended[last] & (coarse_count_C == 1)
 
 
 def advantage_gate(advantage_C: Tensor, kind: str) -> Tensor:
