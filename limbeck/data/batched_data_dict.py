@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypedDict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from limbeck.data.packing import Bins, batch_by_tokens, get_packer
 from limbeck.errors import ConfigError, DataError
 
-DictT = TypeVar("DictT", bound=Mapping[str, Any])
+DictT = TypeVar("DictT", bound=Mapping[str, Any], default=Any)
 
 
 class _DynamicBatchingRequired(TypedDict):
@@ -43,7 +43,7 @@ class SequencePackingArgs(_DynamicBatchingRequired, total=False):
     sequence_length_pad_multiple: int
 
 
-class BatchedDataDict(UserDict, Generic[DictT]):
+class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Dict of tensors (dim 0 = samples) and lists (one entry per sample).
 
     A value may also be any object with ``__len__``, ``slice(indices)`` and, for joining, a class method ``concat``

@@ -141,7 +141,7 @@ class ShardIterator(Iterator[int]):
         self._begin()
 
 
-class Loader(StatefulDataLoader):
+class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
     """A stateful data loader whose processes fail in one sentence: torch hands on their tracebacks as text."""
 
     def __iter__(self) -> Iterator[Any]:

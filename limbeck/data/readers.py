@@ -175,7 +175,7 @@ class ArrowReader:
         self._optional = optional
         self._table: Any = None
         self._check(self._open())
-        self._rows = self._open().num_rows
+        self._rows = int(self._open().num_rows)
 
     def _check(self, table: Any) -> None:
         """All offsets and lengths must lie inside their buffers: Arrow itself trusts them, and would end the process.
@@ -296,7 +296,8 @@ def column_sizes(column: Any) -> np.ndarray:
 
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return np.zeros(len(column), dtype=np.int64)
-    return pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+    sizes: np.ndarray = pc.fill_null(pc.binary_length(column), 0).to_numpy()
+    return sizes.astype(np.int64)
 
 
 def _require_column(path: str, key: str, names: list[str]) -> None:

@@ -108,7 +108,7 @@ class DataConfig(ReadingConfig):
         return ReadingConfig.model_construct(**{**shared, "hub_split": hub_split})
 
 
-class RecordDataset(torch.utils.data.Dataset):
+class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Records of one or several files, by index.
 
     A record is a dict: ``text`` (str or None), ``messages`` (list or None), ``tools``, ``idx``, ``loss_multiplier``,
@@ -360,7 +360,8 @@ class _Index:
         return self._split is not None and bool(self._split[unit])
 
     def unit_sizes(self, sizes: np.ndarray, limit: int) -> np.ndarray:
-        return np.minimum(sizes if self._record is None else sizes[self._record], limit)
+        found: np.ndarray = np.minimum(sizes if self._record is None else sizes[self._record], limit)
+        return found
 
 
 def _group(sizes: np.ndarray, limit: int) -> np.ndarray:

@@ -193,6 +193,8 @@ class LiveTeacher(Teacher):
     def log_probs(self, batch: BatchedDataDict) -> Tensor:
         prefix = self._prefix(batch)
         if self._shared is None:
-            return self.policy.get_logprobs(batch, prefix=prefix)["logprobs"].cpu()
-        scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(batch, prefix)]
-        return next(logprobs for own, logprobs in scored if own).cpu()
+            scored = [(True, self.policy.get_logprobs(batch, prefix=prefix)["logprobs"])]
+        else:
+            scored = [(own, self.policy.get_logprobs(rows)["logprobs"]) for own, rows in self._passes(batch, prefix)]
+        found: Tensor = next(logprobs for own, logprobs in scored if own)
+        return found.cpu()
