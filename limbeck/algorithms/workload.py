@@ -9,6 +9,7 @@ from limbeck.algorithms.build import student_length
 from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
 from limbeck.errors import ConfigError, one_line
+from limbeck.models.causal import setting
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.cache import estimate_bytes
@@ -95,12 +96,12 @@ def shape_of(policy: PolicyConfig) -> ModelShape:
         parameters=sum(p.numel() for p in model.parameters()),
         layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
-        intermediate=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        intermediate=int(setting(text, "intermediate_size") or 4 * text.hidden_size),
         heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        kv_heads=int(setting(text, "num_key_value_heads") or heads),
+        head_dim=int(setting(text, "head_dim") or text.hidden_size // heads),
         vocab=int(text.vocab_size),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        tied=bool(setting(config, "tie_word_embeddings")),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -66,23 +66,6 @@ class Head:
         start, end = own.place(self.vocab_size)
         weight = None if self.weight is None else self.weight[start:end]
         return replace(self, weight=weight, axis=own)
-
-    @classmethod
-    def from_model(cls, model: nn.Module, vocab_size: int | None = None) -> Head:
-        """Head of a transformers (or peft-wrapped) model. vocab_size: tokenizer ids; default: all rows of the head."""
-        output: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        if output is None:
-            raise LossError(f"{type(model).__name__} has no output embeddings; pass a causal language model")
-        config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        rows = output.weight.shape[0]
-        size = rows if vocab_size is None else min(vocab_size, rows)
-        if type(output) is nn.Linear:
-            return cls(size, weight=output.weight, bias=output.bias, softcap=softcap, scale=scale)
-        return cls(size, module=output, softcap=softcap, scale=scale)
 
     @classmethod
     def identity(cls, vocab_size: int) -> Head:

@@ -21,6 +21,7 @@ from limbeck.data.microbatch import MicrobatchConfig, process_microbatch
 from limbeck.distributed.attention import varlen_kernel
 from limbeck.distributed.mesh import ParallelConfig
 from limbeck.errors import ConfigError
+from limbeck.models.causal import setting
 
 NAME = "limbeck_varlen"
 log = logging.getLogger(__name__)
@@ -79,9 +80,9 @@ def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, dev
     kernel, config = varlen_kernel(), model.config
     if wanted is not None or kernel is None or device.type != "cuda" or precision == torch.float32:
         return
-    known = set(getattr(config, "layer_types", None) or []) <= {"full_attention", "sliding_attention"}
-    windows = getattr(config, "sliding_window", None) is not None
-    if known and getattr(config, "_attn_implementation", None) == "sdpa" and (kernel.takes_windows or not windows):
+    known = set(setting(config, "layer_types") or []) <= {"full_attention", "sliding_attention"}
+    windows = setting(config, "sliding_window") is not None
+    if known and config._attn_implementation == "sdpa" and (kernel.takes_windows or not windows):
         model.set_attn_implementation(register_varlen_attention())
 
 
@@ -119,7 +120,8 @@ def verify_document_isolation(
     move. Two forward passes of a few dozen tokens; run it once where packing is switched on.
 
     Args:
-        model: a causal model that takes ``ProcessedInputs.model_kwargs()`` and returns logits or hidden states.
+        model: takes ``ProcessedInputs.model_kwargs()`` and returns logits or hidden states first, as those of
+            transformers do.
         vocab_size: ids below this are drawn.
         tolerance: allowed share of the reference movement; mixing models show about 1, isolated ones 0 up to rounding.
         run: from the model's keyword arguments to its hidden states ``[1, T, h]``, for a model that is not simply
@@ -147,10 +149,7 @@ def verify_document_isolation(
     def outputs(rows: torch.Tensor) -> torch.Tensor:
         batch: BatchedDataDict = BatchedDataDict(input_ids=rows, input_lengths=torch.tensor(lengths))
         kwargs = process_microbatch(batch, None, True, cfg, ranks, device=device).model_kwargs()
-        if run is not None:
-            return run(kwargs)[0].float()
-        result = model(**kwargs)
-        states = result.logits if getattr(result, "logits", None) is not None else result.last_hidden_state
+        states: torch.Tensor = model(**kwargs)[0] if run is None else run(kwargs)
         return states[0].float()
 
     was_training = model.training

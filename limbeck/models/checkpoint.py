@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from limbeck.distributed.comm import Comm
 from limbeck.errors import CheckpointError
 from limbeck.losses.contract import State
+from limbeck.models.causal import is_lora
 from limbeck.models.language_model import LanguageModel
-from limbeck.models.lora import is_lora, merged_model
+from limbeck.models.lora import merged_model
 from limbeck.models.trainer import Trainer
 from limbeck.utils.state import load_state, save_state
 

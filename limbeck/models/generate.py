@@ -19,8 +19,8 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.distributed.comm import Comm
 from limbeck.errors import DataError
+from limbeck.models.causal import unwrap
 from limbeck.models.language_model import LanguageModel
-from limbeck.models.lora import unwrap
 
 
 class SamplingConfig(BaseModel):

@@ -26,17 +26,16 @@ from limbeck.losses.contract import StudentLayout
 from limbeck.losses.signals import Head
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
 from limbeck.models.attention import choose_attention, verify_document_isolation
+from limbeck.models.causal import body_of, head_of, is_lora, layers_of, unwrap
 from limbeck.models.loading import (
     ModelBuilder,
     ModelConfig,
-    body_of,
     make_dims,
     model_identity,
     parse_dtype,
     refuse_unsupported,
     tokenizer_size,
 )
-from limbeck.models.lora import is_lora, unwrap
 
 
 class LanguageModel:
@@ -83,7 +82,7 @@ class LanguageModel:
         builder = ModelBuilder(self._cfg, trained=trained, size=size, seed=seed, weights=weights_path)
         built, source = builder.build(model, self.dims, self.device)
         self.model: Any = built
-        self.vocab_size = Head.from_model(unwrap(self.model), size).vocab_size
+        self.vocab_size = head_of(unwrap(self.model), size).vocab_size
         self.body: Any = body_of(self.model)
         self.sharding = self._shard(source)
         self._prepare_body(trained)
@@ -130,7 +129,7 @@ class LanguageModel:
         options = self.cfg.compile
         if options.enabled:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
-            for module in getattr(self.body, "layers", None) or [self.body]:
+            for module in layers_of(self.body):
                 module.compile(mode=options.mode, dynamic=options.dynamic)
 
     def allow_packing(self) -> None:
@@ -179,7 +178,7 @@ class LanguageModel:
 
         ``whole``: all rows on every rank, without gradient, also where tensor parallelism splits them.
         """
-        head = Head.from_model(unwrap(self.model), self.vocab_size)
+        head = head_of(unwrap(self.model), self.vocab_size)
         if head.weight is not None:
             weight = self.sharding.head_weight(head.weight, whole=whole)
             head = replace(head, weight=weight, axis=WHOLE if whole else self.axis)
@@ -310,7 +309,8 @@ class LanguageModel:
         logprobs = self.get_logprobs(data, prefix=prefix)["logprobs"].cpu().double()
         mask = data[f"{prefix}token_mask"] > 0
         mask[:, 0] = False
-        return (logprobs * mask).sum(1)
+        total: Tensor = (logprobs * mask).sum(1)
+        return total
 
     def identity(self) -> dict[str, str]:
         """Hashes of configuration and weights, see ``model_identity``."""

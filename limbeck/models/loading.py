@@ -24,9 +24,9 @@ from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, curre
 from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
 from limbeck.errors import ConfigError
-from limbeck.losses.signals import Head
 from limbeck.models.attention import register_varlen_attention
-from limbeck.models.lora import LoraConfig, apply_lora, unwrap
+from limbeck.models.causal import body_of, head_of, unwrap
+from limbeck.models.lora import LoraConfig, apply_lora
 from limbeck.tokens import ByteVocab
 from limbeck.utils.files import package_file
 
@@ -271,7 +271,7 @@ def empty_model(cfg: ModelConfig, numbers: dict[str, Any], dtype: torch.dtype) -
 @torch.no_grad()
 def check_head(model: Any, vocab_size: int | None) -> None:
     """Body and head apart must give what the whole model gives: some models scale or cap in between."""
-    head = Head.from_model(model, vocab_size)
+    head = head_of(model, vocab_size)
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % head.vocab_size
     whole = model(input_ids=ids, use_cache=False).logits[0, :, : head.vocab_size].float()
     hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -304,15 +304,6 @@ def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | Non
         return _auto()[0].from_pretrained(source, trust_remote_code=cfg.trust_remote_code, **overrides)
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {_one_line(e)}") from e
-
-
-def body_of(model: nn.Module) -> nn.Module:
-    """The part of a causal model that ends in hidden states, without the head."""
-    causal = unwrap(model)
-    body = getattr(causal, "base_model", None)
-    if body is None or body is causal:
-        raise ConfigError(f"{type(causal).__name__} has no separate body; give a transformers causal language model")
-    return body
 
 
 def model_identity(model: nn.Module) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from limbeck.config import resolve
 from limbeck.errors import ConfigError
+from limbeck.models.causal import unwrap
 
 
 class LoraConfig(BaseModel):
@@ -25,12 +26,6 @@ class LoraConfig(BaseModel):
     target_modules: str | list[str] = "all-linear"
     modules_to_save: list[str] | None = None
     use_rslora: bool = False
-
-
-def unwrap(model: nn.Module) -> Any:
-    """The transformers causal model inside a peft wrapper, or the model itself."""
-    inner: Any = getattr(model, "get_base_model", None)
-    return model if inner is None else inner()
 
 
 def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:
@@ -56,11 +51,6 @@ def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed
             return peft.get_peft_model(model, adapters)
     except ValueError as e:
         raise ConfigError(f"lora.target_modules {cfg.target_modules!r} does not fit the model: {e}") from e
-
-
-def is_lora(model: nn.Module) -> bool:
-    """Whether the model carries adapters."""
-    return hasattr(model, "peft_config")
 
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,6 +106,6 @@ def merged_model(model: nn.Module, whole: Mapping[str, torch.Tensor] | None = No
         # buffers that no state dict holds (RoPE) are still on the meta device
         owner, _, leaf = name.rpartition(".")
         fresh.get_submodule(owner)._buffers[leaf] = buffer
-    if getattr(causal, "generation_config", None) is not None:
+    if causal.can_generate():
         fresh.generation_config = causal.generation_config
     return fresh.eval()

@@ -22,8 +22,9 @@ from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses.blocks import deferred_checks
 from limbeck.losses.contract import Counts, Loss, State, Teacher
 from limbeck.losses.signals import Head, Signal
+from limbeck.models.causal import is_lora
 from limbeck.models.language_model import LanguageModel
-from limbeck.models.lora import adapter_state, is_lora, load_adapter_state
+from limbeck.models.lora import adapter_state, load_adapter_state
 from limbeck.models.optim import (
     OptimizerConfig,
     SchedulerConfig,

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from limbeck.errors import CheckpointError
 from limbeck.losses.contract import Teacher
 from limbeck.losses.hint import SelfTeacherKind, ema_update
+from limbeck.models.causal import is_lora
 from limbeck.models.loading import load_model, tokenizer_size
-from limbeck.models.lora import apply_lora, is_lora
+from limbeck.models.lora import apply_lora
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab

@@ -14,6 +14,7 @@ from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
 from limbeck.losses.objectives.base import BlockOut, Objective, ObjectiveOptions
 from limbeck.losses.signals import TeacherRows, TopKSignal
+from limbeck.models.causal import head_of
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
 
 BATCH = make_batch(samples=3, seed=21)
@@ -111,7 +112,7 @@ def by_model(model: Any, models: Any) -> Tensor:
     fn = loss_fn()
     hidden = model.model(input_ids=BATCH["input_ids"]).last_hidden_state.flatten(0, 1)
     inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    return fn.compute(hidden, Head.from_model(model, 23), models.signals(BATCH), inputs, fn.counts(BATCH))[0]
+    return fn.compute(hidden, head_of(model, 23), models.signals(BATCH), inputs, fn.counts(BATCH))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -130,7 +131,7 @@ def test_lora_head() -> None:
 
     model = get_peft_model(tiny(False), LoraConfig(r=3, target_modules=["lm_head", "q_proj"], init_lora_weights=False))
     models = make_models(BATCH)
-    head = Head.from_model(model, 23)
+    head = head_of(model, 23)
     assert head.module is not None
     fn = loss_fn()
     hidden = model.base_model.model.model(input_ids=BATCH["input_ids"]).last_hidden_state.flatten(0, 1)
@@ -169,8 +170,8 @@ def test_head_settings_come_from_the_config() -> None:
         ids = torch.randint(3, 29, (2, 5))
         hidden = model.model(input_ids=ids).last_hidden_state.flatten(0, 1)
         want = model(input_ids=ids).logits.flatten(0, 1)
-        torch.testing.assert_close(Head.from_model(model).logits(hidden), want, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(Head.from_model(model, 20).logits(hidden), want[:, :20], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(head_of(model).logits(hidden), want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(head_of(model, 20).logits(hidden), want[:, :20], rtol=1e-9, atol=1e-9)
 
 
 def test_bf16_sums_in_float32() -> None:
@@ -225,7 +226,7 @@ def test_head_refuses_too_few_rows() -> None:
     with pytest.raises(LossError, match="29 rows but vocab_size is 30"):
         Head(30, weight=torch.zeros(29, 4))
     with pytest.raises(LossError, match="no output embeddings"):
-        Head.from_model(nn.Linear(2, 2))
+        head_of(nn.Linear(2, 2))
 
 
 def test_scaled_loss_scales_gradients() -> None:

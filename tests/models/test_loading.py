@@ -3,7 +3,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from limbeck.errors import ConfigError
-from limbeck.models.loading import body_of, load_model, model_identity
+from limbeck.models.causal import body_of
+from limbeck.models.loading import load_model, model_identity
 from tests.helpers.tiny import LLAMA, QWEN3
 
 

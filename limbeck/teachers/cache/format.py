@@ -305,14 +305,10 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(f)
-
-
-def _sha256_slow(f: Any) -> str:
     digest = hashlib.sha256()
-    while block := f.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
