@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-DOCUMENT_BYTES = 1_800
+DOCUMENT_BYTES = 1_200
 HELD_OUT_BYTES = 60_000
 STUDENT_SHARE = 0.25
 LANGUAGES = {"english": "en-US", "chinese": "zh-CN", "japanese": "ja-JP", "russian": "ru-RU"}

@@ -57,7 +57,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
-CONTEXT = 1024
+CONTEXT = 640
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def model(corpus: Path, tokenizer: str, shape: dict[str, int], steps: int, lr: f
             "num_key_value_heads": shape["num_attention_heads"],
             **shape,
         },
-        "precision": "bfloat16",
+        "precision": "float32",
         "max_total_sequence_length": CONTEXT,
         "train_micro_batch_size": batch,
         "max_grad_norm": 1.0,
@@ -109,7 +109,7 @@ def run_file(
             "train": str(corpus / part / "*.jsonl"),
             "append_eos": True,
             "max_input_seq_length": CONTEXT,
-            "num_workers": 2,
+            "num_workers": 1,
         },
         "distillation": {
             "num_prompts_per_step": documents,
@@ -183,7 +183,7 @@ def student(corpus: Path, work: Path, pair: str, arm: str, seed: int, sizes: Siz
         settings["teacher"] = {
             "model_name": str(latest(work / f"teacher_{other}")),
             "tokenizer": {"name": str(corpus / other)},
-            "precision": "bfloat16",
+            "precision": "float32",
             "max_total_sequence_length": CONTEXT,
         }
         settings["loss_fn"] = {"block_rows": 2048, **loss}
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--sizes", nargs=4, type=int, default=[1200, 32, 400, 16], metavar="N",
+    parser.add_argument("--sizes", nargs=4, type=int, default=[500, 48, 300, 24], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
     args = parser.parse_args()
     begun = time.time()
