@@ -82,7 +82,7 @@ def _extra(module: str, extra: str, use: str) -> Finding:
 
 
 def examine_model(spec: str) -> list[Finding]:
-    """Tokenizer, head width and chat template of one model."""
+    """Tokenizer, head width, begin token and chat template of one model."""
     try:
         tokenizer = read_tokenizer(spec)
         vocab = tokenizer.vocab
@@ -94,6 +94,7 @@ def examine_model(spec: str) -> list[Finding]:
         _finding(level, f"{spec}: tokenizer", kind, remedy),
         _proof(spec, tokenizer),
         *_head(spec, vocab),
+        *_begin(spec, tokenizer),
         _template(spec, tokenizer),
     ]
 
@@ -134,6 +135,29 @@ def _head(spec: str, vocab: ByteVocab) -> list[Finding]:
         f"; {report['extra_rows']} rows are no token and take no part in any softmax" if report["extra_rows"] else ""
     )
     return [_finding("ok", f"{spec}: head", text + extra)]
+
+
+def _begin(spec: str, tokenizer: Tokenizer) -> list[Finding]:
+    """Whether the weights, where they lie here, expect the begin token."""
+    path = Path(spec).expanduser()
+    weights = path.suffix == ".gguf" or any(path.glob("*.safetensors")) or any(path.glob("*.gguf"))
+    if not weights or tokenizer.bos_id is None or importlib.util.find_spec("torch") is None:
+        return []
+    from limbeck.evaluation.begin import begin_bits
+    from limbeck.evaluation.bits import EvalModel, EvalOptions
+    from limbeck.evaluation.models import find_model
+
+    what = f"{spec}: begin token"
+    try:
+        bits = begin_bits(EvalModel(find_model(spec), EvalOptions()).policy, tokenizer)
+    except LimbeckError as error:
+        return [_finding("bad", what, str(error), "mend the weights")]
+    assert bits is not None
+    if bits.expected is None or bits.expected == tokenizer.adds_bos:
+        return [_finding("ok", what, str(bits))]
+    wanted = "true" if bits.expected else "false"
+    remedy = f"set tokenizer.bos: {wanted} in the run file; the tokenizer by itself does otherwise"
+    return [_finding("note", what, str(bits), remedy)]
 
 
 def _template(spec: str, tokenizer: Tokenizer) -> Finding:

@@ -13,6 +13,7 @@ from limbeck.data.sources import build_dataset
 from limbeck.errors import ConfigError, DataError
 from limbeck.models.loading import ModelConfig, read_template
 from limbeck.tokens import load_tokenizer
+from limbeck.tokens.begin import set_begin
 
 
 def tokenizer_of(policy: ModelConfig) -> Any:
@@ -20,7 +21,10 @@ def tokenizer_of(policy: ModelConfig) -> Any:
     name = policy.tokenizer.name or policy.model_name
     if name is None:
         raise ConfigError("a model without model_name needs tokenizer.name")
-    return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
+    if policy.tokenizer.bos != "auto":
+        set_begin(tokenizer, policy.tokenizer.bos)
+    return tokenizer
 
 
 def chat_tokenizer_of(policy: ModelConfig) -> Any:

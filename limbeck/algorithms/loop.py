@@ -91,6 +91,9 @@ class TrainingLoop(ABC):
         """A step's metrics besides those of every recipe."""
         return {}
 
+    def look_ahead(self) -> None:
+        """Before a run's first step: what a user should know now and not after it. Collective."""
+
     def shared_state(self) -> dict[str, Any]:
         """What the ranks keep together in a checkpoint, each its shards."""
         return {}
@@ -109,6 +112,7 @@ class TrainingLoop(ABC):
         d, state = self.config.distillation, self.state
         self.logger.log_hyperparams(self.config.model_dump(mode="json"))
         if state["total_steps"] == 0:
+            self.look_ahead()
             if d.val_at_start and self.validates:
                 self._validate(0)
                 self.logger.commit()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.monitors import CollapseMonitor
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import aligned_chunks
 from limbeck.data.loader import rank_batches
+from limbeck.evaluation.begin import begin_bits
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy
-from limbeck.teachers.live import key_prefix
+from limbeck.teachers.live import LiveTeacher, key_prefix
+from limbeck.tokens import Tokenizer
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import TraceCollate, TraceDataset
 from limbeck.utils.metrics import Metrics, Pairs
@@ -83,6 +87,38 @@ def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable
     if "teacher_0_bpb" in metrics:
         metrics["teacher_bpb"] = metrics["teacher_0_bpb"] if len(teachers) > 1 else metrics.pop("teacher_0_bpb")
     return metrics
+
+
+def compared_bits(means: Mapping[str, float]) -> str:
+    """One line with the bits per byte of the student and its teachers, and a warning where a teacher is the worse."""
+    own = means.get("bpb", math.nan)
+    numbered = {name: bits for name, bits in means.items() if re.fullmatch(r"teacher_\d+_bpb", name)}
+    teachers = list(numbered.values()) or [means[name] for name in ("teacher_bpb",) if name in means]
+    line = ", ".join([f"{own:.4f} bits per byte", *(f"teacher {bits:.4f}" for bits in teachers)])
+    worse = [str(i) for i, bits in enumerate(teachers) if bits > own]
+    if not worse:
+        return line
+    which = f"teacher {' and '.join(worse)}" if len(teachers) > 1 else "the teacher"
+    return f"{line}\nwarning: {which} is worse than the student on this text and pulls it back"
+
+
+def wrong_begin(student: Policy, teachers: Sequence[Teacher], config: MasterConfig) -> list[str]:
+    """One sentence for every loaded model whose texts begin otherwise than it expects."""
+    sections = [("policy", student, config.policy)]
+    several = len(teachers) > 1
+    for i, (teacher, own) in enumerate(zip(teachers, config.all_teachers, strict=True)):
+        if isinstance(teacher, LiveTeacher) and isinstance(teacher.policy, Policy):
+            sections.append((f"teachers.{i}" if several else "teacher", teacher.policy, own))
+    found = []
+    for name, policy, section in sections:
+        if section.init == "random":
+            continue
+        tokenizer = Tokenizer.of(policy.tokenizer)
+        bits = begin_bits(policy, tokenizer)
+        if bits is not None and bits.expected not in (None, tokenizer.adds_bos):
+            wanted = str(bits.expected).lower()
+            found.append(f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={wanted}")
+    return found
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from limbeck.algorithms.build import (
 )
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
-from limbeck.algorithms.validation import evaluate, teacher_bits
+from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
@@ -42,7 +42,7 @@ from limbeck.teachers.build import connect_servers, make_teacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.logger import Logger
+from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer
 
@@ -56,6 +56,9 @@ __all__ = [
     "validate",
     "xtoken_off_policy_distillation_train",
 ]
+
+RECORDS_AHEAD = 8
+"""Training records on which student and teachers are compared before the first step, where nothing else does it."""
 
 # Batch keys whose second dimension is not the student's sequence.
 XTOKEN_NON_STUDENT_SEQ_KEYS: frozenset[str] = frozenset(
@@ -308,8 +311,19 @@ class _Loop(TrainingLoop):
 
     def describe(self, means: dict[str, float]) -> str:
         self.state["val_loss"] = means.get("loss", float("nan"))
-        teacher = f", teacher {means['teacher_bpb']:.4f}" if "teacher_bpb" in means else ""
-        return f"{means.get('bpb', float('nan')):.4f} bits per byte{teacher}"
+        return compared_bits(means)
+
+    def look_ahead(self) -> None:
+        for warning in wrong_begin(self.student, self.teachers, self.config):
+            self.logger.print(f"warning: {warning}")
+        if (self.validates and self.config.distillation.val_at_start) or not self.teachers:
+            return
+        records: Any = self.loader.dataset
+        batch = self.loader.collate_fn([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
+        metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
+        means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
+        self.timer.reset()
+        self.logger.print(f"on the first {min(len(records), RECORDS_AHEAD)} training records: {compared_bits(means)}")
 
     def own_state(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn.state_dict(), "data": _fingerprints(self.loader, self.val_loader)}

@@ -48,6 +48,8 @@ class TokenizerConfig(BaseModel):
     chat_template: str | None = None
     """Template text, or a path to a ``.jinja`` file; default: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
+    bos: Literal["auto"] | bool = "auto"
+    """Put the begin token in front of every text, or none; ``auto``: as the tokenizer does by itself."""
 
 
 def read_template(given: str | None) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from limbeck.errors import TokenizerError, one_line
+from limbeck.tokens.begin import gguf_adds_begin, set_begin
 from limbeck.tokens.tokenizer import Tokenizer
 from limbeck.tokens.vocab import Spec
 from limbeck.utils.files import cache_dir, package_file
@@ -193,7 +194,7 @@ def _prefix(spec: Spec) -> int | None:
 def _read_gguf(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file, converted once."""
     state = path.stat()
-    key = hashlib.sha256(f"1\0{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"2\0{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:20]
     folder = cache_dir("tokenizers") / key
     if not (folder / "tokenizer.json").is_file():
         converted = _load_file(path)
@@ -255,7 +256,11 @@ def _load_file(path: Path) -> Any:
         raise TokenizerError(f"{path} is no tokenizer file; expected tokenizer.json, tekken.json or a .gguf file.")
     library = _transformers(f"to read {path.name}")
     if path.suffix == ".gguf":
-        return library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        made = library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        begin = gguf_adds_begin(path)
+        if begin is not None and made.bos_token is not None:
+            set_begin(made, begin)
+        return made
     if path.name.startswith("tekken"):
         from transformers.integrations.mistral import convert_tekken_tokenizer
 

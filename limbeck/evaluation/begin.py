@@ -1,0 +1,55 @@
+"""Does a model expect its begin token? Score a short text behind it and without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.evaluation.bits import Scorer
+from limbeck.tokens import Tokenizer
+
+CLEAR = 0.05
+"""Bits per byte by which one setting must be better to be called the model's own."""
+
+PROBE = (
+    "The river rises in the hills north of the town and runs south for about ninety kilometres before it reaches the "
+    "sea. In spring, when the snow melts, the water is high enough for small boats; by late summer most of the bed is "
+    "dry. Two bridges cross it. The older one was built of stone in 1784 and still carries the road to the market, "
+    "while the other, made of steel, was opened to trains some hundred years later."
+)
+
+
+@dataclass(frozen=True)
+class BeginBits:
+    """Bits per byte of the probe, its first token left out, behind the begin token and without it."""
+
+    behind: float
+    without: float
+
+    @property
+    def expected(self) -> bool | None:
+        """Whether the model wants the begin token; None where it makes no clear difference."""
+        gain = self.without - self.behind
+        return gain > 0 if abs(gain) > CLEAR else None
+
+    def __str__(self) -> str:
+        return f"{self.behind:.2f} bits per byte behind the begin token, {self.without:.2f} without"
+
+
+def begin_bits(model: Scorer, tokenizer: Tokenizer) -> BeginBits | None:
+    """Both figures of a model; None for a tokenizer without a begin token."""
+    if tokenizer.bos_id is None:
+        return None
+    rendering = tokenizer.encode(PROBE)
+    ids = torch.from_numpy(rendering.ids)
+    n = len(ids)
+    rows = torch.zeros(2, n + 1, dtype=torch.int64)
+    rows[0, 0] = tokenizer.bos_id
+    rows[0, 1:], rows[1, :n] = ids, ids
+    batch: BatchedDataDict = BatchedDataDict({"input_ids": rows, "input_lengths": torch.tensor([n + 1, n])})
+    logprobs = model.get_logprobs(batch)["logprobs"].double().cpu()
+    size = int(rendering.ends[-1] - rendering.ends[0]) * math.log(2)
+    return BeginBits(-float(logprobs[0, 2 : n + 1].sum()) / size, -float(logprobs[1, 1:n].sum()) / size)

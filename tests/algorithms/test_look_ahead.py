@@ -1,0 +1,73 @@
+"""What a run says before its first step: how good the teacher is, and whether texts begin as the models expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from limbeck.algorithms import validation
+from limbeck.algorithms.validation import compared_bits
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.evaluation.begin import BeginBits, begin_bits
+from limbeck.tokens import Tokenizer
+from tests.helpers import runs, tiny
+from tests.helpers.tokenizers import TEXTS, trained_bpe
+
+
+def test_student_and_teachers_stand_beside_each_other() -> None:
+    assert compared_bits({"bpb": 1.5, "teacher_bpb": 1.2}) == "1.5000 bits per byte, teacher 1.2000"
+    worse = compared_bits({"bpb": 1.5, "teacher_bpb": 1.8})
+    assert worse.splitlines()[1].startswith("warning: the teacher is worse than the student")
+    several = compared_bits({"bpb": 1.5, "teacher_0_bpb": 1.2, "teacher_1_bpb": 1.8, "teacher_bpb": 1.2})
+    assert "teacher 1.2000, teacher 1.8000" in several
+    assert "warning: teacher 1 is worse" in several
+    assert "warning" not in compared_bits({"bpb": 1.5})
+
+
+def test_a_run_without_validation_compares_on_its_first_records(tmp_path: Path) -> None:
+    run_file = runs.write_run(tmp_path, distillation={"max_num_steps": 1})
+    code, _, err = runs.limbeck("train", run_file, "-q")
+    assert code == 0, err
+    assert "on the first 8 training records: " in err
+    assert "teacher" in err
+
+
+class _Expects:
+    """A model that is lost without its begin token, or with it."""
+
+    vocab_size, name = 300, "stand-in"
+
+    def __init__(self, begin: int, wanted: bool) -> None:
+        self.begin, self.wanted = begin, wanted
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        ids = data["input_ids"]
+        right = (ids[:, :1] == self.begin) == self.wanted
+        return BatchedDataDict({"logprobs": torch.where(right, -1.0, -5.0).expand(ids.shape)})
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_probe_tells_what_a_model_expects(wanted: bool) -> None:
+    tokenizer = Tokenizer.of(trained_bpe(TEXTS, 300, specials=["<s>"], bos_token="<s>"))
+    assert tokenizer.bos_id is not None
+    bits = begin_bits(_Expects(tokenizer.bos_id, wanted), tokenizer)
+    assert bits is not None
+    assert bits.expected is wanted
+    assert max(bits.behind, bits.without) == pytest.approx(5 * min(bits.behind, bits.without))
+    assert begin_bits(_Expects(0, True), Tokenizer.of(tiny.tokenizer(300))) is None
+    assert BeginBits(1.0, 1.01).expected is None
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.write_tokenizers(tmp_path)
+    config: Any = runs.resolved(runs.settings(tmp_path, tmp_path / "run", teacher={"init": "random"}))
+    config.policy.init = "pretrained"
+    monkeypatch.setattr(validation, "begin_bits", lambda policy, tokenizer: BeginBits(1.7, 5.2))
+    (warning,) = validation.wrong_begin(tiny.student(), [], config.model_copy(update={"teacher": None}))
+    assert warning.endswith("set policy.tokenizer.bos=true")
+    assert "1.70 bits per byte behind the begin token, 5.20 without" in warning
+    config.policy.init = "random"
+    assert validation.wrong_begin(tiny.student(), [], config.model_copy(update={"teacher": None})) == []
