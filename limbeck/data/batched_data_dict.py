@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import Self, TypeVar
 
-from limbeck.data.packing import Bins, batch_by_tokens, get_packer
+from limbeck.data.packing import ALGORITHM, Bins, batch_by_tokens, check_algorithm, pack
 from limbeck.errors import ConfigError, DataError
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any], default=Any)
@@ -214,9 +214,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Row indices of each packed micro-batch."""
         lengths, budgets = self._lengths(args.get("input_lengths_key"), args["max_tokens_per_microbatch"])
         multiple = args.get("sequence_length_pad_multiple", 1)
-        algorithm = args.get("algorithm", "modified_first_fit_decreasing")
-        packer = get_packer(algorithm, budgets, bin_count_multiple=bin_count_multiple)
-        return packer.pack(-(-lengths // multiple) * multiple)
+        check_algorithm(args.get("algorithm", ALGORITHM))
+        return pack(-(-lengths // multiple) * multiple, budgets, bin_count_multiple=bin_count_multiple)
 
     def shard_by_batch_size(
         self,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from limbeck.config import FREE, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from limbeck.data.layout import ChunkLayout
-from limbeck.data.packing import Bins
+from limbeck.data.packing import ALGORITHM, Bins
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.distributed.mesh import ParallelConfig
@@ -130,7 +130,7 @@ class BatchingConfig(BaseModel):
 class PackingConfig(BatchingConfig):
     """Several samples in one sequence, attention within each of them."""
 
-    algorithm: str = "modified_first_fit_decreasing"
+    algorithm: str = Field(default=ALGORITHM, json_schema_extra=FREE)
 
 
 class MicrobatchConfig(BaseModel):

@@ -1,16 +1,16 @@
 """Which samples share a micro-batch: bin packing and token-budget batching.
 
 A sample has one size per model that reads it (its student length, its teacher lengths), and a bin has one capacity per
-model; a sample fits where *every* size fits, so student and teacher are packed in lockstep. All algorithms are
-deterministic: the same lengths give the same bins on every rank and in every run.
+model; a sample fits where *every* size fits, so student and teacher are packed in lockstep. The same lengths give the
+same bins on every rank and in every run.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
-from abc import ABC, abstractmethod
+import logging
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,20 @@ from limbeck.errors import ConfigError, DataError
 
 Bins = list[list[int]]
 
+log = logging.getLogger(__name__)
 
-class PackingAlgorithm(str, Enum):
-    """Names accepted in ``sequence_packing.algorithm``."""
+ALGORITHM = "first_fit_decreasing"
+_EARLIER = ("modified_first_fit_decreasing", "concatenative")
 
-    CONCATENATIVE = "concatenative"
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+@functools.cache
+def check_algorithm(name: str) -> None:
+    """Refuse a name that no packing algorithm ever had. Those of earlier versions mean the one there is, which the log
+    says once."""
+    if name.lower() in _EARLIER:
+        log.warning("Sequences are packed by %s; the algorithm %s is gone.", ALGORITHM, name.lower())
+    elif name.lower() != ALGORITHM:
+        raise ConfigError(f"The packing algorithm {name!r} is not known; leave it out, or give {ALGORITHM!r}.")
 
 
 def as_sizes(lengths: Any, capacities: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -57,144 +64,29 @@ def as_sizes(lengths: Any, capacities: int | Sequence[int]) -> tuple[np.ndarray,
     return sizes, room
 
 
-class SequencePacker(ABC):
-    """Puts sequences into bins so that no capacity is exceeded and every sequence is in exactly one bin.
+def pack(
+    lengths: Any,
+    capacities: int | Sequence[int],
+    *,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> Bins:
+    """Bins of sequences by first-fit decreasing: longest first, each into the first bin with room. Every sequence is in
+    one bin, and no capacity is exceeded; with one model at most 11/9 of the fewest possible bins, and 6/9.
 
     Args:
-        bin_capacity: tokens per bin, one number per model.
+        lengths: ``[N]`` or ``[N, D]`` token counts, one column per model.
+        capacities: tokens per bin, one number per model.
         min_bin_count: at least this many bins (bins are split, never left empty).
         bin_count_multiple: the number of bins is a multiple of this, so that data-parallel ranks get equally many.
+
+    Returns:
+        Bins of sequence indices, ascending within a bin.
     """
-
-    def __init__(
-        self,
-        bin_capacity: int | Sequence[int],
-        *,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-    ) -> None:
-        for name, value in (("min_bin_count", min_bin_count), ("bin_count_multiple", bin_count_multiple)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; give a positive number or None.")
-        self.bin_capacity = bin_capacity
-        self.min_bin_count = min_bin_count or 1
-        self.bin_count_multiple = bin_count_multiple or 1
-
-    def pack(self, sequence_lengths: Any) -> Bins:
-        """Bins of sequence indices for lengths ``[N]`` or ``[N, D]``; indices ascend within a bin."""
-        sizes, room = as_sizes(sequence_lengths, self.bin_capacity)
-        if len(sizes) == 0:
-            return []
-        bins = self._pack(sizes, room)
-        wanted = required_bins(max(len(bins), self.min_bin_count), self.bin_count_multiple)
-        return [sorted(items) for items in split_to_count(bins, sizes / room, wanted)]
-
-    @abstractmethod
-    def _pack(self, sizes: np.ndarray, room: np.ndarray) -> Bins: ...
-
-
-class ConcatenativePacker(SequencePacker):
-    """Next fit: keeps the order of the data and closes a bin when the next sequence does not fit."""
-
-    def _pack(self, sizes: np.ndarray, room: np.ndarray) -> Bins:
-        bins: Bins = [[]]
-        free = room.copy()
-        for item, size in enumerate(sizes):
-            if (size > free).any():
-                bins.append([])
-                free = room.copy()
-            bins[-1].append(item)
-            free -= size
-        return bins
-
-
-class FirstFitDecreasingPacker(SequencePacker):
-    """Longest first, each into the first bin with room: at most 11/9 of the optimum plus 6/9 for one size."""
-
-    def _pack(self, sizes: np.ndarray, room: np.ndarray) -> Bins:
-        return _first_fit(decreasing_order(sizes, room), sizes, room)
-
-
-class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Johnson and Garey's refinement of first-fit decreasing: at most 71/60 of the optimum plus 1 for one size.
-
-    Sequences longer than half a bin open the bins; the rest are fitted into what those leave, largest class first, and
-    only what remains is packed by first-fit decreasing. With several sizes a sequence's class is that of its largest
-    relative size.
-    """
-
-    def _pack(self, sizes: np.ndarray, room: np.ndarray) -> Bins:
-        order = decreasing_order(sizes, room)
-        share = (sizes / room).max(axis=1)[order]
-        large, medium, small = (int(np.count_nonzero(share > limit)) for limit in (1 / 2, 1 / 3, 1 / 6))
-        bins: Bins = [[int(item)] for item in order[:large]]
-        pool = _Pool(order, sizes, start=large)
-        free = room - sizes[order[:large]]
-
-        has_medium = np.zeros(large, dtype=bool)
-        for number in range(large):
-            place = pool.largest_fitting(free[number], large, medium)
-            if place is not None:
-                has_medium[number] = True
-                pool.move(place, bins[number], free[number])
-        for number in reversed(range(large)):
-            if not has_medium[number]:
-                self._add_small_pair(pool, bins[number], free[number], medium, small)
-        for number in range(large):
-            while (place := pool.largest_fitting(free[number], large, len(order))) is not None:
-                pool.move(place, bins[number], free[number])
-        return bins + _first_fit(order[pool.left], sizes, room)
-
-    @staticmethod
-    def _add_small_pair(pool: _Pool, items: list[int], free: np.ndarray, medium: int, small: int) -> None:
-        """Two small sequences, or none: a single one would waste the bin's rest."""
-        first = pool.smallest(medium, small)
-        if first is None:
-            return
-        pool.left[first] = False
-        second = pool.largest_fitting(free - pool.size(first), medium, small)
-        pool.left[first] = True
-        if second is not None:
-            pool.move(first, items, free)
-            pool.move(second, items, free)
-
-
-class _Pool:
-    """Sequences not yet packed, in decreasing order; a place is an index into that order."""
-
-    def __init__(self, order: np.ndarray, sizes: np.ndarray, start: int) -> None:
-        self._order = order
-        self._sizes = sizes[order]
-        self.left = np.ones(len(order), dtype=bool)
-        self.left[:start] = False
-
-    def size(self, place: int) -> np.ndarray:
-        return self._sizes[place]
-
-    def largest_fitting(self, free: np.ndarray, start: int, end: int) -> int | None:
-        fits = self.left[start:end] & (self._sizes[start:end] <= free).all(axis=1)
-        place = int(fits.argmax()) if fits.size else 0
-        return start + place if fits.size and fits[place] else None
-
-    def smallest(self, start: int, end: int) -> int | None:
-        places = np.flatnonzero(self.left[start:end])
-        return start + int(places[-1]) if places.size else None
-
-    def move(self, place: int, items: list[int], free: np.ndarray) -> None:
-        self.left[place] = False
-        items.append(int(self._order[place]))
-        free -= self._sizes[place]
-
-
-def decreasing_order(sizes: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Indices by decreasing largest relative size; ties keep the order of the data."""
-    return np.argsort(-(sizes / room).max(axis=1), kind="stable")
-
-
-def _first_fit(order: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> Bins:
+    sizes, room = as_sizes(lengths, capacities)
     bins: Bins = []
-    free = np.empty((len(order), len(room)), dtype=np.int64)
-    for item in order:
+    free = np.empty((len(sizes), len(room)), dtype=np.int64)
+    for item in decreasing_order(sizes, room):
         fits = (free[: len(bins)] >= sizes[item]).all(axis=1)
         number = int(fits.argmax()) if fits.any() else len(bins)
         if number == len(bins):
@@ -202,12 +94,24 @@ def _first_fit(order: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> Bins:
             free[number] = room
         bins[number].append(int(item))
         free[number] -= sizes[item]
-    return bins
+    return _enough(bins, sizes / room, min_bin_count, bin_count_multiple)
 
 
-def required_bins(at_least: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``at_least``."""
-    return -(-at_least // multiple) * multiple
+def decreasing_order(sizes: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Indices by decreasing largest relative size; ties keep the order of the data."""
+    return np.argsort(-(sizes / room).max(axis=1), kind="stable")
+
+
+def _enough(bins: Bins, shares: np.ndarray, min_bin_count: int | None, bin_count_multiple: int | None) -> Bins:
+    """As many bins as are asked for, indices ascending; none where there is no sequence."""
+    for name, value in (("min_bin_count", min_bin_count), ("bin_count_multiple", bin_count_multiple)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; give a positive number or None.")
+    if not bins:
+        return []
+    multiple = bin_count_multiple or 1
+    count = -(-max(len(bins), min_bin_count or 1) // multiple) * multiple
+    return [sorted(items) for items in split_to_count(bins, shares, count)]
 
 
 def split_to_count(bins: Bins, shares: np.ndarray, count: int) -> Bins:
@@ -238,29 +142,6 @@ def split_to_count(bins: Bins, shares: np.ndarray, count: int) -> Bins:
     return bins
 
 
-_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
-    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
-}
-
-
-def get_packer(
-    algorithm: PackingAlgorithm | str,
-    bin_capacity: int | Sequence[int],
-    *,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
-) -> SequencePacker:
-    """The packer of that name, e.g. ``get_packer("modified_first_fit_decreasing", 8192).pack(lengths)``."""
-    try:
-        kind = PackingAlgorithm(algorithm.lower() if isinstance(algorithm, str) else algorithm)
-    except ValueError:
-        names = ", ".join(member.value for member in PackingAlgorithm)
-        raise ConfigError(f"The packing algorithm {algorithm!r} is not known; choose one of {names}.") from None
-    return _PACKERS[kind](bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
-
-
 def batch_by_tokens(
     lengths: Any,
     capacities: int | Sequence[int],
@@ -284,8 +165,6 @@ def batch_by_tokens(
     sizes, room = as_sizes(lengths, capacities)
     if round_to < 1:
         raise ConfigError(f"sequence_length_round is {round_to}; give a positive number.")
-    if len(sizes) == 0:
-        return []
     rounded = np.minimum(-(-sizes // round_to) * round_to, room)
     bins: Bins = []
     longest = np.zeros_like(room)
@@ -297,5 +176,4 @@ def batch_by_tokens(
         else:
             bins.append([int(item)])
             longest = rounded[item]
-    wanted = required_bins(max(len(bins), min_bin_count or 1), bin_count_multiple or 1)
-    return [sorted(items) for items in split_to_count(bins, sizes / room, wanted)]
+    return _enough(bins, sizes / room, min_bin_count, bin_count_multiple)

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.data.packing import PackingAlgorithm, batch_by_tokens, get_packer
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.packing import batch_by_tokens, check_algorithm, pack
 from limbeck.errors import ConfigError, DataError
-
-ALGORITHMS = [member.value for member in PackingAlgorithm]
 
 
 @st.composite
@@ -49,25 +49,21 @@ def fewest_bins(sizes: list[int], room: int) -> int:
     return best
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(problem=problems(), multiple=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_each_sequence_once_and_no_capacity_exceeded(
-    algorithm: str, problem: tuple[list[list[int]], list[int]], multiple: int
-) -> None:
+def test_each_sequence_once_and_no_capacity_exceeded(problem: tuple[list[list[int]], list[int]], multiple: int) -> None:
     sizes, rooms = problem
     if 0 < len(sizes) < multiple:
         multiple = 1
     lengths = np.array(sizes, dtype=np.int64).reshape(len(sizes), len(rooms))
-    packer = get_packer(algorithm, rooms)
-    bins = packer.pack(lengths)
+    bins = pack(lengths, rooms)
     check_partition(bins, len(sizes))
     assert all((lengths[items].sum(axis=0) <= rooms).all() for items in bins)
-    assert bins == packer.pack(lengths)
+    assert bins == pack(lengths, rooms)
     needed = -(-lengths.sum(axis=0) // np.array(rooms))
     assert len(bins) >= needed.max(initial=0)
     if len(sizes) >= multiple * math.ceil(len(bins) / multiple):
-        rounded = get_packer(algorithm, rooms, bin_count_multiple=multiple).pack(lengths)
+        rounded = pack(lengths, rooms, bin_count_multiple=multiple)
         check_partition(rounded, len(sizes))
         assert len(rounded) % multiple == 0
         assert len(rounded) == multiple * math.ceil(len(bins) / multiple)
@@ -76,73 +72,61 @@ def test_each_sequence_once_and_no_capacity_exceeded(
 
 @given(room=st.integers(6, 40), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_decreasing_packers_stay_within_their_bounds_of_the_optimum(room: int, data: st.DataObject) -> None:
+def test_packing_stays_within_its_bound_of_the_optimum(room: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, room), min_size=1, max_size=9))
     optimum = fewest_bins(sizes, room)
-    assert len(get_packer("first_fit_decreasing", room).pack(sizes)) <= 11 / 9 * optimum + 6 / 9
-    assert len(get_packer("modified_first_fit_decreasing", room).pack(sizes)) <= 71 / 60 * optimum + 1
-    assert len(get_packer("concatenative", room).pack(sizes)) <= 2 * optimum
-
-
-def test_modified_first_fit_pairs_small_sequences_with_large_ones() -> None:
-    # The textbook worst case of first-fit decreasing: 11 bins where 9 would do.
-    sizes = [510] * 6 + [270] * 6 + [260] * 6 + [230] * 12
-    assert len(get_packer("first_fit_decreasing", 1000).pack(sizes)) == 11
-    bins = get_packer("modified_first_fit_decreasing", 1000).pack(sizes)
-    assert len(bins) == 10
-    assert sum(sorted(sizes[i] for i in items) == [230, 260, 510] for items in bins) == 6
-
-
-def test_modified_first_fit_adds_a_medium_sequence_to_a_large_one() -> None:
-    bins = get_packer("modified_first_fit_decreasing", 100).pack([60, 55, 40, 45, 20])
-    assert sorted(bins) == [[0, 2], [1, 3], [4]]
+    assert len(pack(sizes, room)) <= 11 / 9 * optimum + 6 / 9
 
 
 def test_real_length_mix_packs_tightly() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.zipf(1.3, 2000) * 16, 4096)
-    bins = get_packer("modified_first_fit_decreasing", 8192).pack(lengths)
+    bins = pack(lengths, 8192)
     assert len(bins) <= math.ceil(lengths.sum() / 8192) + 1
 
 
-def test_concatenative_keeps_the_order() -> None:
-    assert get_packer("concatenative", 10).pack([4, 6, 1, 9, 10]) == [[0, 1], [2, 3], [4]]
-
-
 def test_lockstep_a_long_teacher_closes_the_bin() -> None:
-    assert get_packer("concatenative", [10, 10]).pack([[1, 9], [1, 2], [1, 8]]) == [[0], [1, 2]]
+    assert pack([[1, 9], [1, 2], [1, 8]], [10, 10]) == [[0], [1, 2]]
 
 
 def test_minimum_number_of_bins() -> None:
-    bins = get_packer("first_fit_decreasing", 100, min_bin_count=3, bin_count_multiple=2).pack([1] * 8)
+    bins = pack([1] * 8, 100, min_bin_count=3, bin_count_multiple=2)
     assert len(bins) == 4
     assert sorted(map(len, bins)) == [2, 2, 2, 2]
 
 
 def test_too_few_sequences_for_the_bins() -> None:
     with pytest.raises(DataError, match="3 sequences cannot fill 4 micro-batches"):
-        get_packer("first_fit_decreasing", 100, bin_count_multiple=4).pack([1, 1, 1])
+        pack([1, 1, 1], 100, bin_count_multiple=4)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_sequence_over_the_capacity_is_named(algorithm: str) -> None:
+def test_a_sequence_over_the_capacity_is_named() -> None:
     with pytest.raises(DataError, match=r"sequence 1 has \[5, 11\] tokens for capacities \[10, 10\]"):
-        get_packer(algorithm, [10, 10]).pack([[1, 1], [5, 11]])
+        pack([[1, 1], [5, 11]], [10, 10])
 
 
 @pytest.mark.parametrize("lengths", [[[1, 2]], [[-1]]])
 def test_bad_lengths(lengths: list[list[int]]) -> None:
     with pytest.raises(DataError):
-        get_packer("concatenative", 10).pack(lengths)
+        pack(lengths, 10)
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ConfigError, match="'best_fit' is not known; choose one of concatenative"):
-        get_packer("best_fit", 10)
+    with pytest.raises(ConfigError, match="'best_fit' is not known; leave it out"):
+        check_algorithm("best_fit")
     with pytest.raises(ConfigError, match="capacity"):
-        get_packer("concatenative", 0).pack([1])
+        pack([1], 0)
     with pytest.raises(ConfigError, match="min_bin_count is 0"):
-        get_packer("concatenative", 10, min_bin_count=0)
+        pack([1], 10, min_bin_count=0)
+
+
+def test_algorithms_of_earlier_versions_are_this_one_and_said_to_be_gone_once(caplog: pytest.LogCaptureFixture) -> None:
+    check_algorithm.cache_clear()
+    batch: BatchedDataDict = BatchedDataDict(input_lengths=torch.tensor([4, 6, 1, 9, 10]))
+    want = batch.plan_packed_batches({"max_tokens_per_microbatch": 10})
+    for name in ("first_fit_decreasing", "modified_first_fit_decreasing", "Concatenative", "Concatenative"):
+        assert batch.plan_packed_batches({"max_tokens_per_microbatch": 10, "algorithm": name}) == want
+    assert [record.args[1] for record in caplog.records] == ["modified_first_fit_decreasing", "concatenative"]
 
 
 @given(problem=problems(), round_to=st.integers(1, 8))
