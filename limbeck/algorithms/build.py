@@ -11,9 +11,10 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.sources import build_dataset
 from limbeck.errors import ConfigError, DataError
-from limbeck.models.loading import ModelConfig, read_template
+from limbeck.models.loading import ModelConfig
 from limbeck.tokens import load_tokenizer
 from limbeck.tokens.begin import set_begin
+from limbeck.tokens.tokenizer import read_template
 
 
 def tokenizer_of(policy: ModelConfig) -> Any:
@@ -66,12 +67,17 @@ def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[An
         mode=data.mode,
         append_eos=data.append_eos,
         on_error="skip" if data.on_bad_record == "skip" else "raise",
-        student_template=read_template(config.policy.tokenizer.chat_template),
-        teacher_template=[read_template(t.tokenizer.chat_template) for t in teachers],
+        student_template=_template(config.policy),
+        teacher_template=[_template(t) for t in teachers],
         template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         teacher_template_kwargs=[t.tokenizer.chat_template_kwargs for t in teachers],
         chunks_as="layout",
     )
+
+
+def _template(policy: ModelConfig) -> str | None:
+    given = policy.tokenizer.chat_template
+    return None if given is None else read_template(given)
 
 
 def student_length(config: MasterConfig) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from limbeck.errors import TemplateError, TraceError
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
-from limbeck.models.loading import read_template
+from limbeck.tokens.tokenizer import read_template
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
 from limbeck.traces.sites import find_recovery

@@ -52,16 +52,6 @@ class TokenizerConfig(BaseModel):
     """Put the begin token in front of every text, or none; ``auto``: as the tokenizer does by itself."""
 
 
-def read_template(given: str | None) -> str | None:
-    """A chat template's text, whether given itself or as the path of a ``.jinja`` file; None: the tokenizer's own."""
-    if given is None or not given.endswith(".jinja"):
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {given!r} cannot be read: {error}") from error
-
-
 class CompileConfig(BaseModel):
     """torch.compile of the model's body. Round lengths up (``sequence_length_round``) to bound recompilation."""
 

@@ -18,7 +18,8 @@ import tokenizers
 
 from limbeck.errors import TokenizerError, one_line
 from limbeck.tokens.begin import gguf_adds_begin, set_begin
-from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.sentencepiece import describe_model, read_model
+from limbeck.tokens.tokenizer import Tokenizer, require_transformers
 from limbeck.tokens.vocab import Spec
 from limbeck.utils.files import cache_dir, package_file
 
@@ -27,10 +28,11 @@ _HUB_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template
 
 
 def read_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a tokenizer from a model folder, a ``tokenizer.json``, a GGUF file, a ``tekken.json`` or a hub id.
+    """Read a tokenizer from a model folder, a file (``tokenizer.json``, a SentencePiece ``.model``, GGUF,
+    ``tekken.json``) or a hub id.
 
-    ``package:NAME/FILE`` names a file inside an installed Python package. What has no ``tokenizer.json`` is converted
-    by transformers; the result of a GGUF file is kept in the cache folder.
+    ``package:NAME/FILE`` names a file inside an installed Python package. Folders without a ``tokenizer.json``, GGUF
+    and tekken files are converted by transformers; the result of a GGUF file is kept in the cache folder.
     """
     path = _local(spec)
     try:
@@ -89,6 +91,8 @@ def _read_folder(path: Path, trust_remote_code: bool) -> Tokenizer:
 def _read_file(path: Path) -> Tokenizer:
     if path.suffix == ".gguf":
         return _read_gguf(path)
+    if ".model" in path.suffixes:
+        return _read_sentencepiece(path)
     if path.suffix == ".json" and not path.name.startswith("tekken"):
         return _read_json(path, path.parent if path.name == "tokenizer.json" else None)
     return Tokenizer.of(_load_file(path))
@@ -112,6 +116,40 @@ def _read_json(file: Path, folder: Path | None) -> Tokenizer:
         adds_bos=begin is not None and _prefix(spec) == begin,
         name=str(folder or file),
     )
+
+
+def _read_sentencepiece(file: Path) -> Tokenizer:
+    """A SentencePiece model by its own header, with what its folder says about names and chat templates."""
+    model = read_model(file.read_bytes())
+    spec = describe_model(model)
+    folder = file.parent if file.name == "tokenizer.model" else None
+    config = {} if folder is None else _config(folder)
+    named = {key: model.pieces[i].text for key, i in model.named.items()} | _named(config)
+    begin = model.named.get("bos_token")
+    adds_bos = False
+    if begin is not None and config.get("add_bos_token"):
+        adds_bos = True
+        spec["post_processor"] = _begin_with(model.pieces[begin].text, begin)
+    text = json.dumps(spec, ensure_ascii=False)
+    return Tokenizer(
+        _with_added(spec, text, config, named),
+        named=named,
+        templates={} if folder is None else _templates(folder, config),
+        adds_bos=adds_bos,
+        name=str(file),
+    )
+
+
+def _begin_with(token: str, token_id: int) -> Spec:
+    """The last step of a tokenizer that puts a token in front of a text."""
+    front, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [front, text],
+        "pair": [front, text, {"SpecialToken": {"id": token, "type_id": 1}}, second],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -231,16 +269,10 @@ def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
 # -- with transformers -------------------------------------------------------------------------------------------------
 
 
-def _transformers(what: str) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise TokenizerError(f"{what} needs the training parts: pip install 'limbeck[train]'") from None
-    return transformers
-
-
 def _load_folder(path: Path, trust_remote_code: bool) -> Any:
-    library = _transformers(f"{path} has no tokenizer.json, and to convert what it has")
+    models = sorted(path.glob("*.model"))
+    instead = f" (or give the file {models[0]} itself), and" if models else ", and"
+    library = require_transformers(f"{path} has no tokenizer.json{instead} to convert what it has")
     if (path / "tokenizer.json").is_file():
         return library.PreTrainedTokenizerFast.from_pretrained(path)
     gguf = sorted(path.glob("*.gguf"))
@@ -252,9 +284,13 @@ def _load_folder(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    if path.suffix != ".gguf" and path.suffix != ".json":
-        raise TokenizerError(f"{path} is no tokenizer file; expected tokenizer.json, tekken.json or a .gguf file.")
-    library = _transformers(f"to read {path.name}")
+    if ".model" in path.suffixes:
+        return _read_sentencepiece(path).to_transformers()
+    if path.suffix not in (".gguf", ".json"):
+        raise TokenizerError(
+            f"{path} is no tokenizer file; expected tokenizer.json, tekken.json, a .gguf or a SentencePiece .model."
+        )
+    library = require_transformers(f"to read {path.name}")
     if path.suffix == ".gguf":
         made = library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         begin = gguf_adds_begin(path)
@@ -274,7 +310,7 @@ def _load_file(path: Path) -> Any:
 
 
 def _load_hub(name: str, trust_remote_code: bool) -> Any:
-    library = _transformers(f"{name!r} has no tokenizer.json on the hub, and to convert what it has")
+    library = require_transformers(f"{name!r} has no tokenizer.json on the hub, and to convert what it has")
     try:
         return library.PreTrainedTokenizerFast.from_pretrained(name)
     except (OSError, ValueError) as first:

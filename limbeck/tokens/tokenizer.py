@@ -14,13 +14,14 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from limbeck.errors import TokenizerError
+from limbeck.errors import TemplateError, TokenizerError, one_line
 from limbeck.tokens.rendering import Rendering, Segment
 from limbeck.tokens.vocab import ByteVocab, Spec, byte_alphabet
 
@@ -43,8 +44,11 @@ def _aliases(spec: Spec) -> dict[str, str]:
     return {a["content"]: f"{_ALIAS_OPEN}{nonce}{a['id']:x}{_ALIAS_CLOSE}" for a in added if a["special"]}
 
 
-def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """A copy of the tokenizer whose special tokens answer to their aliases."""
+CutMerges = list[tuple[int, list[str]]]
+
+
+def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Tokenizer, CutMerges]:
+    """A copy of the tokenizer whose special tokens answer to their aliases, and the merges that it lacks, by rank."""
     spec = copy.copy(spec)
     added = spec.get("added_tokens") or []
     spec["added_tokens"] = [{**a, "content": aliases.get(a["content"], a["content"])} for a in added]
@@ -54,14 +58,17 @@ def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tokenizers.Tokenizer:
         model["vocab"] = {aliases.get(token, token): i for token, i in vocab.items()}
     else:
         model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
+    cut: CutMerges = []
     if model.get("merges"):
         # A merge that spells a special token would carry text to its id.
         merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        model["merges"] = [m for m in merges if not {m[0], m[1], m[0] + m[1]} & aliases.keys()]
+        cut = [(rank, m) for rank, m in enumerate(merges) if {m[0], m[1], m[0] + m[1]} & aliases.keys()]
+        left_out = {rank for rank, _ in cut}
+        model["merges"] = [m for rank, m in enumerate(merges) if rank not in left_out] if cut else merges
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
     spec.update(model=model, post_processor=None, truncation=None, padding=None)
-    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)), cut
 
 
 def _char_byte_starts(text: str) -> IntArray:
@@ -128,6 +135,8 @@ class Tokenizer:
         contents = set(self.named.values())
         added = [{**a, "special": a["special"] or a["content"] in contents} for a in spec.get("added_tokens") or []]
         self._spec: Spec | None = {**spec, "added_tokens": added}
+        self._post_processor = spec.get("post_processor")
+        self._cut_merges: CutMerges = []
         self.vocab = ByteVocab.from_spec(self._spec, self.named)
         self.special_ids: dict[str, int] = {a["content"]: a["id"] for a in added if a["special"]}
         self.added = tuple(a["content"] for a in added if not a["special"])
@@ -174,7 +183,7 @@ class Tokenizer:
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
         assert self._spec is not None, "the description is kept until the twin is built"
-        twin = _alias_twin(self._spec, self.aliases)
+        twin, self._cut_merges = _alias_twin(self._spec, self.aliases)
         self._spec = None
         moved = [c for c, i in self.special_ids.items() if twin.token_to_id(self.aliases[c]) != i]
         if moved:
@@ -182,8 +191,12 @@ class Tokenizer:
         return twin
 
     def describe(self) -> Spec:
-        """Its description, in which every special token has its own content; takes seconds for a large vocabulary."""
+        """Its description, in which every special token has its own content; takes seconds for a large vocabulary.
+
+        Truncation and padding, which no id depends on, are not in it.
+        """
         spec: Spec = json.loads(self._backend.to_str())
+        spec["post_processor"] = self._post_processor
         contents = {alias: content for content, alias in self.aliases.items()}
         model = spec["model"]
         if isinstance(model["vocab"], dict):
@@ -194,7 +207,31 @@ class Tokenizer:
             model["unk_token"] = contents.get(model["unk_token"], model["unk_token"])
         for token in spec["added_tokens"]:
             token["content"] = contents.get(token["content"], token["content"])
+        for rank, merge in self._cut_merges:
+            model["merges"].insert(rank, merge)
         return spec
+
+    def with_template(self, template: str | Path) -> Tokenizer:
+        """The same tokenizer with one chat template in place of all that it has: a text, or a ``.jinja`` file."""
+        other = copy.copy(self)
+        other.templates = {"default": read_template(template)}
+        return other
+
+    def to_transformers(self) -> Any:
+        """The same tokenizer as a ``PreTrainedTokenizerFast``, with its chat templates; needs ``limbeck[train]``."""
+        form = require_transformers("a tokenizer in the form of transformers").PreTrainedTokenizerFast
+        usual = {key: token for key, token in self.named.items() if key in form.SPECIAL_TOKENS_ATTRIBUTES}
+        own = {key: token for key, token in self.named.items() if key not in usual}
+        made = form(
+            tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(self.describe())),
+            clean_up_tokenization_spaces=False,
+            name_or_path=self.name,
+            **usual,
+            **({"extra_special_tokens": own} if own else {}),
+        )
+        single = self.templates.keys() <= {"default"}
+        made.chat_template = self.templates.get("default") if single else dict(self.templates)
+        return made
 
     @cached_property
     def _meant(self) -> BoolArray:
@@ -419,8 +456,27 @@ TextEncoder = Tokenizer
 """Its earlier name."""
 
 
+def read_template(given: str | Path) -> str:
+    """A chat template's text, whether given itself or as the path of a ``.jinja`` file."""
+    if not str(given).endswith(".jinja"):
+        return str(given)
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"the chat template {str(given)!r} cannot be read: {one_line(error)}") from error
+
+
+def require_transformers(what: str) -> Any:
+    """The library; where it is not installed, a ``TokenizerError`` says what needs it and which extra brings it."""
+    try:
+        import transformers
+    except ImportError:
+        raise TokenizerError(f"{what} needs the training parts: pip install 'limbeck[train]'") from None
+    return transformers
+
+
 def backend_spec(tokenizer: Any) -> Spec:
-    """A tokenizer's own description; of a :class:`Tokenizer` without merges that spell a special token."""
+    """A tokenizer's own description."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer.describe()
     backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)

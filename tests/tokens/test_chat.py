@@ -42,6 +42,7 @@ def test_plain_conversation_supervises_content_and_end_of_turn(name: str) -> Non
     assert rendering.dropped == {}
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("name", zoo.CHAT_NAMES)
 def test_ids_are_those_of_the_tokenizer_itself(name: str) -> None:
     """On text without special-token strings there is nothing to protect: same ids, and the begin token only once."""

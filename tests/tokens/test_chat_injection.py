@@ -52,6 +52,7 @@ def test_all_special_strings_at_once_in_either_role(name: str) -> None:
     assert segments(rendering)[0][2] == (text.strip() if name in TRIMS else text)
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("name", ["qwen3", "llama3_2", "mistral_nemo", "gptoss"])
 def test_special_strings_in_tools_calls_and_results(name: str) -> None:
     tokenizer = zoo.tokenizer(name)
@@ -99,6 +100,7 @@ def test_strings_that_only_become_special_in_place() -> None:
     assert not rendering.special.any()
 
 
+@pytest.mark.train
 def test_template_arguments_belong_to_the_caller() -> None:
     tokenizer = zoo.tokenizer("smollm2")
     template = "{{ opening }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"

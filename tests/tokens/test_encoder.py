@@ -46,6 +46,7 @@ def test_bytes_of_hard_texts(name: str) -> None:
         check(name, text)
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_the_tokenizer_s_own_where_the_text_names_no_special(name: str) -> None:
     tok = tokenizer(name)

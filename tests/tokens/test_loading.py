@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from limbeck.errors import TokenizerError
+from limbeck.errors import TemplateError, TokenizerError
 from limbeck.tokens import Tokenizer, load_tokenizer, read_tokenizer, render_chat
 from tests import zoo
+from tests.helpers.tokenizers import byte_level
 from tests.texts import TEXTS
 from tests.tokens.chat_cases import PLAIN
 
@@ -123,3 +124,32 @@ def test_alignment_without_torch_and_transformers() -> None:
     assert (text, chat) == ("1.0", "1.0")
     assert missing.startswith("TokenizerError")
     assert "pip install 'limbeck[train]'" in missing
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama2"])
+def test_back_to_transformers(name: str) -> None:
+    folder = zoo.tokenizer_dir(name)
+    own, theirs = read_tokenizer(folder), load_tokenizer(folder)
+    back = own.to_transformers()
+    check_same(own, Tokenizer.of(back))
+    assert back.chat_template == theirs.chat_template
+    assert back("In 2011.")["input_ids"] == theirs("In 2011.")["input_ids"]
+
+
+def test_merges_that_spell_a_special_token_are_in_the_description() -> None:
+    spec = json.loads(byte_level(["the", "then"]).backend_tokenizer.to_str())
+    known = spec["model"]["vocab"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    spec["added_tokens"] = [{"id": known["th"], "content": "th", **flags}]
+    assert Tokenizer(spec).describe()["model"]["merges"] == spec["model"]["merges"]
+
+
+def test_another_template(tmp_path: Path) -> None:
+    own = read_tokenizer(zoo.tokenizer_dir("smollm2"))
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    other = own.with_template(tmp_path / "mine.jinja")
+    assert other.templates == own.with_template("{{ messages[0].content }}").templates
+    assert own.templates != other.templates
+    assert np.array_equal(other.encode("a").ids, own.encode("a").ids)
+    with pytest.raises(TemplateError, match="cannot be read"):
+        own.with_template(tmp_path / "none.jinja")
