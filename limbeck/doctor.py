@@ -16,7 +16,8 @@ from limbeck.tokens.chat import render_chat
 
 Finding = dict[str, str]
 
-_CORE = ("torch", "transformers", "tokenizers", "safetensors", "torchdata", "datasets", "pyarrow", "pydantic")
+_CORE = ("numpy", "tokenizers", "safetensors", "jinja2", "pydantic")
+_TRAIN = ("torch", "transformers", "torchdata", "datasets", "pyarrow")
 _EXTRAS = {
     "peft": ("peft", "LoRA students"),
     "ray": ("ray", "training and caching past one machine"),
@@ -24,7 +25,7 @@ _EXTRAS = {
     "wandb": ("wandb", "logging to Weights & Biases"),
     "trackio": ("trackio", "logging to trackio"),
     "lm_eval": ("eval", "multiple-choice benchmarks in limbeck eval"),
-    "sentencepiece": ("sentencepiece", "tokenizers that ship only a .model file"),
+    "sentencepiece": ("sentencepiece", "folders whose tokenizer is only a .model file"),
 }
 _PROBE = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -39,7 +40,7 @@ def _finding(level: str, what: str, found: str, remedy: str = "") -> Finding:
 def examine(models: list[str]) -> list[Finding]:
     """All findings: ``level`` is ``ok``, ``note`` or ``bad``; ``remedy`` is one line, empty where none is needed."""
     findings = [_finding("ok", "python", platform.python_version())]
-    findings += [_version(name) for name in _CORE]
+    findings += [_version(name) for name in (*_CORE, *_TRAIN)]
     findings += _devices()
     findings += [_extra(module, *use) for module, use in _EXTRAS.items()]
     for model in models:
@@ -51,6 +52,8 @@ def _version(name: str) -> Finding:
     try:
         return _finding("ok", name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
+        if name in _TRAIN:
+            return _finding("note", name, "not installed", "pip install 'limbeck[train]' to train and run models")
         return _finding("bad", name, "missing", f"pip install {name}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.patience import TEST_SECONDS
@@ -22,6 +24,15 @@ os.environ.setdefault("PYTEST_TIMEOUT", f"{TEST_SECONDS:g}")
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where only the core is installed, tests that need more are skipped (tests/test_core.py)."""
+    if importlib.util.find_spec("torch") is not None:
+        return
+    for item in items:
+        if item.get_closest_marker("train") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs limbeck[train]"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

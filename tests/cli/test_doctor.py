@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 
@@ -12,6 +13,7 @@ from tests.cli.command import run
 from tests.zoo import tokenizer_dir
 
 
+@pytest.mark.train
 def test_doctor_checks_the_machine_and_a_model(capsys, tmp_path) -> None:
     code, out, _ = run(capsys, "doctor", tokenizer_dir("qwen3"), "--json")
     assert code == 0
@@ -33,6 +35,18 @@ def test_doctor_tells_a_head_that_does_not_fit(capsys, tmp_path) -> None:
     out = json.loads(run(capsys, "doctor", tmp_path, "--json")[1])
     head = next(f for f in out["findings"] if f["what"].endswith("head"))
     assert "47 rows are no token" in head["found"]
+
+
+def test_a_core_without_the_training_parts_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("torch", "safetensors"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {f["what"]: f for f in examine([])}
+    assert (found["torch"]["level"], found["safetensors"]["level"]) == ("note", "bad")
+    assert "limbeck[train]" in found["torch"]["remedy"]
 
 
 def test_doctor_does_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

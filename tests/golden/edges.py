@@ -89,7 +89,8 @@ def _chunks(c: Chunks) -> list[Any]:
 def chat(name: str, case: str, template: str | None = None) -> Rendering | str:
     """A conversation as tokenizer ``name`` writes it, with a template of trl's where one is named; or the refusal."""
     options = dict(CASES[case])
-    source = zoo.tokenizer(name).chat_template if template is None else zoo.trl_template(template)
+    own_template = TextEncoder.for_tokenizer(zoo.tokenizer(name)).templates.get("default")
+    source = own_template if template is None else zoo.trl_template(template)
     own = template is None and "strftime_now" not in source
     source = None if own else FROZEN + source
     try:

@@ -38,6 +38,7 @@ def test_chunks_of_conversations(student: str, teacher: str) -> None:
     assert edges.chat_pairs(student, teacher) == KNOWN["chat_pairs"][f"{student} {teacher}"]
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("name", edges.COLLATORS)
 def test_batches_of_traces(name: str) -> None:
     assert edges.batches(*edges.COLLATORS[name]) == KNOWN["batches"][name]

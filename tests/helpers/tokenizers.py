@@ -12,10 +12,12 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+
+import limbeck
+from limbeck import tokens
 
 ROOT = Path(__file__).parents[2]
-WORKSHOP = ROOT / "limbeck" / "traces" / "examples" / "workshop.jsonl"
+WORKSHOP = Path(limbeck.__file__).parent / "traces" / "examples" / "workshop.jsonl"
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog; the dog does not mind at all.",
@@ -154,7 +156,13 @@ def _byte_level(tok: Tokenizer, split_digits: bool, split_words: bool = True) ->
 
 
 def _wrap(tok: Tokenizer, specials: Iterable[str], template: str | None = None, **roles: str) -> Any:
+    """As a transformers tokenizer, or, where only the core is installed, in the library's own form."""
     tok.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ModuleNotFoundError:
+        templates = {} if template is None else {"default": template}
+        return tokens.Tokenizer(json.loads(tok.to_str()), named=roles, templates=templates)
     made = PreTrainedTokenizerFast(tokenizer_object=tok, **roles)
     if template is not None:
         made.chat_template = template

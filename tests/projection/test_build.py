@@ -46,6 +46,7 @@ def of_the_first_release(folder: Path) -> Path:
     return old.save(folder / f"{prints[0][:20]}_{prints[1][:20]}_rules_k4_v1.safetensors")
 
 
+@pytest.mark.train
 @pytest.mark.usefixtures("no_building")
 def test_projections_of_the_first_release_are_used(tmp_path: Path) -> None:
     path = of_the_first_release(tmp_path)
@@ -110,6 +111,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert len(list((tmp_path / "projections").iterdir())) == 1
 
 
+@pytest.mark.train
 def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     for name, tokenizer in (("s", STUDENT), ("t", TEACHER)):
         tokenizer.save_pretrained(tmp_path / name)
@@ -131,6 +133,7 @@ def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     assert not list(cache.glob(".*"))
 
 
+@pytest.mark.train
 def test_trees_are_built_when_asked_for_and_stored_with_the_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_given_file_without_trees_stays_as_it_is(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.train
 def test_special_tokens_share_a_cell_by_role() -> None:
     ends = [byte_level(["the"], specials=["<|endoftext|>", "<|im_end|>", "<|pad|>"]) for _ in range(2)]
     ends[1].add_special_tokens({"additional_special_tokens": ["<|other|>"]})

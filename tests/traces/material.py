@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import limbeck
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import Trace
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "limbeck" / "traces" / "examples"
+EXAMPLES = Path(limbeck.__file__).parent / "traces" / "examples"
 
 
 def real_logs(pattern: str) -> list[Path]:

@@ -1,0 +1,169 @@
+"""The core alone: what ``pip install limbeck`` brings is enough for align, project, doctor, traces and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import limbeck
+from limbeck.errors import ExitCode
+from tests.helpers.tokenizers import WORKSHOP, tiny
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = ("torch", "transformers", "torchdata", "datasets", "pyarrow", "tensorboard", "gguf", "peft", "ray", "triton")
+TESTS = (
+    "cli/test_align.py",
+    "cli/test_doctor.py",
+    "cli/test_main.py",
+    "cli/test_progress.py",
+    "cli/test_traces.py",
+    "golden/test_edges.py",
+    "projection/test_audit.py",
+    "projection/test_build.py",
+    "projection/test_counted.py",
+    "projection/test_matrix.py",
+    "projection/test_retokenise.py",
+    "projection/test_trees.py",
+    "report/test_series.py",
+    "test_config.py",
+    "tokens/test_chat.py",
+    "tokens/test_chat_injection.py",
+    "tokens/test_chat_templates.py",
+    "tokens/test_encoder.py",
+    "tokens/test_sentencepiece.py",
+    "traces/test_readers.py",
+    "traces/test_redact.py",
+    "traces/test_replay.py",
+    "traces/test_schema.py",
+    "traces/test_sites.py",
+    "utils/test_files.py",
+    "utils/test_http.py",
+    "utils/test_progress.py",
+    "utils/test_timer.py",
+)
+"""Files whose tests, but for those marked ``train``, need no torch."""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two tokenizers, a text, a conversation and a run."""
+    folder = tmp_path_factory.mktemp("core")
+    for name, size in (("student", 300), ("teacher", 340)):
+        tiny(size).save_pretrained(folder / name)
+    (folder / "text.txt").write_text("The quick brown fox; the lazy dog.\n", encoding="utf-8")
+    run = folder / "run"
+    run.mkdir()
+    rows = [{"step": step, "train/loss": 2.0 / step} for step in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+COMMANDS: dict[str, list[str]] = {
+    "align": ["align", "-s", "student", "-t", "teacher", "-f", "text.txt", "--json"],
+    "align as a page": ["align", "-s", "student", "-t", "teacher", "In 2024.", "--html", "align.html"],
+    "project": ["project", "-s", "student", "-t", "teacher", "--corpus", "text.txt", "-o", "w.safetensors", "--json"],
+    "doctor": ["doctor", "student", "--json"],
+    "ingest": ["traces", "ingest", str(WORKSHOP), "-o", "traces.jsonl", "--json"],
+    "sites": ["traces", "sites", str(WORKSHOP), "-o", "sites.jsonl", "--json"],
+    "report": ["report", "run"],
+}
+MISSING: dict[str, list[str]] = {
+    "train": ["train", "run.yaml"],
+    "cache": ["cache", "run.yaml"],
+    "eval": ["eval", "student", "-d", "text.txt"],
+    "demo": ["demo"],
+    "plan": ["plan", "run.yaml"],
+    "published projections": ["project", "-s", "student", "-t", "teacher", "--convert", "w.pt"],
+}
+
+
+def without_training_parts(arguments: Sequence[str]) -> list[str]:
+    """The command in this environment, in a process that cannot import what only the extras bring."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({LEFT_OUT!r})); from limbeck.cli import main; main(sys.argv[1:])"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run(command: Sequence[str], folder: Path, *, path: Path | None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LIMBECK_CACHE": str(folder / "cache")}
+    environment.pop("PYTHONPATH", None)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_the_core_do_without_the_rest(material: Path, name: str) -> None:
+    done = run(without_training_parts(COMMANDS[name]), material, path=Path(limbeck.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_is_one_sentence_with_the_extra(material: Path, name: str) -> None:
+    done = run(without_training_parts(MISSING[name]), material, path=Path(limbeck.__file__).parents[1])
+    check_refusal(done)
+
+
+def check_refusal(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == ExitCode.ERROR
+    assert done.stderr.startswith("limbeck: ")
+    assert "pip install 'limbeck[" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# -- an environment of its own -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the wheel of this tree, what it depends on, and pytest."""
+    folder = tmp_path_factory.mktemp("environment")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "limbeck", source / "limbeck", ignore=shutil.ignore_patterns("__pycache__"))
+    python = folder / "venv" / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    tools = ["pytest", "pytest-timeout", "hypothesis", "filelock"]
+    constraints = str(ROOT / "constraints.txt")
+    for command in (
+        [sys.executable, "-m", "venv", str(folder / "venv")],
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)],
+        [*pip, "install", "--constraint", constraints, "--find-links", str(folder), "limbeck", *tools],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            pytest.skip(f"no environment could be made, the package registry may be out of reach: {said}")
+    return python
+
+
+@pytest.mark.slow
+def test_the_core_in_an_environment_of_its_own(core: Path, material: Path) -> None:
+    listed = subprocess.run([core, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
+    installed = {entry["name"].lower() for entry in json.loads(listed.stdout)}
+    assert not installed & set(LEFT_OUT)
+    for arguments in COMMANDS.values():
+        done = run([str(core), "-m", "limbeck", *arguments], material, path=None)
+        assert done.returncode == 0, (arguments, done.stderr)
+    for arguments in MISSING.values():
+        check_refusal(run([str(core), "-m", "limbeck", *arguments], material, path=None))
+
+
+@pytest.mark.slow
+def test_tests_that_need_no_torch_pass_with_the_core(core: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [str(core), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    done = run([*command, *(f"tests/{name}" for name in TESTS)], tmp_path, path=None)
+    assert done.returncode == 0, done.stdout[-4000:]
