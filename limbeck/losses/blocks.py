@@ -234,7 +234,14 @@ def _block_loss(
         chunks = term.chunks(block)
         if not chunks.num_chunks:
             continue
-        out = term.objective(student, chunks, term.teacher.scores(*chunks.teacher_tokens), *leaves)
+        scores = term.teacher.scores(*chunks.teacher_tokens)
+        if term.objective.options.gate != "none":
+            # at chosen ids alone the realised tokens' probabilities are not known
+            whole = (
+                scores if term.teacher.vocab_ids_K is None else term.teacher.all_ids().scores(*chunks.teacher_tokens)
+            )
+            chunks = replace(chunks, gate_C=term.objective.gate(student, chunks, whole))
+        out = term.objective(student, chunks, scores, *leaves)
         run.add(f"{term.name}/", out.metrics)
         total = total + out.loss * term.factor
         if out.grad_NV is not None:

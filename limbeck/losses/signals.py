@@ -353,6 +353,10 @@ class TeacherRows:
             mixed.add_(logits * weight)
         return replace(found, logits=mixed)
 
+    def all_ids(self) -> TeacherRows:
+        """The same at every id."""
+        return replace(self, vocab_ids_K=None)
+
     def blocks(self, block_rows: int) -> Iterator[tuple[slice, TeacherScores]]:
         """All rows, some at a time."""
         total = self.rows[0].numel()

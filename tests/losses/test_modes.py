@@ -141,3 +141,65 @@ def test_corrected_modes_are_never_negative(mode: str, kind: str, direction: str
         )
         loss, _ = run(loss_fn, batch, make_models(batch, seed=seed, dtype=torch.float32), kind)
         assert float(loss.detach()) >= -1e-6
+
+
+def advantages(batch: dict[str, Any], models: Any) -> dict[tuple[int, int], float]:
+    """log p_T - log p_S of the realised text of every usable chunk."""
+    logits = (models.hidden @ models.weight.t(), models.teacher_hidden[0] @ models.teacher_weight[0].t())
+    out: dict[tuple[int, int], float] = {}
+    for sign, side, ids, scores in zip(
+        (-1, 1),
+        ("student", "teacher"),
+        (batch["input_ids"], batch["teacher_input_ids"]),
+        logits,
+        strict=True,
+    ):
+        log_p = scores.detach().view(*ids.shape, -1).log_softmax(-1)
+        for b, t in (batch[f"alignment_{side}_chunk_id"] >= 0).nonzero().tolist():
+            key = b, int(batch[f"alignment_{side}_chunk_id"][b, t])
+            out[key] = out.get(key, 0.0) + sign * float(log_p[b, t - 1, ids[b, t]])
+    return out
+
+
+@pytest.mark.parametrize(("mode", "kind"), SCORED)
+def test_a_hard_gate_keeps_the_chunks_on_which_the_teacher_is_ahead(mode: str, kind: str) -> None:
+    batch, projection = make_batch(seed=3, samples=6), make_projection(23, 31)
+    models = make_models(batch, seed=2)
+    cfg = {"mode": mode, "ce_loss_scale": 0.0, "block_rows": 4}
+    gated, metrics = run(
+        CrossTokenizerDistillationLossFn({**cfg, "gate": "hard"}, projections=[projection]), batch, models, kind
+    )
+    ahead = {key for key, value in advantages(batch, models).items() if value > 0}
+    kept = {**batch}
+    for key in ("alignment_pair_valid", "alignment_0_pair_valid"):
+        kept[key] = batch[key].clone()
+        for b, c in kept[key].nonzero().tolist():
+            kept[key][b, c] &= (b, c) in ahead
+    plain, counted = run(CrossTokenizerDistillationLossFn(cfg, projections=[projection]), kept, models, kind)
+    share = float(metrics["teacher_0/gate"][0] / metrics["teacher_0/gate"][1])
+    assert 0 < share < 1
+    assert float(metrics["teacher_0/gate"][0]) == float(counted["chunks"][0])
+    torch.testing.assert_close(gated, plain * share, rtol=1e-6, atol=1e-9)
+    for mine, theirs in zip(
+        torch.autograd.grad(gated, [models.hidden, models.weight]),
+        torch.autograd.grad(plain * share, [models.hidden, models.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_a_gate_holds_for_a_teacher_of_the_same_vocabulary() -> None:
+    batch = make_batch(seed=8, one_to_one=True, v_t=23)
+    batch["teacher_input_ids"] = batch["teacher_0_input_ids"] = batch["input_ids"]
+    for key in ("teacher_input_lengths", "teacher_0_input_lengths"):
+        batch[key] = batch["input_lengths"]
+    for key in ("alignment_teacher_chunk_id", "alignment_0_teacher_chunk_id"):
+        batch[key] = batch["alignment_student_chunk_id"]
+    models = make_models(batch, v_t=23)
+    ahead = [value > 0 for value in advantages(batch, models).values()]
+    fn = CrossTokenizerDistillationLossFn({"gate": "soft", "ce_loss_scale": 0.0}, projections=[None])
+    loss, metrics = run(fn, batch, models)
+    plain, _ = run(CrossTokenizerDistillationLossFn({"ce_loss_scale": 0.0}, projections=[None]), batch, models)
+    assert any(ahead)
+    assert 0 < float(loss.detach()) < float(plain.detach())
+    assert 0 < float(metrics["teacher_0/gate"][0]) < float(metrics["teacher_0/gate"][1])

@@ -592,7 +592,6 @@ def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None
         ({"condition": "cheap", "ce_loss_scale": 0.0}, "cross-entropy"),
         ({"condition": "cheap", "temperature": 2.0}, "temperature 1"),
         ({"condition": "cheap", "mode": "boundary_kl"}, "tree_kl"),
-        ({"gate": "hard", "mode": "alm"}, "tree_kl"),
         ({"learnable_projection": True}, "learnable_projection"),
         ({"root_weight": -1.0}, "root_weight"),
     ],

@@ -40,7 +40,8 @@ def _can_read(signal: Signal) -> bool:
 def _can_do(term: TeacherTerm) -> bool:
     """One teacher that the kernels can read, with fixed weights, and an objective that they know."""
     signals = term.teacher.signals
-    if len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
+    gated = term.objective.options.gate != "none"
+    if gated or len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
         return False
     return _can_read(signals[0]) and term.objective.has_kernels(topk=signals[0].is_topk)
 

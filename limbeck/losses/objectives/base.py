@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from limbeck.distributed.comm import Comm
@@ -69,6 +70,7 @@ class ChunkBlock:
     teacher_last_C: Tensor
     next_row_C: Tensor | None = None  # place of the row after each chunk, where an objective reads it
     weight_C: Tensor | None = None  # what each chunk counts; None: 1
+    gate_C: Tensor | None = None  # what its loss counts, but not its metrics; None: 1
 
     @property
     def num_chunks(self) -> int:
@@ -117,6 +119,27 @@ def chunk_mean(values: Tensor, chunk: Tensor, count: Tensor) -> Tensor:
     if values.shape[0] == count.shape[0]:  # every chunk has one token: nothing to average, nothing to copy
         return values
     return chunk_sum(values, chunk, count.shape[0]) / count[:, None]
+
+
+def chunk_log_probs(
+    student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Chain-rule log-probability of each chunk's realised tokens under student and teacher: `[C]` each."""
+    log_M = chunks.student_tokens(student, temperature)
+    log_Q = teacher.log_prob_of(chunks.teacher_ids_Q, temperature).to(log_M.dtype)
+    return (
+        chunk_sum(log_M, chunks.student_chunk_M, chunks.num_chunks),
+        chunk_sum(log_Q, chunks.teacher_chunk_Q, chunks.num_chunks),
+    )
+
+
+def advantage_gate(advantage_C: Tensor, kind: Gate) -> Tensor:
+    """What a chunk counts by the teacher's advantage, log p_T - log p_S of the realised text: hard: 1 above 0, else 0;
+    soft: a ramp from 0 at -1/2 to 1 at 1/2. Without gradient."""
+    advantage_C = advantage_C.detach()
+    if kind == "hard":
+        return (advantage_C > 0).to(advantage_C.dtype)
+    return (advantage_C + 0.5).clamp(0, 1)
 
 
 @dataclass
@@ -196,13 +219,24 @@ class Objective(nn.Module, ABC):
         """Whether the kernels know this objective with its settings, for logits or (topk) for a top-k list."""
         return self.lanes is not None and not topk and self.spec.kind == "forward" and self.spec.entry_clip is None
 
+    def gate(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores) -> Tensor:
+        """`advantage_gate` `[C]` of a block's chunks, at temperature 1. teacher: its whole distribution, or a list."""
+        with torch.no_grad():
+            log_s, log_t = chunk_log_probs(student, chunks, teacher, 1.0)
+        return advantage_gate(log_t - log_s, self.options.gate)
+
     @abstractmethod
     def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
         """The loss of a block's chunks and its metrics; learned: what `learned` gave."""
 
     def out(self, rows_C: Tensor, chunks: ChunkBlock, **metrics: tuple[Tensor, Tensor]) -> BlockOut:
-        """Weighted sum of per-chunk losses times temperature squared, with the metric `kl` beside the others."""
-        loss = chunks.weighted(rows_C).sum() * self.temperature**2
+        """Weighted and gated sum of per-chunk losses times temperature squared, with the metrics `kl` and, where there
+        is a gate, `gate` beside the others."""
+        rows_C = chunks.weighted(rows_C)
+        if chunks.gate_C is not None:
+            rows_C = rows_C * chunks.gate_C.to(rows_C.dtype)
+            metrics["gate"] = (chunks.gate_C.sum(), chunks.count(rows_C))
+        loss = rows_C.sum() * self.temperature**2
         detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
         return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached})
 

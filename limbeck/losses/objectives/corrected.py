@@ -27,7 +27,7 @@ from limbeck.losses.objectives.base import (
     ChunkBlock,
     Objective,
     ProjectedObjective,
-    chunk_sum,
+    chunk_log_probs,
 )
 from limbeck.losses.objectives.published import sorted_l1
 from limbeck.losses.signals import TeacherScores
@@ -80,18 +80,6 @@ def target_divergence(
         log_rest_s = (rest_s.clamp(min=0) + floor).log() - normaliser
         rows = rows + divergence_entries(log_rest_s, log_rest_t, spec)
     return rows * mass
-
-
-def chunk_log_probs(
-    student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Chain-rule log-probability of each chunk's realised tokens under student and teacher: `[C]` each."""
-    log_M = chunks.student_tokens(student, temperature)
-    log_Q = teacher.log_prob_of(chunks.teacher_ids_Q, temperature).to(log_M.dtype)
-    return (
-        chunk_sum(log_M, chunks.student_chunk_M, chunks.num_chunks),
-        chunk_sum(log_Q, chunks.teacher_chunk_Q, chunks.num_chunks),
-    )
 
 
 class DistributionObjective(ProjectedObjective):

@@ -43,6 +43,7 @@ from limbeck.losses.objectives.base import (
     ChunkBlock,
     ObjectiveOptions,
     ProjectedObjective,
+    chunk_log_probs,
     chunk_sum,
 )
 from limbeck.losses.objectives.corrected import TINY, rest_floor
@@ -547,9 +548,7 @@ class TreeKL(ProjectedObjective):
             terminal_C = inside_student.sums(ended, chunks, self.spec, metrics, listed=listed)
             metrics["terminal_kl"] = (chunks.weighted(terminal_C).sum(), count.new_tensor(float(ended.count)))
 
-        log_s = chunk_sum(chunks.student_tokens(student, tau), chunks.student_chunk_M, chunks.num_chunks)
-        log_t = teacher.log_prob_of(chunks.teacher_ids_Q, tau).to(log_s.dtype)
-        log_t = chunk_sum(log_t, chunks.teacher_chunk_Q, chunks.num_chunks)
+        log_s, log_t = chunk_log_probs(student, chunks, teacher, tau)
         open_C = (chunks.multi_C & ~done_s & ~done_t).to(log_s.dtype)
         chunk_C = binary_divergence(log_s, log_t, self.spec) * open_C
         rows_C = (
@@ -559,10 +558,6 @@ class TreeKL(ProjectedObjective):
             + options.terminal_weight * terminal_C
             + options.chunk_weight * chunk_C
         )
-        if options.gate != "none":
-            gate_C = advantage_gate(log_t - log_s, options.gate)
-            rows_C = rows_C * gate_C
-            metrics["gate"] = (gate_C.sum(), count)
         number = count.new_tensor
         return self.out(
             rows_C,
@@ -766,12 +761,3 @@ def _inside(
     ended = tree.ended(node, coarse)
     last = torch.cat((first_C[1:], first_C.new_tensor([ids.numel()]))) - 1
     return Positions(node[at - 1], rows[at], chunk[at], ids[at]), ended[last] & (coarse_count_C == 1)
-
-
-def advantage_gate(advantage_C: Tensor, kind: str) -> Tensor:
-    """What a chunk counts by the teacher's advantage, log p_T - log p_S of the realised text: hard: 1 above 0, else 0;
-    soft: a ramp from 0 at -1/2 to 1 at 1/2. Without gradient."""
-    advantage_C = advantage_C.detach()
-    if kind == "hard":
-        return (advantage_C > 0).to(advantage_C.dtype)
-    return (advantage_C + 0.5).clamp(0, 1)
