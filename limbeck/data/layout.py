@@ -219,52 +219,65 @@ class ChunkLayout:
         if self.exact_C is None:
             return self
         mask_B = sample_mask_B.cpu().float()
-        keep_C = (mask_B > 0)[self.sample_C]
+        keep_C = _pick(mask_B > 0, self.sample_C)
+        ends = []
         for rows, first_C, count_C, lengths_B in (
             (self.student_rows_M, self.student_first_C, self.student_count_C, student_lengths_B),
             (self.teacher_rows_Q, self.teacher_first_C, self.teacher_count_C, teacher_lengths_B),
         ):
-            inside_C = rows[first_C + count_C - 1] + 1 < lengths_B.cpu()[self.sample_C]
-            keep_C = keep_C & (rows[first_C] >= 0) & inside_C
+            low_C, high_C = _pick(rows, first_C), _pick(rows, first_C + count_C - 1)  # rows ascend within a chunk
+            keep_C = keep_C & (low_C >= 0) & (high_C + 1 < _pick(lengths_B.cpu(), self.sample_C))
+            ends.append((low_C, high_C))
         if not allow_inexact:
             keep_C = keep_C & self.exact_C
-        kept = self if bool(keep_C.all()) else self._take(keep_C.nonzero().squeeze(1))
-        sample_M = kept.sample_C[kept.student_chunk_M]
-        if bool(((kept.student_rows_M.diff() <= 0) & (sample_M.diff() == 0)).any()):
+        chunks = keep_C.nonzero().squeeze(1)
+        sample_C, low_C, high_C = (_pick(values_C, chunks) for values_C in (self.sample_C, *ends[0]))
+        if bool(((low_C[1:] <= high_C[:-1]) & (sample_C.diff() == 0)).any()):
             raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
         weighted = bool(((mask_B > 0) & (mask_B != 1)).any())
-        return replace(kept, exact_C=None, weight_C=mask_B[kept.sample_C] if weighted else None)
+        return replace(self._take(chunks), exact_C=None, weight_C=_pick(mask_B, sample_C) if weighted else None)
 
     def slice(self, rows: Sequence[int]) -> ChunkLayout:
-        """The samples at these rows of the batch, in that order; repeats are allowed."""
-        at = torch.as_tensor(rows, dtype=torch.int64)
-        if torch.equal(at, torch.arange(self.num_samples)):
-            return self
+        """The samples at these rows of the batch, in that order; repeats are allowed. Neighbours are a view."""
+        at, end_B = torch.as_tensor(rows, dtype=torch.int64), self.chunks_B.cumsum(0)
+        if at.numel() and bool((at >= 0).all() & (at.diff() == 1).all()):
+            first, last = int(at[0]), int(at[-1])
+            found = self.range(int(end_B[first] - self.chunks_B[first]), int(end_B[last]))
+            return replace(found, num_samples=at.numel(), sample_C=found.sample_C - first)
         counts = self.chunks_B[at]
-        found = self._take(_members(_starts(self.chunks_B)[at], counts))
+        found = self._take(_members((end_B - self.chunks_B)[at], counts))
         return replace(found, num_samples=at.numel(), sample_C=torch.repeat_interleave(counts))
 
     def range(self, start: int, end: int) -> ChunkLayout:
-        """Chunks `start:end`; the samples keep their numbers."""
-        return self._take(torch.arange(start, end))
+        """Chunks `start:end`, as a view; the samples keep their numbers."""
+        sides = ((self.student_first_C, self.student_rows_M), (self.teacher_first_C, self.teacher_rows_Q))
+        m, q = (
+            slice(*(int(first_C[c]) if c < self.num_chunks else rows.numel() for c in (start, end)))
+            for first_C, rows in sides
+        )
+        return self._parts(slice(start, end), m, q)
 
     def _take(self, chunks: Tensor) -> ChunkLayout:
         """The chunks with these numbers, in that order."""
         m = _members(self.student_first_C[chunks], self.student_count_C[chunks])
         q = _members(self.teacher_first_C[chunks], self.teacher_count_C[chunks])
+        return self._parts(chunks, m, q)
+
+    def _parts(self, chunks: Tensor | _Range, m: Tensor | _Range, q: Tensor | _Range) -> ChunkLayout:
+        """Some chunks, with their tokens on both sides."""
         return replace(
             self,
-            sample_C=self.sample_C[chunks],
-            student_rows_M=self.student_rows_M[m],
-            student_ids_M=self.student_ids_M[m],
-            student_count_C=self.student_count_C[chunks],
-            student_last_C=self.student_last_C[chunks],
-            teacher_rows_Q=self.teacher_rows_Q[q],
-            teacher_ids_Q=self.teacher_ids_Q[q],
-            teacher_count_C=self.teacher_count_C[chunks],
-            teacher_last_C=self.teacher_last_C[chunks],
-            exact_C=None if self.exact_C is None else self.exact_C[chunks],
-            weight_C=None if self.weight_C is None else self.weight_C[chunks],
+            sample_C=_pick(self.sample_C, chunks),
+            student_rows_M=_pick(self.student_rows_M, m),
+            student_ids_M=_pick(self.student_ids_M, m),
+            student_count_C=_pick(self.student_count_C, chunks),
+            student_last_C=_pick(self.student_last_C, chunks),
+            teacher_rows_Q=_pick(self.teacher_rows_Q, q),
+            teacher_ids_Q=_pick(self.teacher_ids_Q, q),
+            teacher_count_C=_pick(self.teacher_count_C, chunks),
+            teacher_last_C=_pick(self.teacher_last_C, chunks),
+            exact_C=None if self.exact_C is None else _pick(self.exact_C, chunks),
+            weight_C=None if self.weight_C is None else _pick(self.weight_C, chunks),
         )
 
     def blank(self, num_samples: int) -> ChunkLayout:
@@ -299,8 +312,9 @@ class ChunkLayout:
             found = replace(found, sample_C=order[found.sample_C])
         else:
             found = self
-        student_rows_M = found.student_rows_M + starts[found.sample_C][found.student_chunk_M]
-        teacher_rows_Q = found.teacher_rows_Q + teacher_row_start_B.cpu()[found.sample_C][found.teacher_chunk_Q]
+        student_rows_M = found.student_rows_M + _pick(_pick(starts, found.sample_C), found.student_chunk_M)
+        teacher_start_C = _pick(teacher_row_start_B.cpu(), found.sample_C)
+        teacher_rows_Q = found.teacher_rows_Q + _pick(teacher_start_C, found.teacher_chunk_Q)
         return replace(
             found,
             student_rows_M=student_rows_M,
@@ -312,6 +326,7 @@ class ChunkLayout:
         )
 
 
+_Range = slice
 _Side = tuple[Tensor, Tensor, Tensor]
 """Of one side: position of each token in its sample, tokens of each chunk, ids `[B, T]`."""
 
@@ -324,7 +339,12 @@ def _starts(count: Tensor) -> Tensor:
 def _members(first: Tensor, count: Tensor) -> Tensor:
     """`first, first + 1, ...`, `count` of them, group after group."""
     group = torch.repeat_interleave(count)
-    return (first - _starts(count))[group] + torch.arange(group.numel())
+    return _pick(first - _starts(count), group) + torch.arange(group.numel())
+
+
+def _pick(values: Tensor, at: Tensor | _Range) -> Tensor:
+    """`values[at]`; by the operator that is four times as fast where `at` is a list."""
+    return values[at] if isinstance(at, _Range) else values.index_select(0, at)
 
 
 def _labelled(label_BT: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
