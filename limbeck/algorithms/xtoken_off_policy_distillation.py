@@ -8,10 +8,12 @@ backward -> one optimizer step. Validation, checkpoints and logging around it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
@@ -30,7 +32,7 @@ from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits,
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
-from limbeck.errors import ConfigError
+from limbeck.errors import ConfigError, DataError
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
@@ -60,7 +62,6 @@ __all__ = [
 RECORDS_AHEAD = 8
 """Training records on which student and teachers are compared before the first step, where nothing else does it."""
 
-# Batch keys whose second dimension is not the student's sequence.
 XTOKEN_NON_STUDENT_SEQ_KEYS: frozenset[str] = frozenset(
     {
         "teacher_input_ids",
@@ -71,6 +72,8 @@ XTOKEN_NON_STUDENT_SEQ_KEYS: frozenset[str] = frozenset(
         "alignment_teacher_chunk_id",
     }
 )
+"""Batch keys whose second dimension is not the student's sequence; of several teachers also with their number."""
+_NUMBERED = re.compile(r"^(teacher|alignment)_\d+_")
 
 Teachers = Policy | Teacher | Sequence[Teacher] | None
 
@@ -267,6 +270,19 @@ def xtoken_off_policy_distillation_train(
     ).train()
 
 
+def check_widths(batch: BatchedDataDict) -> None:
+    """Refuse a batch, of whichever loader, that holds a tensor of another width than the student's sequences."""
+    width = batch["input_ids"].shape[1]
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.ndim < 2 or _NUMBERED.sub(r"\1_", key) in XTOKEN_NON_STUDENT_SEQ_KEYS:
+            continue
+        if value.shape[1] != width:
+            raise DataError(
+                f"the batch entry {key!r} is {value.shape[1]} wide, but input_ids are {width}; what does not lie along "
+                "the student's sequence must be one of XTOKEN_NON_STUDENT_SEQ_KEYS"
+            )
+
+
 class _Loop(TrainingLoop):
     """Steps on texts that teachers read too, validated by bits per byte."""
 
@@ -291,6 +307,7 @@ class _Loop(TrainingLoop):
         self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
 
     def take_step(self, batch: BatchedDataDict) -> dict[str, Any]:
+        check_widths(batch)
         # measured on the weights that this step changes
         self.state.pop("val_loss", None)
         return self.student.train(

@@ -18,7 +18,8 @@ from limbeck.align import AlignmentBatch, Chunks, TokenAligner
 from limbeck.align.boundaries import last_fitting
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import ChunkLayout
-from limbeck.data.sources import flatten_documents
+from limbeck.data.readers import BadRecord
+from limbeck.data.sources import as_record, flatten_documents
 from limbeck.errors import ConfigError, DataError, LimbeckError, TokenizerError
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
@@ -28,9 +29,10 @@ _CHARS_PER_TOKEN = 64
 
 
 class DatumSpec(TypedDict, total=False):
-    """One record of a data set."""
+    """One record of a data set. ``message_log``: text or conversation in the published form."""
 
     text: str
+    message_log: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     idx: int
@@ -181,6 +183,7 @@ class CrossTokenizerCollator:
     def __call__(self, batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch = flatten_documents(batch)  # type: ignore[arg-type, assignment]
         dropped: list[Counter[str]] = [Counter() for _ in batch]
+        batch = [self._record(r, d) for r, d in zip(batch, dropped, strict=True)]
         student, teachers, chunks = self._render(batch, dropped)
         student, teachers, chunks = self._cut(student, teachers, chunks, dropped)
         out: dict[str, Any] = dict(self.student.padded(student, self.pad_to_max))
@@ -235,6 +238,14 @@ class CrossTokenizerCollator:
         chunks = aligner.align_renderings(student, teacher, counts)
         dropped.update({f"teacher_{i}_{k}" if i else k: v for k, v in counts.items()})
         return chunks
+
+    def _record(self, record: DatumSpec, dropped: Counter[str]) -> DatumSpec:
+        """A record in our form, whether it came in it or in the published one."""
+        try:
+            return as_record(record)  # type: ignore[return-value]
+        except BadRecord as error:
+            self._refuse(record, error, dropped)
+            return {**record, "text": "", "messages": [], "skip_reason": error.reason}
 
     def _text(self, record: DatumSpec, dropped: Counter[str]) -> str:
         try:

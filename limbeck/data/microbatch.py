@@ -330,7 +330,7 @@ def process_microbatch(
     it to the budget for one constant shape). With ``cp_size > 1`` the length is a multiple of ``2 * cp_size`` and
     ``cp_buffers`` holds what to shard along dim 1.
     """
-    ids, lengths = _ids_and_lengths(mb, key_prefix)
+    ids, lengths = _ids_and_lengths(mb, key_prefix, packed=enable_seq_packing)
     vlm_kwargs = _multimodal(mb, key_prefix, device)
     if cp_size < 1:
         raise ConfigError(f"A context-parallel size of {cp_size} is not usable; give 1 or more.")
@@ -376,14 +376,15 @@ def process_global_batch(
 
     Returns:
         ``batch``; ``global_valid_seqs`` (rows that count); ``global_valid_toks`` (supervised tokens that have a
-        predictor, so a row's first token is none); ``counts`` where the loss has them.
+        predictor, so a row's first token is none; without ``token_mask`` all of a row's tokens are supervised);
+        ``counts`` where the loss has them.
     """
     batch = data.get_batch(batch_idx, batch_size)
-    for key in ("sample_mask", "token_mask"):
-        if key not in batch:
-            raise DataError(f"The batch has no {key!r}, which the loss is normalised with; it has {sorted(batch)}.")
+    if "sample_mask" not in batch:
+        raise DataError(f"The batch has no 'sample_mask', which the loss is normalised with; it has {sorted(batch)}.")
     sample_mask = batch["sample_mask"]
-    valid_toks = (batch["token_mask"][:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
+    token_mask = batch["token_mask"] if "token_mask" in batch else _real_tokens(batch)
+    valid_toks = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
     local = {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
     extra = dict(loss_fn.counts(batch)) if hasattr(loss_fn, "counts") else {}
     values = {**local, **{name: torch.as_tensor(extra[name]) for name in sorted(extra)}}
@@ -393,6 +394,12 @@ def process_global_batch(
     if hasattr(loss_fn, "counts"):
         result["counts"] = summed
     return result
+
+
+def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    """``[B, T]`` bool: what is no padding."""
+    ids, lengths = _ids_and_lengths(batch, "", packed=False)
+    return torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
 
 
 class DummyBatch(BatchedDataDict):
@@ -428,12 +435,18 @@ def _empty_row(key: str, value: Any) -> Any:
     return value.new_zeros([1, *(max(1, dim) for dim in value.shape[1:])])
 
 
-def _ids_and_lengths(mb: Mapping[str, Any], prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-    for name in (f"{prefix}input_ids", f"{prefix}input_lengths"):
+def _ids_and_lengths(mb: Mapping[str, Any], prefix: str, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and lengths of the rows; rows that are not packed may come without lengths and are then full."""
+    required = (f"{prefix}input_ids", f"{prefix}input_lengths")[: 2 if packed else 1]
+    for name in required:
         if name not in mb:
             hint = "; a teacher that reads the student's ids has none of its own: use key_prefix=''" if prefix else ""
             raise DataError(f"The micro-batch has no {name!r}, only {sorted(mb)}{hint}.")
-    ids, lengths = mb[f"{prefix}input_ids"], mb[f"{prefix}input_lengths"].to(torch.long)
+    ids = mb[f"{prefix}input_ids"]
+    lengths = mb.get(f"{prefix}input_lengths")
+    if lengths is None:
+        lengths = torch.full(ids.shape[:1], ids.shape[-1], device=ids.device)
+    lengths = lengths.to(torch.long)
     if ids.ndim != 2 or lengths.shape != ids.shape[:1]:
         raise DataError(
             f"{prefix}input_ids {tuple(ids.shape)} and lengths {tuple(lengths.shape)} must be [B, T] and [B]."

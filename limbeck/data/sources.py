@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import torch.utils.data
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -274,8 +275,8 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _document(self, number: int) -> Record:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
-        row = self._readers[file].row(number - int(self._first[file]))
         o = self.options
+        row = as_record(self._readers[file].row(number - int(self._first[file])), o.text_key, o.messages_key)
         if o.key not in row or row[o.key] is None:
             raise BadRecord("missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(row)) or 'no keys'}")
         if o.mode == "text":
@@ -374,6 +375,33 @@ def _group(sizes: np.ndarray, limit: int) -> np.ndarray:
         if after >= len(sizes):
             return np.array(starts, dtype=np.int64)
         starts.append(after)
+
+
+PUBLISHED_KEY = "message_log"
+"""Where a published record keeps its text or conversation: a list of messages with ``role`` and ``content``."""
+
+
+def as_record(row: Mapping[str, Any], text_key: str = "text", messages_key: str = "messages") -> Mapping[str, Any]:
+    """A row in the published form with our keys besides: the messages, and their contents end to end as the text.
+
+    Keys that a row has already are left as they are. Raises BadRecord.
+    """
+    if PUBLISHED_KEY not in row or any(row.get(key) is not None for key in (text_key, messages_key)):
+        return row
+    log = _from_json(row[PUBLISHED_KEY], PUBLISHED_KEY)
+    if isinstance(log, list):
+        # tensors are ids and masks of one tokenizer, which other models do not share
+        log = [_without_tensors(message) if isinstance(message, Mapping) else message for message in log]
+    messages = checked_messages(log, PUBLISHED_KEY)
+    found: dict[str, Any] = {**row, messages_key: messages}
+    contents = [message.get("content", "") for message in messages]
+    if all(isinstance(content, str) for content in contents):
+        found[text_key] = "".join(contents)
+    return found
+
+
+def _without_tensors(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in message.items() if not isinstance(part, torch.Tensor)}
 
 
 def checked_text(value: Any, key: str) -> str:
