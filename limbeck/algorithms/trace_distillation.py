@@ -26,6 +26,7 @@ from limbeck.algorithms.build import chat_tokenizer_of
 from limbeck.algorithms.config import TraceMasterConfig
 from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
+from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.validation import TraceValidation
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import make_loader, rank_batches
@@ -38,7 +39,7 @@ from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.loading import check_length, check_settings
+from limbeck.models.loading import ModelConfig, check_length, check_settings
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
 from limbeck.projection import load_or_build
@@ -49,6 +50,7 @@ from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import TraceCollate, TraceDataset, load_traces, make_collator, plan_policy, row_lengths
 from limbeck.utils.checkpoint import CheckpointManager
+from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
 from limbeck.utils.state import seed_everything
@@ -141,6 +143,9 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         reference=reference,
         monitor=monitor,
     )
+    with Comm.world().fail_together():
+        if Comm.world().rank == 0:
+            check_origins(config.logger.log_dir, _files(config), has_checkpoint=latest is not None)
     measured = TraceCollate(collator(hint=True, preference=True))
     validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
     state: TraceSaveState = {**_fresh_state(), "dropped": dict(dataset.dropped)}
@@ -179,6 +184,20 @@ def _foreign(tokenizer: Any, teacher_tokenizer: Any | None) -> Any | None:
         return None
     same = ByteVocab.from_tokenizer(teacher_tokenizer).same_tokens(ByteVocab.from_tokenizer(tokenizer))
     return None if same else teacher_tokenizer
+
+
+def _files(config: TraceMasterConfig) -> dict[str, list[Stamp]]:
+    """Stamps of what every start reads: sites, a live teacher's weights, and the student's below adapters or as its own
+    first teacher. The traces themselves have a fingerprint."""
+    models: dict[str, ModelConfig] = {}
+    own, hinted = config.teacher, config.uses("hint")
+    if own is not None and own.server is None and hinted:
+        models["teacher"] = own
+    starts = own is None and hinted and config.loss.hint.self_teacher in ("frozen", "trust_region")
+    if starts or config.policy.trains_adapters():
+        models["policy"] = config.policy
+    sites = [] if config.traces.sites is None else [config.traces.sites]
+    return {"traces.sites": stamp_files(sites), **model_origins(models)}
 
 
 def _check_lengths(config: TraceMasterConfig, *, foreign: bool) -> None:

@@ -28,8 +28,10 @@ from limbeck.algorithms.build import (
 )
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
+from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
 from limbeck.errors import ConfigError, DataError
@@ -37,13 +39,15 @@ from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.loading import check_length, check_settings
+from limbeck.models.loading import ModelConfig, check_length, check_settings
 from limbeck.models.policy import Policy
 from limbeck.projection import load_or_build
 from limbeck.teachers.build import connect_servers, make_teacher
+from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
+from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger, to_means
 from limbeck.utils.state import seed_everything
 from limbeck.utils.timer import Timer
@@ -164,6 +168,10 @@ def setup(
         remote.get(i) or make_teacher(own, i, tokenizer, vocab, seed=config.distillation.seed + 1 + i)
         for i, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True))
     ]
+    with Comm.world().fail_together():
+        if Comm.world().rank == 0:
+            files, caches = _files(config, train_dataset, val_dataset), _caches(sources)
+            check_origins(config.logger.log_dir, files, caches, has_checkpoint=latest is not None)
     teacher: Teachers = sources
     if len(sources) == 1 and isinstance(sources[0], LiveTeacher) and isinstance(sources[0].policy, Policy):
         teacher = sources[0].policy
@@ -172,6 +180,25 @@ def setup(
         state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
+
+
+def _files(config: MasterConfig, train: Any, val: Any | None) -> dict[str, list[Stamp]]:
+    """Stamps of the data and of the weights that every start reads: of live teachers, and below adapters."""
+    models: dict[str, ModelConfig] = {
+        f"teacher_{i}": own for i, own in enumerate(config.all_teachers) if own.cache is None and own.server is None
+    }
+    if config.policy.trains_adapters():
+        models["policy"] = config.policy
+    data = {"data.train": train, "data.validation": val}
+    files = {name: records.stamps() for name, records in data.items() if isinstance(records, RecordDataset)}
+    paths = config.loss_fn.projection_matrix_path
+    files["loss_fn.projection_matrix_path"] = stamp_files([p for p in _listed(paths) if p is not None])
+    return files | model_origins(models)
+
+
+def _caches(teachers: Sequence[Teacher]) -> dict[str, dict[str, Any]]:
+    """What the caches that teachers are read from say about themselves."""
+    return {f"teacher_{t.number}.cache": t.reader.spec.to_dict() for t in teachers if isinstance(t, CachedTeacher)}
 
 
 def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list[Any]) -> None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from limbeck.config import FREE, resolve
 from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader, split_spans
 from limbeck.errors import ConfigError, DataError
+from limbeck.utils.files import Stamp, stamp_files
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,10 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 with open(path, "rb") as file:
                     digest.update(file.read(1 << 16))
         return digest.hexdigest()
+
+    def stamps(self) -> list[Stamp]:
+        """What tells the files on this machine from others of their names; see ``stamp_files``."""
+        return stamp_files([path for path in self.paths if not path.startswith(HUB_PREFIX)])
 
     def prepare(self) -> RecordDataset:
         """Index (and check) now instead of at the first access; call it before workers are forked."""

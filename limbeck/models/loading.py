@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -296,6 +297,23 @@ def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | Non
         return _auto()[0].from_pretrained(source, trust_remote_code=cfg.trust_remote_code, **overrides)
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {_one_line(e)}") from e
+
+
+def weight_files(config: ModelConfig | Mapping[str, Any]) -> list[Path]:
+    """Files on this machine that a model's weights and sizes come from; none for one of random weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cfg = resolve(ModelConfig, config)
+    if cfg.init == "random" or not cfg.model_name:
+        return []
+    path = Path(str(package_file(cfg.model_name))).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        with suppress(ValueError):  # no name of the hub either
+            found = try_to_load_from_cache(cfg.model_name, "config.json")
+            path = Path(found).parent if isinstance(found, str) else path
+    return sorted(p for p in path.glob("*") if p.name == "config.json" or p.suffix == ".safetensors")
 
 
 def model_identity(model: nn.Module) -> dict[str, str]:
