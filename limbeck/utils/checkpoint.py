@@ -13,9 +13,7 @@ import shutil
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ from safetensors import SafetensorError
 from limbeck.distributed.comm import Comm
 from limbeck.errors import CheckpointError, ConfigError
 from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
+from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, write_manifest
 from limbeck.utils.progress import Lines, current
 
 INFO_NAME = "training_info.json"
-MANIFEST_NAME = "manifest.json"
 _STEP = re.compile(r"step_(\d+)$")
 _OLD = re.compile(r"old_step_(\d+)$")
 _LEFTOVER = re.compile(r"(tmp|del)_step_\d+$")
@@ -80,60 +78,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            found = zlib.crc32(block, found)
-    return found
-
-
-def _checksums(folder: Path, names: list[str]) -> dict[str, int]:
-    """CRC32 of files below ``folder``; several at once, for the checksum lets go of the interpreter."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: _crc32(folder / name), names), strict=True))
-
-
-def write_manifest(folder: Path, step: int) -> None:
-    """Bind the files of a checkpoint together: their sizes and checksums, and the step they belong to."""
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    sums = _checksums(folder, names)
-    files = {name: {"bytes": (folder / name).stat().st_size, "crc32": sums[name]} for name in names}
-    write_atomic(folder / MANIFEST_NAME, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
-
-
-def check_manifest(folder: Path, step: int) -> bool:
-    """Whether a checkpoint has a manifest, with which its files then agree.
-
-    Raises:
-        CheckpointError: a file is missing or another one than was written, or the checkpoint is of another step.
-    """
-    advice = "move it away to go on from an older checkpoint, or put back what was saved"
-    path = folder / MANIFEST_NAME
-    try:
-        manifest = json.loads(path.read_bytes())
-        files = {str(name): (int(v["bytes"]), int(v["crc32"])) for name, v in manifest["files"].items()}
-        saved = int(manifest["step"])
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{str(path)!r} is damaged ({type(e).__name__}: {e}); {advice}") from e
-    if saved != step:
-        raise CheckpointError(f"the checkpoint {str(folder)!r} was saved as step {saved}; {advice}")
-    for name, (size, _) in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            have = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-            raise CheckpointError(f"{name!r} of the checkpoint {str(folder)!r} {have}; {advice}")
-    sums = _checksums(folder, list(files))
-    changed = [name for name, (_, expected) in files.items() if sums[name] != expected]
-    if changed:
-        raise CheckpointError(
-            f"{changed[0]!r} of the checkpoint {str(folder)!r} is not what was saved (its checksum differs); {advice}"
-        )
-    return True
 
 
 class CheckpointManager:
