@@ -10,9 +10,13 @@ import platform
 import shutil
 from pathlib import Path
 
-from limbeck.errors import LimbeckError
+from safetensors import SafetensorError, safe_open
+
+from limbeck.errors import CheckpointError, LimbeckError, one_line
+from limbeck.report.run_data import is_run
 from limbeck.tokens import ByteVocab, Tokenizer, read_tokenizer
 from limbeck.tokens.chat import render_chat
+from limbeck.utils.manifest import check_manifest, check_readable
 
 Finding = dict[str, str]
 
@@ -44,7 +48,7 @@ def examine(models: list[str]) -> list[Finding]:
     findings += _devices()
     findings += [_extra(module, *use) for module, use in _EXTRAS.items()]
     for model in models:
-        findings += examine_model(model)
+        findings += examine_run(model) if is_run(Path(model)) else examine_model(model)
     return findings
 
 
@@ -84,6 +88,27 @@ def _extra(module: str, extra: str, use: str) -> Finding:
     return _finding("note", module, "not installed", f"pip install 'limbeck[{extra}]' for {use}")
 
 
+def examine_run(spec: str) -> list[Finding]:
+    """Whether the checkpoints of a run folder are what was saved."""
+    folder = Path(spec) / "checkpoints"
+    steps = [(int(path.name[5:]), path) for path in folder.glob("step_*") if path.name[5:].isdigit()]
+    found = []
+    for step, path in sorted(steps):
+        try:
+            bound = check_manifest(path, step)
+            if not bound:
+                check_readable(path)
+        except CheckpointError as error:
+            remedy = "training goes on from an older one and sets this aside"
+            found.append(_finding("bad", f"{spec}: {path.name}", str(error), remedy))
+            continue
+        what = "is what was saved" if bound else "can be read; it has no manifest to compare it with"
+        found.append(_finding("ok", f"{spec}: {path.name}", what))
+    for path in sorted(folder.glob("damaged_step_*")):
+        found.append(_finding("note", f"{spec}: {path.name}", "was set aside", "remove it once nobody needs it"))
+    return found or [_finding("note", f"{spec}: checkpoints", "none", "the run has not saved yet")]
+
+
 def examine_model(spec: str) -> list[Finding]:
     """Tokenizer, head width, begin token and chat template of one model."""
     try:
@@ -97,6 +122,7 @@ def examine_model(spec: str) -> list[Finding]:
         _finding(level, f"{spec}: tokenizer", kind, remedy),
         _proof(spec, tokenizer),
         *_head(spec, vocab),
+        *_weights(spec),
         *_begin(spec, tokenizer),
         _template(spec, tokenizer),
     ]
@@ -119,11 +145,15 @@ def _head(spec: str, vocab: ByteVocab) -> list[Finding]:
     path = Path(spec) / "config.json"
     if not path.is_file():
         return []
-    config = json.loads(path.read_text(encoding="utf-8"))
-    width = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if not width:
+    try:
+        config = json.loads(path.read_bytes())
+        width = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        found = f"config.json is damaged ({one_line(error)})"
+        return [_finding("bad", f"{spec}: head", found, "fetch the model again")]
+    if type(width) is not int or width < 1:
         return [_finding("note", f"{spec}: head", "config.json names no vocab_size", "check the folder")]
-    report = vocab.head_report(int(width))
+    report = vocab.head_report(width)
     text = f"{report['width']} rows for {report['tokens']} tokens"
     if report["missing_ids"]:
         return [
@@ -161,6 +191,19 @@ def _begin(spec: str, tokenizer: Tokenizer) -> list[Finding]:
     wanted = "true" if bits.expected else "false"
     remedy = f"set tokenizer.bos: {wanted} in the run file; the tokenizer by itself does otherwise"
     return [_finding("note", what, str(bits), remedy)]
+
+
+def _weights(spec: str) -> list[Finding]:
+    """Files that are cut off or no longer what their headers say; what a model computes is not looked at."""
+    files = sorted(Path(spec).glob("*.safetensors")) if Path(spec).is_dir() else []
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            found = f"{path.name} is damaged ({one_line(error)})"
+            return [_finding("bad", f"{spec}: weights", found, "fetch the model again")]
+    return [_finding("ok", f"{spec}: weights", f"{len(files)} safetensors files, whole")] if files else []
 
 
 def _template(spec: str, tokenizer: Tokenizer) -> Finding:

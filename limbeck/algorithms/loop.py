@@ -235,7 +235,14 @@ def save_on_sigterm(checkpointer: CheckpointManager) -> Iterator[None]:
 def stored_counters(checkpointer: CheckpointManager, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Any]:
     """The counters of a run as a checkpoint holds them."""
     info = checkpointer.load_training_info(checkpoint.folder) or {}
-    return {name: info[name] for name in names if name in info}
+    found = {name: info[name] for name in names if name in info}
+    for name, value in found.items():
+        counts = list(value.values()) if name == "dropped" and isinstance(value, dict) else [value]
+        if not all(type(n) in ((int, float) if name == "val_loss" else (int,)) for n in counts):
+            raise CheckpointError(
+                f"{name!r} of the checkpoint {str(checkpoint.folder)!r} is {value!r}, no count; take another checkpoint"
+            )
+    return found
 
 
 def resume(stored: State, state: Mapping[str, Any], loader: StatefulDataLoader) -> None:

@@ -53,7 +53,7 @@ from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
-from limbeck.utils.state import seed_everything
+from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
 
 __all__ = ["TraceMasterConfig", "TraceRun", "TraceSaveState", "run", "setup", "train"]
@@ -150,7 +150,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
     state: TraceSaveState = {**_fresh_state(), "dropped": dict(dataset.dropped)}
     if latest is not None:
-        state = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
+        with fitting(f"the checkpoint {str(latest.folder)!r}"):
+            state = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
     elif reference is not None:
         rank, world = data_rank_and_world(config.policy.dtensor_cfg)
         reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)

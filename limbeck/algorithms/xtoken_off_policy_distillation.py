@@ -49,7 +49,7 @@ from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger, to_means
-from limbeck.utils.state import seed_everything
+from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
 
 __all__ = [
@@ -177,7 +177,8 @@ def setup(
         teacher = sources[0].policy
     state = _default_off_policy_distillation_save_state()
     if latest is not None:
-        state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
+        with fitting(f"the checkpoint {str(latest.folder)!r}"):
+            state = _resume(checkpointer, latest, loader, val_loader, loss_fn)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
 

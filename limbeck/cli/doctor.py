@@ -12,11 +12,13 @@ from limbeck.errors import ExitCode
 
 def doctor_command(
     models: Annotated[
-        list[str] | None, typer.Argument(help="Models whose tokenizer, head and template to check.")
+        list[str] | None,
+        typer.Argument(help="Models whose tokenizer, head, weights and template to check, or run folders."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check this installation and, if given, models: versions, devices, extras, tokenizers, heads, chat templates.
+    """Check this installation and, if given, models: versions, devices, extras, tokenizers, heads, chat templates;
+    of run folders the checkpoints.
 
     Example: limbeck doctor ./Llama-3.2-1B ./Qwen3-4B
     """

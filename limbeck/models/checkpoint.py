@@ -20,7 +20,7 @@ from limbeck.models.causal import is_lora
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import merged_model
 from limbeck.models.trainer import Trainer
-from limbeck.utils.state import load_state, save_state
+from limbeck.utils.state import fitting, load_state, save_state
 
 
 class Checkpoint:
@@ -125,4 +125,6 @@ def load_trainer(trainer: Trainer | None, path: str | Path) -> None:
     where = f"train state {str(path)!r}"
     if trainer is None:
         raise CheckpointError(f"{where} belongs to a model that is trained; leave optimizer_path out for a frozen one")
-    trainer.load_state_dict(load_state(path, template=trainer.template()), where)
+    state = load_state(path, template=trainer.template())
+    with fitting(where):
+        trainer.load_state_dict(state, where)

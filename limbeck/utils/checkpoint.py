@@ -1,7 +1,8 @@
 """Checkpoints that a kill at any moment cannot spoil.
 
 A checkpoint is written to ``tmp_step_N``, flushed, and renamed to ``step_N``: the rename is the commit. Older ones are
-removed afterwards, by rename to ``del_step_N`` first, so that no half-deleted folder bears a checkpoint's name.
+removed afterwards, by rename to ``del_step_N`` first, so that no half-deleted folder bears a checkpoint's name. A run
+that finds the latest one damaged sets it aside as ``damaged_step_N`` and goes on from the one before.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
+from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
-from limbeck.errors import CheckpointError, ConfigError
+from limbeck.errors import CheckpointError, ConfigError, one_line
 from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
-from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, write_manifest
+from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, check_readable, write_manifest
 from limbeck.utils.progress import Lines, current
 
 INFO_NAME = "training_info.json"
@@ -80,6 +82,13 @@ def _is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint so that no run takes it for one; what it holds may still be of use to somebody."""
+    names = (f"damaged_{checkpoint.name}" + (f".{n}" if n else "") for n in range(1000))
+    aside = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
+    return checkpoint.rename(aside)
+
+
 class CheckpointManager:
     """Decides when to save, writes atomically, keeps the best, finds the latest.
 
@@ -91,7 +100,7 @@ class CheckpointManager:
     """
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> None:
-        self.config = config if isinstance(config, CheckpointingConfig) else CheckpointingConfig(**config)
+        self.config = resolve(CheckpointingConfig, config)
         folder = self.config.checkpoint_dir
         if folder is None:
             if run_dir is None:
@@ -240,8 +249,12 @@ class CheckpointManager:
 
     def _rank_key(self, path: Path) -> tuple[float, float]:
         """Smaller is better; a checkpoint without the metric comes after all that have it; ties go to the later one."""
-        value = self.metric(path)
         step = -float(self._step(path))
+        try:
+            value = self.metric(path)
+        except CheckpointError:
+            # noticed where it matters, when a run resumes from it
+            value = None
         if value is None or value != value:
             return (float("inf"), step)
         return (-value if self.config.higher_is_better else value, step)
@@ -259,8 +272,8 @@ class CheckpointManager:
         """All whole checkpoints, by step."""
         if not self.checkpoint_dir.is_dir():
             return []
-        found = [p for p in self.checkpoint_dir.iterdir() if _STEP.match(p.name) and (p / INFO_NAME).is_file()]
-        return sorted(found, key=self._step)
+        found = [p for p in self.checkpoint_dir.iterdir() if _STEP.match(p.name)]
+        return sorted((p for p in found if any((p / n).is_file() for n in (INFO_NAME, MANIFEST_NAME))), key=self._step)
 
     def latest(self) -> Path | None:
         """The checkpoint with the highest step, or None."""
@@ -268,26 +281,50 @@ class CheckpointManager:
         return found[-1] if found else None
 
     def to_resume(self) -> Path | None:
-        """The latest checkpoint, whole as it was saved; None without one, or where checkpoints are off. Collective.
+        """The latest checkpoint that is what was saved; None without any, or where checkpoints are off. Collective.
 
-        One without a manifest, as earlier versions wrote them, is taken with a note.
+        Later ones that are damaged are set aside with a line that says so. One without a manifest, as earlier versions
+        wrote them, is taken with a note.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        latest = self.latest() if self.config.enabled else None
-        with Comm.world().fail_together():
-            if latest is not None and Comm.world().rank == 0:
-                self._check(latest)
-        return latest
+        world, name = Comm.world(), None
+        with world.fail_together():
+            if self.config.enabled and world.rank == 0:
+                whole = self._latest_whole()
+                name = None if whole is None else whole.name
+        name = world.broadcast_json(name)
+        return None if name is None else self.checkpoint_dir / name
 
-    def _check(self, checkpoint: Path) -> None:
+    def _latest_whole(self) -> Path | None:
+        damaged, shown = dict[Path, CheckpointError](), current() or Lines()
+        for path in reversed(self.checkpoints()):
+            try:
+                self.check(path)
+            except CheckpointError as error:
+                damaged[path] = error
+                continue
+            for later, why in damaged.items():
+                aside = _set_aside(later).name
+                shown.say(f"{why}; it is set aside as {aside}, and the run goes on from {path.name}")
+            if not (path / MANIFEST_NAME).is_file():
+                shown.say(f"{path.name} has no {MANIFEST_NAME}: its files are taken as they are")
+            return path
+        for why in damaged.values():
+            raise CheckpointError(
+                f"{why}, and there is no older checkpoint; put back what was saved, or start anew in another folder"
+            )
+        return None
+
+    def check(self, checkpoint: Path) -> None:
+        """Raise a ``CheckpointError`` unless a checkpoint is what was saved, as far as it can be told."""
         step = self._step(checkpoint)
-        if check_manifest(checkpoint, step):
-            return
+        if not check_manifest(checkpoint, step):
+            check_readable(checkpoint)
         saved = (self.load_training_info(checkpoint) or {}).get("step", step)
         if saved != step:
-            raise CheckpointError(
-                f"the checkpoint {str(checkpoint)!r} was saved as step {saved}; move it away to go on from an older one"
-            )
-        (current() or Lines()).say(f"{checkpoint.name} has no {MANIFEST_NAME}: its files are taken as they are")
+            raise CheckpointError(f"the checkpoint {str(checkpoint)!r} was saved as step {saved}")
 
     def best(self) -> Path | None:
         """The best checkpoint by ``metric_name`` (the latest where there is no metric), or None."""
@@ -305,9 +342,9 @@ class CheckpointManager:
         try:
             info = json.loads((folder / INFO_NAME).read_text())
         except (OSError, ValueError, RecursionError) as e:
-            raise CheckpointError(f"{str(folder / INFO_NAME)!r} cannot be read ({e}); take another checkpoint") from e
+            raise CheckpointError(f"{str(folder / INFO_NAME)!r} cannot be read ({one_line(e)})") from e
         if not isinstance(info, dict):
-            raise CheckpointError(f"{str(folder / INFO_NAME)!r} holds no object; take another checkpoint")
+            raise CheckpointError(f"{str(folder / INFO_NAME)!r} holds no object")
         return info
 
     def metric(self, path: Path) -> float | None:
@@ -317,4 +354,5 @@ class CheckpointManager:
             return None
         info = self.load_training_info(path) or {}
         value = info.get(name, info.get(name.replace(":", "/", 1)))
-        return float(value) if isinstance(value, int | float) else None
+        # beyond what a float holds is no figure either
+        return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None

@@ -7,7 +7,9 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from limbeck.errors import CheckpointError
+from safetensors import SafetensorError, safe_open
+
+from limbeck.errors import CheckpointError, one_line
 from limbeck.utils.files import write_atomic
 
 MANIFEST_NAME = "manifest.json"
@@ -41,7 +43,6 @@ def check_manifest(folder: Path, step: int) -> bool:
     Raises:
         CheckpointError: a file is missing or another one than was written, or the checkpoint is of another step.
     """
-    advice = "move it away to go on from an older checkpoint, or put back what was saved"
     path = folder / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_bytes())
@@ -49,19 +50,36 @@ def check_manifest(folder: Path, step: int) -> bool:
         saved = int(manifest["step"])
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{str(path)!r} is damaged ({type(e).__name__}: {e}); {advice}") from e
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
+        raise CheckpointError(f"{str(path)!r} is damaged ({type(e).__name__}: {one_line(e)})") from e
     if saved != step:
-        raise CheckpointError(f"the checkpoint {str(folder)!r} was saved as step {saved}; {advice}")
+        raise CheckpointError(f"the checkpoint {str(folder)!r} was saved as step {saved}")
     for name, (size, _) in files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             have = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-            raise CheckpointError(f"{name!r} of the checkpoint {str(folder)!r} {have}; {advice}")
+            raise CheckpointError(f"{name!r} of the checkpoint {str(folder)!r} {have}")
     sums = _checksums(folder, list(files))
     changed = [name for name, (_, expected) in files.items() if sums[name] != expected]
     if changed:
         raise CheckpointError(
-            f"{changed[0]!r} of the checkpoint {str(folder)!r} is not what was saved (its checksum differs); {advice}"
+            f"{changed[0]!r} of the checkpoint {str(folder)!r} is not what was saved (its checksum differs)"
         )
     return True
+
+
+def check_readable(folder: Path) -> None:
+    """What can be said of files without a manifest: JSON is whole, and so is every safetensors file by its header.
+
+    Raises:
+        CheckpointError: one of them is not.
+    """
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="numpy"):
+                    pass
+            elif path.suffix == ".json":
+                json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError, SafetensorError) as e:
+            raise CheckpointError(f"{str(path)!r} is damaged ({one_line(e)})") from e

@@ -14,6 +14,8 @@ import base64
 import json
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from limbeck.distributed.comm import Comm
-from limbeck.errors import CheckpointError
+from limbeck.errors import CheckpointError, one_line
 from limbeck.utils.files import write_atomic
 
 JSON_NAME = "state.json"
@@ -130,6 +132,18 @@ def _raise_inner(error: CheckpointException, what: str) -> None:
     raise CheckpointError(f"{what} failed: {type(first).__name__}: {first}") from error
 
 
+@contextmanager
+def fitting(where: str) -> Iterator[None]:
+    """Around the use of stored values, whose names, types and shapes may be anything: what does not fit is one
+    sentence. ``where`` names them."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise CheckpointError(
+            f"{where} is damaged, or of another run ({type(e).__name__}: {one_line(e)}); take another checkpoint"
+        ) from e
+
+
 def save_state(folder: str | Path, tree: Any, *, local: bool = False) -> None:
     """Store a nested state in ``folder``, which must not hold another one.
 
@@ -164,8 +178,8 @@ def load_state(folder: str | Path, *, template: Any = None, local: bool = False)
     """
     folder = Path(folder)
     try:
-        head = json.loads((folder / JSON_NAME).read_text())
-        names, packed, version = list(head["tensors"]), head["tree"], head["format"]
+        head = json.loads((folder / JSON_NAME).read_bytes())
+        names, packed, version = [str(name) for name in head["tensors"]], head["tree"], head["format"]
     except FileNotFoundError as e:
         raise CheckpointError(f"no state in {str(folder)!r} ({JSON_NAME} is missing); take another checkpoint") from e
     except (ValueError, KeyError, TypeError, RecursionError) as e:
@@ -178,7 +192,8 @@ def load_state(folder: str | Path, *, template: Any = None, local: bool = False)
         packer.pack(template, ())
         given = packer.tensors
     tensors = _load_tensors(folder, names, given, _alone(local)) if names else {}
-    return _unpack(packed, tensors)
+    with fitting(f"the state {str(folder / JSON_NAME)!r}"):
+        return _unpack(packed, tensors)
 
 
 def _load_tensors(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from limbeck.config import merge
 from limbeck.projection import load_or_build
 from tests.gates import Gate
 from tests.helpers.runs import (
+    checkpoint,
     leftovers,
     limbeck,
     refused,
@@ -226,31 +229,100 @@ def test_a_second_run_in_the_same_folder_says_who_holds_it(run_file, tmp_path):
     assert limbeck("train", run_file, "-q")[0] == 0
 
 
-def test_a_checkpoint_that_is_not_what_was_saved_is_not_resumed(run_file, tmp_path):
-    short = ("train", run_file, "-q", "checkpointing.save_period=2", "distillation.max_num_steps=4")
-    assert limbeck(*short)[0] == 0
-    checkpoints = tmp_path / "run" / "checkpoints"
-    older, newer = checkpoints / "step_2", checkpoints / "step_4"
+def _flip(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
 
-    weights = newer / "policy" / "weights" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "model.safetensors' of the checkpoint" in refused("train", run_file, "-q")
-    weights.write_bytes((older / "policy" / "weights" / "model.safetensors").read_bytes())
-    assert "its checksum differs" in refused("train", run_file, "-q")
-    weights.write_bytes(whole[:-1])
-    assert "bytes instead of" in refused("train", run_file, "-q")
-    weights.unlink()
-    assert "is missing" in refused("train", run_file, "-q")
-    weights.write_bytes(whole)
 
-    shutil.copytree(older, checkpoints / "step_99")
-    assert "was saved as step 2" in refused("train", run_file, "-q")
-    (checkpoints / "step_99" / "manifest.json").unlink()
-    assert "was saved as step 2" in refused("train", run_file, "-q")
-    shutil.rmtree(checkpoints / "step_99")
+WEIGHTS = Path("policy", "weights", "model.safetensors")
+DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "flipped bit": (lambda new, old: _flip(new / WEIGHTS), "its checksum differs"),
+    "weights of another step": (lambda new, old: shutil.copy(old / WEIGHTS, new / WEIGHTS), "its checksum differs"),
+    "cut off": (lambda new, old: os.truncate(new / WEIGHTS, 100), "has 100 bytes instead of"),
+    "gone": (lambda new, old: (new / WEIGHTS).unlink(), "is missing"),
+    "no counters": (lambda new, old: (new / "training_info.json").unlink(), "'training_info.json' .* is missing"),
+    "manifest": (lambda new, old: (new / "manifest.json").write_text("[" * 100_000), "manifest.json' is damaged"),
+    "earlier version, cut off": (
+        lambda new, old: ((new / "manifest.json").unlink(), os.truncate(new / WEIGHTS, 100)),
+        "model.safetensors' is damaged",
+    ),
+}
 
+
+@pytest.fixture(scope="module")
+def four_steps(stuff: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("four")
+    more = {"checkpointing": {"save_period": 2}, "distillation": {"max_num_steps": 4, "val_period": 0}}
+    run_file = write_run_file(folder / "run.yaml", settings(stuff, folder / "run", **more))
+    assert limbeck("train", run_file, "-q")[0] == 0
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(four_steps, tmp_path, damage):
+    run_dir = shutil.copytree(four_steps / "run", tmp_path / "run")
+    newer, older = checkpoint(run_dir, 4), checkpoint(run_dir, 2)
+    spoil, why = DAMAGES[damage]
+    spoil(newer, older)
+    code, out, _ = limbeck("doctor", run_dir, "--json")
+    findings = {f["what"].rpartition(" ")[2]: f for f in json.loads(out)["findings"]}
+    assert (code, findings["step_2"]["level"], findings["step_4"]["level"]) == (1, "ok", "bad")
+    assert re.search(why, findings["step_4"]["found"])
+
+    here = f"logger.log_dir={run_dir}"
+    code, _, said = limbeck("train", four_steps / "run.yaml", "-q", here)
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if "damaged_step_4" in line]
+    assert re.search(f"{why}.*; it is set aside as damaged_step_4, and the run goes on from step_2$", line)
+    assert weight_bytes(run_dir, 4) == weight_bytes(four_steps / "run", 4)
+    assert rows(run_dir) == rows(four_steps / "run")
+    assert limbeck("doctor", run_dir, "--json")[0] == 0
+
+    shutil.rmtree(older)
+    spoil(newer, checkpoint(four_steps / "run", 2))
+    line = refused("train", four_steps / "run.yaml", "-q", here)
+    assert re.search(f"{why}.*, and there is no older checkpoint; put back what was saved", line)
+
+
+def test_a_checkpoint_under_the_name_of_another_step(four_steps, tmp_path):
+    run_dir = shutil.copytree(four_steps / "run", tmp_path / "run")
+    command = ("train", four_steps / "run.yaml", "-q", f"logger.log_dir={run_dir}")
+    for with_manifest in (True, False):
+        shutil.copytree(checkpoint(run_dir, 2), checkpoint(run_dir, 99))
+        if not with_manifest:
+            (checkpoint(run_dir, 99) / "manifest.json").unlink()
+        code, _, said = limbeck(*command)
+        assert code == 0
+        assert "was saved as step 2; it is set aside as damaged_step_99" in said
+        assert "the run goes on from step_4" in said
     # as earlier versions wrote them
-    (newer / "manifest.json").unlink()
-    code, _, said = limbeck("train", run_file, "-q")
+    (checkpoint(run_dir, 4) / "manifest.json").unlink()
+    code, _, said = limbeck(*command)
     assert (code, "step_4 has no manifest.json" in said) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("training_info.json", '"current_epoch": 0', '"current_epoch": "x"'),
+        ("training_info.json", '"total_steps": 4', '"total_steps": [4]'),
+        ("training_info.json", '"dropped": {}', '"dropped": {"x": null}'),
+        ("train_state/rank_0/state.json", '"position"', '"psition"'),
+        ("train_state/rank_0/state.json", '"consumed": ', '"consumed": {}, "x": '),
+        ("train_state/rank_0/state.json", '"python": ', '"python": 3, "x": '),
+        ("train_state/rank_0/state.json", '{"$tensor": "rng/torch"}', '{"$tensor": ["rng/torch"]}'),
+        ("policy/optimizer/state.json", '"param_groups"', '"groups"'),
+        ("policy/optimizer/state.json", '"steps": 4', '"steps": "four"'),
+        ("policy/optimizer/state.json", '"optimizer": {', '"optimizer": 3, "x": {'),
+    ],
+)
+def test_stored_values_of_other_types_are_one_line(four_steps, tmp_path, name, old, new):
+    run_dir = shutil.copytree(four_steps / "run", tmp_path / "run")
+    (checkpoint(run_dir, 4) / "manifest.json").unlink()
+    path = checkpoint(run_dir, 4) / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    line = refused("train", four_steps / "run.yaml", "-q", f"logger.log_dir={run_dir}")
+    assert "take another checkpoint" in line
