@@ -51,14 +51,14 @@ def cut_blocks(
     """Blocks of at most `block_rows` student rows and as many teacher rows per teacher, on the CPU. No border cuts a
     chunk; one that is larger gets a block of its own size. next_rows: with the row behind every chunk."""
     behind = [layout.student_rows_M[layout.student_first_C + layout.student_count_C - 1] + 1 for layout in layouts]
-    rows = torch.cat(
-        [tokens.rows_E, *(layout.student_rows_M for layout in layouts), *(behind if next_rows else [])]
-    ).unique()
-    token_place = torch.searchsorted(rows, tokens.rows_E)
-    places = [torch.searchsorted(rows, layout.student_rows_M) for layout in layouts]
+    used_R = used_rows(tokens, layouts, *(behind if next_rows else []))
+    rows = used_R.nonzero().squeeze(1)
+    place_R = used_R.cumsum(0) - 1  # of each used row among the others
+    token_place = place_R.index_select(0, tokens.rows_E)
+    places = [place_R.index_select(0, layout.student_rows_M) for layout in layouts]
     cuts = _cuts(rows.numel(), layouts, places, block_rows)
     token_cut = np.searchsorted(token_place.numpy(), cuts).tolist()
-    after = [torch.searchsorted(rows, own) if next_rows else None for own in behind]
+    after = [place_R.index_select(0, own) if next_rows else None for own in behind]
     chunks = [_cut_chunks(*sides, cuts) for sides in zip(layouts, places, after, strict=True)]
     blocks = []
     for i, (row0, row1) in enumerate(pairwise(cuts.tolist())):
@@ -79,6 +79,13 @@ def cut_blocks(
             )
         )
     return tuple(blocks)
+
+
+def used_rows(tokens: TokenLayout, layouts: Sequence[ChunkLayout], *more: Tensor) -> Tensor:
+    """bool `[R]`: student rows that any of them names."""
+    every = torch.cat([tokens.rows_E, *(layout.student_rows_M for layout in layouts), *more])
+    used_R = torch.zeros(int(every.max()) + 1 if every.numel() else 0, dtype=torch.bool)
+    return used_R.index_fill_(0, every, True)
 
 
 def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: np.ndarray) -> list[ChunkBlock]:
@@ -117,18 +124,20 @@ def _cuts(num_rows: int, layouts: Sequence[ChunkLayout], places: Sequence[Tensor
     for layout, place in zip(layouts, places, strict=True):
         first = place[layout.student_first_C].numpy()
         last = place[layout.student_first_C + layout.student_count_C - 1].numpy()
-        np.add.at(open_chunks, first + 1, 1)
-        np.add.at(open_chunks, last + 1, -1)
+        # the chunks of one layout do not overlap, so no row is named twice
+        open_chunks[first + 1] += 1
+        open_chunks[last + 1] -= 1
         ends = np.zeros(num_rows + 1, np.int64)
-        np.add.at(ends, last + 1, layout.teacher_count_C.numpy())
+        ends[last + 1] = layout.teacher_count_C.numpy()
         teacher_rows.append(np.cumsum(ends))
     allowed = np.flatnonzero(np.cumsum(open_chunks) == 0)  # always holds 0 and num_rows
+    totals = [(total, total[allowed]) for total in teacher_rows]
     cuts = [0]
     while cuts[-1] < num_rows:
         here = cuts[-1]
         best = int(np.searchsorted(allowed, here + block_rows, side="right")) - 1
-        for total in teacher_rows:
-            best = min(best, int(np.searchsorted(total[allowed], total[here] + block_rows, side="right")) - 1)
+        for total, at_allowed in totals:
+            best = min(best, int(np.searchsorted(at_allowed, total[here] + block_rows, side="right")) - 1)
         following = int(np.searchsorted(allowed, here, side="right"))
         cuts.append(int(allowed[max(best, following)]))
     return np.asarray(cuts, np.int64)
@@ -139,7 +148,7 @@ def shard_layouts(
 ) -> tuple[TokenLayout, list[ChunkLayout]]:
     """The `part`-th of `parts` shares of layouts on the CPU: whole chunks, about as many rows in each. Together they
     hold every token and chunk once."""
-    rows = torch.cat([tokens.rows_E, *(layout.student_rows_M for layout in layouts)]).unique().numel()
+    rows = int(used_rows(tokens, layouts).sum())
     blocks = cut_blocks(tokens, layouts, max(1, -(-rows // (4 * parts))))
     mine, start = [], 0
     for block in blocks:

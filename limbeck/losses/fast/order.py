@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout
-from limbeck.losses.blocks import Block, cut_blocks
+from limbeck.losses.blocks import Block, cut_blocks, used_rows
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.objectives.base import ChunkBlock, Lane
 
@@ -107,7 +107,7 @@ def cut_lanes(
     """
     if len(layouts) > 1:
         return None
-    rows = torch.cat([tokens.rows_E, *(layout.student_rows_M for layout in layouts)]).unique().numel()
+    rows = int(used_rows(tokens, layouts).sum())
     most = max([rows, *(layout.teacher_rows_Q.numel() for layout in layouts)])
     parts = max(-(-most // block_rows), 1)
     # room for chunks that do not end where an equal share would
