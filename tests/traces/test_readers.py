@@ -433,7 +433,18 @@ def test_a_log_that_would_lose_its_calls_is_refused(tmp_path: Path) -> None:
         r"and 13 characters, and 0 calls, 0 results and 0 characters were left out"
     )
     with pytest.raises(TraceError, match=told):
-        read(path)
+        read(path, format="openai_chat")
+
+
+def test_an_unknown_role_costs_its_message_alone(tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "Look."},
+        {"role": "critic", "content": "Hm."},
+        {"role": "assistant", "content": "Done."},
+    ]
+    (trace,), report = read(write_lines(tmp_path / "a.jsonl", [{"messages": talk}]))
+    assert [message.role for message in trace.messages] == ["user", "assistant"]
+    assert report.skipped == Counter(unknown_role=1)
 
 
 class Greedy(OpenAIChatReader):

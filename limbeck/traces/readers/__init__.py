@@ -8,19 +8,49 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from limbeck.errors import TraceError
+from limbeck.traces.readers.anthropic import AnthropicReader
+from limbeck.traces.readers.atif import ATIFReader
 from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, Totals, iter_records
 from limbeck.traces.readers.claude_code import ClaudeCodeReader
+from limbeck.traces.readers.codex import CodexReader
+from limbeck.traces.readers.gemini import GeminiReader
+from limbeck.traces.readers.inspect_log import InspectReader
 from limbeck.traces.readers.limbeck import LimbeckReader
+from limbeck.traces.readers.mini_swe_agent import MiniSWEAgentReader
 from limbeck.traces.readers.openai_chat import OpenAIChatReader
+from limbeck.traces.readers.openai_responses import OpenAIResponsesReader
 from limbeck.traces.readers.openhands import OpenHandsReader
+from limbeck.traces.readers.openhands_v1 import OpenHandsV1Reader
+from limbeck.traces.readers.otel import OpenTelemetryReader
+from limbeck.traces.readers.sharegpt import ShareGPTReader
 from limbeck.traces.readers.swe_agent import SWEAgentReader
+from limbeck.traces.readers.tau2 import Tau2Reader
+from limbeck.traces.readers.verifiers import VerifiersReader
 from limbeck.traces.schema import Trace
 
 __all__ = ["READERS", "ReadLog", "Reader", "detect_reader", "read_traces"]
 
 READERS: dict[str, Reader] = {
     reader.name: reader
-    for reader in (LimbeckReader(), ClaudeCodeReader(), OpenHandsReader(), SWEAgentReader(), OpenAIChatReader())
+    for reader in (
+        LimbeckReader(),
+        AnthropicReader(),
+        ATIFReader(),
+        ClaudeCodeReader(),
+        CodexReader(),
+        GeminiReader(),
+        InspectReader(),
+        MiniSWEAgentReader(),
+        OpenAIChatReader(),
+        OpenAIResponsesReader(),
+        OpenHandsReader(),
+        OpenHandsV1Reader(),
+        OpenTelemetryReader(),
+        ShareGPTReader(),
+        SWEAgentReader(),
+        Tau2Reader(),
+        VerifiersReader(),
+    )
 }
 """Format name -> reader."""
 
@@ -35,6 +65,7 @@ def detect_reader(records: Iterable[Record], file: str = "the log") -> Reader | 
     """The reader of the first record that one recognises; a record that two recognise is an error that names both."""
     for record in records:
         found = [reader for reader in READERS.values() if reader.detect(record.data)]
+        found = [reader for reader in found if not reader.general] or found
         if len(found) > 1:
             names = " and ".join(reader.name for reader in found)
             raise TraceError(

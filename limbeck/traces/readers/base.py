@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
-from limbeck.errors import TraceError
-from limbeck.traces.schema import Message, Origin, ToolCall, Trace, describe_validation
-from limbeck.utils.jsonl import STDIN, read_records, replace_surrogates
+from limbeck.errors import TraceError, one_line
+from limbeck.traces.errors import ErrorSignal, mark_error
+from limbeck.traces.schema import Message, Origin, Role, ToolCall, Trace, describe_validation
+from limbeck.utils.jsonl import MAX_BYTES, STDIN, parse, read_records, replace_surrogates
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +136,8 @@ class Reader(ABC):
     """What ``--format`` takes."""
     about: ClassVar[str]
     """The format in one line."""
+    general: ClassVar[bool] = False
+    """Gives way to a reader that recognises more of a record."""
 
     @abstractmethod
     def detect(self, data: Mapping[str, Any]) -> bool:
@@ -158,6 +164,10 @@ class RecordReader(Reader):
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """The trace; ``SkipRecord`` or pydantic's ``ValidationError`` where the record holds none."""
 
+    def trace_totals(self, record: Record) -> Totals:
+        """Of a record as ``convert`` gets it, for formats whose ``read`` takes the file's records apart."""
+        return self.totals(record)
+
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
         """One trace per record; records that cannot be used are counted."""
         for record in records:
@@ -169,12 +179,80 @@ class RecordReader(Reader):
             except (SkipRecord, ValidationError) as error:
                 log.left_out = before  # parts of a record that is left out whole are not counted twice
                 if isinstance(error, SkipRecord):
-                    log.skip(error.reason, record.line, error.detail, totals=self.totals(record))
+                    log.skip(error.reason, record.line, error.detail, totals=self.trace_totals(record))
                 else:
                     detail = describe_validation(error)
-                    log.skip("invalid_trace", record.line, detail, totals=self.totals(record))
+                    log.skip("invalid_trace", record.line, detail, totals=self.trace_totals(record))
             else:
                 yield trace
+
+
+class Builder:
+    """The messages of one trace, added in order.
+
+    What a log says in several pieces (reasoning, text, calls) becomes one assistant message, as long as nobody else
+    speaks in between. Whatever cannot be placed is counted in the log with its totals.
+    """
+
+    def __init__(self, log: ReadLog, line: int, tools: Sequence[dict[str, Any]] = ()) -> None:
+        self.messages: list[Message] = []
+        self.tools = list(tools)
+        self._log, self._line = log, line
+        self._calls: dict[str, ToolCall] = {}
+        self._open: list[str] = []
+
+    def say(self, role: Role, text: str, name: str | None = None) -> None:
+        """A message of the system or the user; an empty one is left out."""
+        if text.strip():
+            self.messages.append(Message(role=role, content=text, name=name))
+
+    def assistant(
+        self, text: str = "", *, reasoning: str | None = None, calls: Sequence[ToolCall] = (), **fields: Any
+    ) -> None:
+        """A piece of an assistant message; ``fields`` are further ones of ``Message`` and start a message."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or fields:
+            last = Message(role="assistant", **fields)
+            self.messages.append(last)
+        self.messages[-1] = last.model_copy(
+            update={
+                "content": _joined(last.content, text),
+                "reasoning": _joined(last.reasoning or "", reasoning or "") or None,
+                "tool_calls": [*last.tool_calls, *calls],
+            }
+        )
+        for call in calls:
+            self._calls[call.id] = call
+            self._open.append(call.id)
+
+    def result(
+        self, call_id: str | None, text: str, *, name: str | None = None, signal: ErrorSignal | None = None
+    ) -> None:
+        """The result of a call; without an id, of the first one of that name that has none yet."""
+        if call_id is None:
+            waiting = (i for i in self._open if name is None or self._calls[i].name == name)
+            call_id = next(waiting, None)
+        call = self._calls.get(call_id or "")
+        if call is None or call_id is None:
+            lost = Totals(results=1, characters=characters(text))
+            self._log.skip("result_without_call", self._line, f"call {call_id!r}", totals=lost)
+            return
+        if call_id in self._open:
+            self._open.remove(call_id)
+        message = Message(role="tool", content=text, tool_call_id=call_id, name=name or call.name)
+        self.messages.append(message if signal is None else mark_error(message, signal, call=call, tools=self.tools))
+
+    def skip(self, reason: str, detail: str = "", totals: Totals | None = None) -> None:
+        """Count something that is left out."""
+        self._log.skip(reason, self._line, detail, totals=totals)
+
+    def text(self, content: Any) -> str:
+        """``content_text`` of a field of this trace."""
+        return content_text(content, self._log, self._line)
+
+
+def _joined(before: str, after: str) -> str:
+    return f"{before}\n\n{after}" if before.strip() and after.strip() else after if after.strip() else before
 
 
 def iter_records(path: Path, log: ReadLog) -> Iterator[Record]:
@@ -183,15 +261,49 @@ def iter_records(path: Path, log: ReadLog) -> Iterator[Record]:
     if str(path) != STDIN and not path.is_file():
         raise TraceError(f"there is no trace file {str(path)!r}: give an existing .jsonl, .json or .traj file")
 
+    if path.suffix.lower() == ".eval":
+        yield from _archived(path, log)
+        return
+
     def malformed(line: int, why: str) -> None:
         log.skip("malformed_line", line, why)
 
     for line, value in read_records(path, bad=malformed, document=True):
+        if is_conversation(value):
+            yield Record(line, {"messages": value})
+            continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 yield Record(line, item)
             else:
                 log.skip("not_an_object", line, type(item).__name__)
+
+
+def _archived(path: Path, log: ReadLog) -> Iterator[Record]:
+    """The samples of an Inspect archive, numbered from 1; larger ones than a line may be are counted and left out."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = sorted(name for name in archive.namelist() if re.fullmatch(r"samples/[^/]+\.json", name))
+            for number, name in enumerate(names, 1):
+                if archive.getinfo(name).file_size > MAX_BYTES:
+                    log.skip("malformed_line", number, f"{name} is longer than {MAX_BYTES >> 20} MiB")
+                    continue
+                try:
+                    value = parse(archive.read(name))
+                except (ValueError, RecursionError) as error:
+                    log.skip("malformed_line", number, f"{name}: {one_line(error, 120)}")
+                    continue
+                if isinstance(value, dict):
+                    yield Record(number, value)
+                else:
+                    log.skip("not_an_object", number, type(value).__name__)
+    except (zipfile.BadZipFile, NotImplementedError, zlib.error, OSError) as error:
+        raise TraceError(f"{path.name} cannot be unpacked ({one_line(error)}); give it as .json") from error
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a bare list of messages, which is one trace and not a list of records."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 # -- lenient access ----------------------------------------------------------------------------------------------------
@@ -302,6 +414,18 @@ def openai_tools(value: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             return []
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in as_dicts(value)]
+
+
+def sampled_tokens(data: Mapping[str, Any], key: str) -> tuple[list[int] | None, list[float] | None]:
+    """Token ids under ``key`` and their ``logprobs``, as a rollout engine stores them."""
+    ids = data.get(key)
+    ids = ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
+    given = data.get("logprobs")
+    if isinstance(given, dict):
+        given = [entry.get("logprob") for entry in as_dicts(given.get("content"))]
+    values = [as_number(value) for value in given] if isinstance(given, list) else []
+    numbers = [value for value in values if value is not None]
+    return ids, (numbers if numbers and len(numbers) == len(values) else None)
 
 
 def find_call(messages: list[Message], call_id: str | None) -> tuple[int, ToolCall] | None:

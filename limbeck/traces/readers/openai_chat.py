@@ -28,6 +28,7 @@ from limbeck.traces.readers.base import (
     openai_tool_calls,
     openai_tools,
     parse_arguments,
+    sampled_tokens,
 )
 from limbeck.traces.schema import Message, PreferencePair, Role, ToolCall, Trace
 
@@ -49,6 +50,7 @@ class OpenAIChatReader(RecordReader):
 
     name = "openai_chat"
     about = "message lists with tool_calls: tau-bench results, fine-tuning and preference files"
+    general = True
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A list of messages with roles, directly or under ``input``, in nothing that says what else it is."""
@@ -122,7 +124,8 @@ def _append(
 ) -> None:
     role = _ROLES.get(str(item.get("role")))
     if role is None:
-        raise SkipRecord("unknown_role", f"role {item.get('role')!r}")
+        log.skip("unknown_role", line, f"role {item.get('role')!r}", totals=_totals(item))
+        return
     content = content_text(item.get("content"), log, line)
     if role != "assistant" and (calls := _totals(item).calls - content_totals(item.get("content")).calls):
         log.skip("call_by_another_role", line, f"role {role!r}", calls, Totals(calls=calls))
@@ -140,7 +143,7 @@ def _assistant(item: dict[str, Any], content: str, index: int) -> Message:
     if not calls and (name := as_text(legacy.get("name"))):
         calls = [ToolCall(id=f"call_{index}", name=name, arguments=parse_arguments(legacy.get("arguments")))]
     weight = as_number(item.get("weight"))
-    sampled, logprobs = _sampled(item)
+    sampled, logprobs = sampled_tokens(item, "sampled_ids" if "sampled_ids" in item else "token_ids")
     return Message(
         role="assistant",
         content=content,
@@ -150,18 +153,6 @@ def _assistant(item: dict[str, Any], content: str, index: int) -> Message:
         sampled_ids=sampled,
         logprobs=logprobs,
     )
-
-
-def _sampled(item: dict[str, Any]) -> tuple[list[int] | None, list[float] | None]:
-    """Token ids and log-probs where a rollout engine stored them beside the message."""
-    ids = item.get("sampled_ids", item.get("token_ids"))
-    ids = ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
-    logprobs = item.get("logprobs")
-    if isinstance(logprobs, dict):
-        logprobs = [entry.get("logprob") for entry in as_dicts(logprobs.get("content"))]
-    values = [as_number(value) for value in logprobs] if isinstance(logprobs, list) else []
-    numbers = [value for value in values if value is not None]
-    return ids, (numbers if numbers and len(numbers) == len(values) else None)
 
 
 def _append_result(

@@ -107,7 +107,7 @@ def _response(event: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _is_event(data: Mapping[str, Any]) -> bool:
-    return "source" in data and ("action" in data or "observation" in data)
+    return "source" in data and any(isinstance(data.get(key), str) for key in ("action", "observation"))
 
 
 def _events(data: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,128 @@
+"""ATIF, the agent trajectory interchange format that Harbor writes: steps of system, user and agent.
+
+An agent's step holds its message, reasoning, calls, what the environment answered, and metrics. Token ids and
+log-probs of the completion become the message's sampled ids, so that such a trace feeds the policy channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from limbeck.traces.errors import ErrorSignal, detect_prefix
+from limbeck.traces.readers.base import (
+    Builder,
+    ReadLog,
+    Record,
+    RecordReader,
+    SkipRecord,
+    Totals,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    characters,
+    openai_tools,
+    parse_arguments,
+    plain_text,
+    sampled_tokens,
+)
+from limbeck.traces.schema import ToolCall, Trace
+
+
+class ATIFReader(RecordReader):
+    """Trajectories of steps; one object is one trace."""
+
+    name = "atif"
+    about = "ATIF trajectories, as Harbor writes them"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """The schema's name."""
+        return str(data.get("schema_version")).startswith("ATIF-")
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per trajectory."""
+        data = record.data
+        steps = as_dicts(data.get("steps"))
+        if not steps:
+            raise SkipRecord("no_steps", f"keys {sorted(data)[:6]}")
+        agent = as_dict(data.get("agent"))
+        made = Builder(log, record.line, openai_tools(agent.get("tool_definitions")))
+        for step in steps:
+            _add(made, step)
+        name = as_text(data.get("trajectory_id")) or as_text(data.get("session_id"))
+        rewards = (data.get("reward"), *(as_dict(data.get(key)).get("reward") for key in ("extra", "final_metrics")))
+        return Trace(
+            id=name or f"{log.stem}:{record.line}",
+            origin=log.origin(record.line),
+            tools=made.tools,
+            messages=made.messages,
+            final_reward=next((value for value in map(as_number, rewards) if value is not None), None),
+            meta={"model": model} if (model := as_text(agent.get("model_name"))) else {},
+        )
+
+    def totals(self, record: Record) -> Totals:
+        """Of all steps."""
+        return sum(map(_totals, as_dicts(record.data.get("steps"))), Totals())
+
+
+def _results(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return as_dicts(as_dict(step.get("observation")).get("results"))
+
+
+def _totals(step: Mapping[str, Any]) -> Totals:
+    said = characters(plain_text(step.get("message")), as_text(step.get("reasoning_content")))
+    found = Totals(len(as_dicts(step.get("tool_calls"))), 0, said)
+    for result in _results(step):
+        answers = result.get("source_call_id") is not None
+        found += Totals(results=int(answers), characters=characters(plain_text(result.get("content"))))
+    return found
+
+
+def _add(made: Builder, step: Mapping[str, Any]) -> None:
+    source = step.get("source")
+    thought = as_text(step.get("reasoning_content"))
+    text = made.text(step.get("message"))
+    if source == "agent":
+        ids, logprobs = sampled_tokens(as_dict(step.get("metrics")), "completion_token_ids")
+        if ids is not None and logprobs is not None and len(ids) != len(logprobs):
+            made.skip("logprobs_of_other_tokens", f"{len(logprobs)} for {len(ids)} ids")
+            logprobs = None
+        calls = _calls(made, step)
+        made.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
+    elif source in ("user", "system"):
+        made.say("user" if source == "user" else "system", text)
+        lost = Totals(len(as_dicts(step.get("tool_calls"))), 0, characters(thought))
+        if lost != Totals():
+            made.skip("call_by_another_role", str(source), lost)
+    else:
+        made.skip("unknown_role", f"source {source!r}", _totals(step))
+        return
+    for result in _results(step):
+        shown, call_id = made.text(result.get("content")), result.get("source_call_id")
+        if call_id is None:
+            # what the environment says without being asked is a turn of its own
+            made.say("user", shown)
+        else:
+            made.result(as_text(call_id) or "", shown, signal=_failure(result, shown))
+
+
+def _calls(made: Builder, step: Mapping[str, Any]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for item in as_dicts(step.get("tool_calls")):
+        call_id, name = as_text(item.get("tool_call_id")), as_text(item.get("function_name"))
+        if call_id is None or name is None:
+            made.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
+        else:
+            calls.append(ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments"))))
+    return calls
+
+
+def _failure(result: Mapping[str, Any], shown: str) -> ErrorSignal | None:
+    extra = as_dict(result.get("extra"))
+    code = extra.get("exit_code", extra.get("return_code"))
+    if isinstance(code, int) and not isinstance(code, bool) and code != 0:
+        return ErrorSignal("exit_code", {"exit_code": code})
+    if result.get("is_error") is True or extra.get("is_error") is True:
+        return ErrorSignal("flag")
+    return detect_prefix(shown)

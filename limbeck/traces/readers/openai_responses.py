@@ -1,0 +1,213 @@
+"""OpenAI Responses: a list of items, in which messages, reasoning, calls and their outputs stand side by side.
+
+Recognised objects: a stored response (``{"object": "response", "output": [...]}``), a request with its ``input``
+items, and both together, in one object or under ``request`` and ``response``. The items are also what Codex CLI logs,
+one per line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from limbeck.traces.errors import ErrorSignal, detect_prefix
+from limbeck.traces.readers.base import (
+    Builder,
+    ReadLog,
+    Record,
+    RecordReader,
+    SkipRecord,
+    Totals,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    characters,
+    parse_arguments,
+    plain_text,
+)
+from limbeck.traces.schema import Role, ToolCall, Trace
+
+_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user"}
+_CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+ITEM_TYPES = ("message", "reasoning", *_CALLS, *_OUTPUTS)
+"""Items that say something; others (searches of the provider, references) are counted and left out."""
+
+
+class OpenAIResponsesReader(RecordReader):
+    """Items of requests and responses; one object is one trace."""
+
+    name = "openai_responses"
+    about = "OpenAI Responses: input and output items"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """A response, or items that carry calls or outputs."""
+        if as_dict(data.get("response") or data).get("object") == "response":
+            return True
+        items = _items(data)
+        return bool(items) and all("type" in item for item in items[-1:]) and any(map(_is_own, items))
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per object."""
+        data = record.data
+        items = _items(data)
+        if not items:
+            raise SkipRecord("no_items", f"keys {sorted(data)[:6]}")
+        made = Builder(log, record.line, _tools(data))
+        made.say("system", made.text(_field(data, "instructions")))
+        for item in items:
+            add_item(made, item)
+        name = as_text(as_dict(data.get("response")).get("id")) or as_text(data.get("id"))
+        return Trace(
+            id=name or f"{log.stem}:{record.line}",
+            origin=log.origin(record.line),
+            tools=made.tools,
+            messages=made.messages,
+            final_reward=as_number(data.get("reward")),
+        )
+
+    def totals(self, record: Record) -> Totals:
+        """Of the instructions and all items."""
+        instructions = Totals(characters=characters(plain_text(_field(record.data, "instructions"))))
+        return sum(map(item_totals, _items(record.data)), instructions)
+
+
+def _is_own(item: Mapping[str, Any]) -> bool:
+    if item.get("type") == "message":
+        return any(part.get("type") in ("input_text", "output_text") for part in as_dicts(item.get("content")))
+    return item.get("type") in ITEM_TYPES
+
+
+def _field(data: Mapping[str, Any], key: str) -> Any:
+    """A field of the request, else of the response, else of the object itself."""
+    sources = (as_dict(data.get("request")), as_dict(data.get("response")), data)
+    return next((source[key] for source in sources if source.get(key)), None)
+
+
+def _items(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = _field(data, "input")
+    asked = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else as_dicts(given)
+    return [*asked, *as_dicts(_field(data, "output"))]
+
+
+def _tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    functions = [tool for tool in as_dicts(_field(data, "tools")) if as_text(tool.get("name"))]
+    kept = ("name", "description", "parameters", "strict")
+    return [{"type": "function", "function": {key: tool[key] for key in kept if key in tool}} for tool in functions]
+
+
+# -- items -------------------------------------------------------------------------------------------------------------
+
+
+def item_totals(item: Mapping[str, Any]) -> Totals:
+    """Of one item."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return Totals(characters=characters(plain_text(item.get("content")), _refusals(item)))
+    if kind == "reasoning":
+        return Totals(characters=characters(_reasoning(item)))
+    if kind == "mcp_call":
+        shown = output_text(item.get("output") or item.get("error"))
+        return Totals(1, int(bool(shown)), characters(shown))
+    if kind in _CALLS:
+        return Totals(calls=1)
+    return Totals(results=1, characters=characters(output_text(item.get("output")))) if kind in _OUTPUTS else Totals()
+
+
+def add_item(made: Builder, item: Mapping[str, Any], exit_code: int | None = None) -> None:
+    """Add one item; ``exit_code`` is that of the command whose output it is, where the log has it elsewhere."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        _add_message(made, item)
+    elif kind == "reasoning":
+        if thought := _reasoning(item):
+            made.assistant(reasoning=thought)
+        else:
+            made.skip("hidden_reasoning")
+    elif kind in _CALLS:
+        _add_call(made, item)
+    elif kind in _OUTPUTS:
+        shown = item.get("output")
+        made.result(as_text(item.get("call_id")) or "", output_text(shown), signal=_failure(item, exit_code))
+    else:
+        made.skip("unknown_item", str(kind))
+
+
+def _add_message(made: Builder, item: Mapping[str, Any]) -> None:
+    role = str(item.get("role"))
+    if role == "assistant":
+        refused = _refusals(item)
+        content = item.get("content")
+        if isinstance(content, list):
+            content = [part for part in content if as_dict(part).get("type") != "refusal"]
+        made.assistant(made.text(content))
+        if refused:
+            made.assistant(refused)
+    elif role in _ROLES:
+        made.say(_ROLES[role], made.text(item.get("content")))
+    else:
+        made.skip("unknown_role", f"role {role!r}", item_totals(item))
+
+
+def _refusals(item: Mapping[str, Any]) -> str:
+    return "\n".join(
+        as_text(part.get("refusal")) or ""
+        for part in as_dicts(item.get("content"))
+        if part.get("type") == "refusal" and item.get("role") == "assistant"
+    )
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    parts = as_dicts(item.get("content")) or as_dicts(item.get("summary"))
+    return "\n\n".join(text for part in parts if (text := as_text(part.get("text"))))
+
+
+def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
+    kind, name = item["type"], as_text(item.get("name"))
+    call_id = as_text(item.get("call_id")) or as_text(item.get("id"))
+    if kind == "local_shell_call":
+        name, arguments = "local_shell", as_dict(item.get("action"))
+    elif kind == "custom_tool_call":
+        arguments = {"input": item.get("input")}
+    else:
+        arguments = parse_arguments(item.get("arguments"))
+    if name is None or call_id is None:
+        made.skip("unusable_call", f"id {call_id!r}, name {name!r}", item_totals(item))
+        return
+    made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=arguments)])
+    if kind == "mcp_call" and (shown := output_text(item.get("output") or item.get("error"))):
+        made.result(call_id, shown, signal=ErrorSignal("flag") if item.get("error") else None)
+
+
+_EXIT_LINE = re.compile(r"\A(?:Exit code: |Process exited with code )(-?\d+)$", re.MULTILINE)
+
+
+def output_text(output: Any) -> str:
+    """What a call put out: plain text, parts, or the text inside an object that also says how it ended."""
+    found = _output_object(output)
+    if found:
+        inner = found.get("output", found.get("content"))
+        return plain_text(inner) if inner is not None else json.dumps(found, ensure_ascii=False)
+    return plain_text(output)
+
+
+def _output_object(output: Any) -> dict[str, Any]:
+    if isinstance(output, str) and output.startswith('{"output"'):
+        output = parse_arguments(output)
+    known = isinstance(output, dict) and ("output" in output or "content" in output)
+    return output if known else {}
+
+
+def _failure(item: Mapping[str, Any], exit_code: int | None) -> ErrorSignal | None:
+    found = _output_object(item.get("output"))
+    code = as_dict(found.get("metadata")).get("exit_code", exit_code)
+    if code is None and (line := _EXIT_LINE.search(output_text(item.get("output"))[:400])):
+        code = int(line[1])
+    if isinstance(code, int) and code != 0:
+        return ErrorSignal("exit_code", {"exit_code": code})
+    if found.get("success") is False or item.get("status") in ("failed", "incomplete"):
+        return ErrorSignal("flag")
+    return detect_prefix(output_text(item.get("output"))) if code is None else None

@@ -1,0 +1,115 @@
+"""ShareGPT conversations: ``{"conversations": [{"from", "value"}, ...]}``, with tool calls where there are any.
+
+A call is a turn of its own (``function_call``, its value a JSON object), or ``<tool_call>`` text inside the answer;
+the latter stays in the text and is kept beside it. ``system`` and ``tools`` may stand beside the conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from limbeck.traces.errors import detect_prefix
+from limbeck.traces.readers.base import (
+    Builder,
+    ReadLog,
+    Record,
+    RecordReader,
+    SkipRecord,
+    Totals,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    characters,
+    openai_tools,
+    parse_arguments,
+    plain_text,
+)
+from limbeck.traces.schema import ToolCall, Trace
+
+_USERS = ("human", "user")
+_ASSISTANTS = ("gpt", "assistant", "chatgpt", "model", "bing", "bard")
+_CALLERS = ("function_call", "tool_call")
+_RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
+_WRITTEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class ShareGPTReader(RecordReader):
+    """Conversations of turns; one object is one trace."""
+
+    name = "sharegpt"
+    about = "ShareGPT conversations, with function_call and observation turns"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """Turns with ``from`` and ``value``."""
+        turns = as_dicts(data.get("conversations"))
+        return bool(turns) and "from" in turns[0] and "value" in turns[0]
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per object."""
+        data = record.data
+        turns = as_dicts(data.get("conversations"))
+        if not turns:
+            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        made = Builder(log, record.line, openai_tools(data.get("tools")))
+        made.say("system", as_text(data.get("system")) or "")
+        for number, turn in enumerate(turns):
+            _add(made, turn, number)
+        return Trace(
+            id=as_text(data.get("id")) or f"{log.stem}:{record.line}",
+            origin=log.origin(record.line),
+            tools=made.tools,
+            messages=made.messages,
+            final_reward=as_number(data.get("reward")),
+        )
+
+    def totals(self, record: Record) -> Totals:
+        """Of the system prompt and all turns."""
+        system = Totals(characters=characters(as_text(record.data.get("system"))))
+        return sum(map(_totals, as_dicts(record.data.get("conversations"))), system)
+
+
+def _totals(turn: Mapping[str, Any]) -> Totals:
+    role, text = turn.get("from"), plain_text(turn.get("value"))
+    if role in _CALLERS and (count := len(_calls(text))):
+        return Totals(calls=count)
+    if role in _ASSISTANTS:
+        return Totals(calls=len(_written(text)), characters=characters(text))
+    return Totals(results=int(role in _RESULTS), characters=characters(text))
+
+
+def _add(made: Builder, turn: Mapping[str, Any], number: int) -> None:
+    role, text = turn.get("from"), made.text(turn.get("value"))
+    if role in _USERS or role == "system":
+        made.say("system" if role == "system" else "user", text)
+    elif role in _ASSISTANTS:
+        calls = [_call(item, f"turn{number}_{i}", True) for i, item in enumerate(_written(text))]
+        made.assistant(text, calls=calls, weight=1.0)
+    elif role in _CALLERS:
+        found = _calls(text)
+        calls = [_call(item, f"turn{number}_{i}", False) for i, item in enumerate(found)]
+        made.assistant("" if found else text, calls=calls)
+    elif role in _RESULTS:
+        made.result(None, text, signal=detect_prefix(text))
+    else:
+        made.skip("unknown_role", f"from {role!r}", _totals(turn))
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    """The calls of a turn that is nothing else: an object, or a list of them."""
+    parsed = parse_arguments(f'{{"calls": {text}}}')
+    value = as_dict(parsed).get("calls")
+    return [item for item in (value if isinstance(value, list) else [value]) if as_text(as_dict(item).get("name"))]
+
+
+def _written(text: str) -> list[dict[str, Any]]:
+    """The calls that an answer has in its text."""
+    found = [as_dict(parse_arguments(match)) for match in _WRITTEN_CALL.findall(text)] if "<tool_call>" in text else []
+    return [item for item in found if as_text(item.get("name"))]
+
+
+def _call(item: Mapping[str, Any], call_id: str, in_content: bool) -> ToolCall:
+    arguments = parse_arguments(item.get("arguments", item.get("parameters")))
+    return ToolCall(id=call_id, name=item["name"], arguments=arguments, in_content=in_content)

@@ -1,0 +1,132 @@
+"""Rollouts of verifiers: a prompt, a completion of many messages, and a reward.
+
+``limbeck`` reads the rows that an evaluation or a trainer stores: ``{"prompt": [...], "completion": [...], "reward":
+r}``. Calls may be stored as JSON text. Where the row keeps the tokens of every turn (``trajectory``), they become the
+sampled ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from limbeck.traces.errors import detect_prefix
+from limbeck.traces.readers.base import (
+    Builder,
+    ReadLog,
+    Record,
+    RecordReader,
+    SkipRecord,
+    Totals,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_text,
+    characters,
+    openai_call_count,
+    openai_tool_calls,
+    openai_tools,
+    parse_arguments,
+    plain_text,
+)
+from limbeck.traces.schema import Trace
+
+_MARKS = ("reward", "example_id", "answer", "metrics", "trajectory")
+
+
+class VerifiersReader(RecordReader):
+    """Rollouts; one row is one trace."""
+
+    name = "verifiers"
+    about = "rollouts of verifiers: prompt, completion and reward"
+
+    def detect(self, data: Mapping[str, Any]) -> bool:
+        """A completion of messages behind a prompt, with something that only a rollout has."""
+        return bool(_messages(data.get("completion"))) and "prompt" in data and any(key in data for key in _MARKS)
+
+    def convert(self, record: Record, log: ReadLog) -> Trace:
+        """One trace per row."""
+        data = record.data
+        if not _messages(data.get("completion")):
+            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        info = _object(data.get("info"))
+        made = Builder(log, record.line, openai_tools(info.get("oai_tools") or data.get("tools")))
+        tokens = _tokens(data)
+        for message in _raw(data):
+            _add(made, message, tokens)
+        example = data.get("example_id")
+        task = as_text(data.get("task")) or log.stem
+        group = f"{task}/{example}" if example is not None else None
+        return Trace(
+            id=as_text(data.get("id")) or as_text(data.get("trajectory_id")) or f"{log.stem}:{record.line}",
+            group_id=group,
+            origin=log.origin(record.line),
+            tools=made.tools,
+            messages=made.messages,
+            final_reward=as_number(data.get("reward")),
+        )
+
+    def totals(self, record: Record) -> Totals:
+        """Of the prompt and the completion."""
+        return sum(map(_totals, _raw(record.data)), Totals())
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    return [message for message in as_dicts(value) if "role" in message]
+
+
+def _raw(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    prompt = data.get("prompt")
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    return [*asked, *_messages(data.get("completion"))]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return as_dict(parse_arguments(value)) if isinstance(value, str) else as_dict(value)
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    """The calls of a message, those that are JSON text unpacked."""
+    given = message.get("tool_calls")
+    return [_object(item) for item in given] if isinstance(given, list) else []
+
+
+def _totals(message: Mapping[str, Any]) -> Totals:
+    role = message.get("role")
+    calls = openai_call_count(_calls(message))
+    thought = as_text(message.get("reasoning_content")) if role == "assistant" else None
+    return Totals(calls, int(role == "tool"), characters(plain_text(message.get("content")), thought))
+
+
+def _tokens(data: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probs of every answer, last one first; empty where some answer has none."""
+    found: list[tuple[list[int], list[float]]] = []
+    for step in as_dicts(data.get("trajectory")):
+        tokens = as_dict(step.get("tokens"))
+        ids, logprobs = tokens.get("completion_ids"), tokens.get("completion_logprobs")
+        if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs) or not ids:
+            return []
+        numbers = [value for value in map(as_number, logprobs) if value is not None]
+        if len(numbers) != len(ids) or not all(type(i) is int for i in ids):
+            return []
+        found.append((ids, numbers))
+    answers = sum(message.get("role") == "assistant" for message in _messages(data.get("completion")))
+    return found[::-1] if len(found) == answers else []
+
+
+def _add(made: Builder, message: Mapping[str, Any], tokens: list[tuple[list[int], list[float]]]) -> None:
+    role, text = message.get("role"), made.text(message.get("content"))
+    if role == "assistant":
+        ids, logprobs = tokens.pop() if tokens else (None, None)
+        thought = as_text(message.get("reasoning_content"))
+        calls = openai_tool_calls(_calls(message))
+        made.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
+        return
+    if role == "tool":
+        made.result(as_text(message.get("tool_call_id")), text, signal=detect_prefix(text))
+    elif role in ("system", "developer", "user"):
+        made.say("user" if role == "user" else "system", text)
+    else:
+        made.skip("unknown_role", f"role {role!r}", Totals(characters=characters(text)))
+    if count := openai_call_count(_calls(message)):
+        made.skip("call_by_another_role", str(role), Totals(calls=count))
