@@ -464,6 +464,13 @@ def test_sites_of_other_traces_are_refused() -> None:
     for wrong in (1, 99):
         with pytest.raises(TraceError, match="site file belongs to other traces"):
             ComposerDataCollator(QWEN, sites={trace.id: [HintTarget(wrong, "x")]})([trace])
+    failed = long_trace(3, failed=(1,))
+    (site,) = SiteFinder().find(failed)
+    assert len(ComposerDataCollator(QWEN, sites={failed.id: [site]})([failed])["site_target"]) == 1
+    for other in ({"target": site.target + 2}, {"cause": site.cause + 2}, {"tool_call_id": "call00002"}):
+        moved = site.model_copy(update=other)
+        with pytest.raises(TraceError, match=r"makes no call .* site file belongs to other traces"):
+            ComposerDataCollator(QWEN, sites={failed.id: [moved]})([failed])
 
 
 @pytest.mark.parametrize(

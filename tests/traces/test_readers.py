@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limbeck.errors import TraceError
 from limbeck.traces.errors import check_call, classify_error, detect_prefix, detect_swe_agent
 from limbeck.traces.files import IngestOptions, IngestStats, ingest
-from limbeck.traces.readers import READERS, read_traces
+from limbeck.traces.readers import READERS, ReadLog, read_traces
 from limbeck.traces.readers.openai_chat import OpenAIChatReader
 from limbeck.traces.schema import SCHEMA_VERSION, ToolCall
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
@@ -385,7 +385,7 @@ def test_malformed_lines_are_counted_with_file_and_line_and_reading_goes_on(tmp_
         b"\xff\xfe\x00",
         b'"text"',
         b"[" * 100_000,
-        json.dumps(good).encode(),
+        json.dumps({"id": "other", "messages": good["messages"][:1] * 2 + good["messages"][1:]}).encode(),
     ]
     path.write_bytes(b"\n".join(lines))
     traces, report = read(path)
@@ -484,9 +484,56 @@ def test_an_unknown_format_is_shown_by_what_was_seen(tmp_path: Path) -> None:
     ]
 
 
-def test_ids_are_unique_over_files(tmp_path: Path) -> None:
-    traces = list(read_traces([EXAMPLES / "workshop.jsonl"] * 2))
-    assert len({t.id for t in traces}) == len(traces) == 24
+def test_what_is_read_twice_counts_once(tmp_path: Path) -> None:
+    log = ReadLog()
+    traces = list(read_traces([EXAMPLES / "workshop.jsonl"] * 2, log=log))
+    assert len({t.id for t in traces}) == len(traces) == 12
+    assert log.skipped == Counter(duplicate_trace=12)
+
+
+def test_ids_come_from_content_and_not_from_the_order_of_files(tmp_path: Path) -> None:
+    def talk(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "!"}]}
+
+    one, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write_lines(one, [talk("x"), talk("y"), {"id": "n", **talk("x again")}])
+    write_lines(other, [talk("y"), talk("z"), {"id": "n", **talk("w")}])
+    log = ReadLog()
+    there = {t.messages[0].content: t.id for t in read_traces([one, other], log=log)}
+    back = {t.messages[0].content: t.id for t in read_traces([other, one])}
+    assert set(there) == set(back) == {"x", "y", "z", "x again", "w"}
+    assert all(there[text] == back[text] for text in ("x", "y", "z"))
+    assert len(set(there.values())) == 5
+    assert there["x again"] == "n"
+    assert there["w"].startswith("n~")
+    assert log.skipped == Counter(duplicate_trace=1)
+
+
+def test_equal_rollouts_of_one_group_are_not_duplicates(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    row = {"prompt": talk[:1], "completion": talk[1:], "reward": 0, "example_id": 1}
+    path = write_lines(tmp_path / "v.jsonl", [row, row])
+    log = ReadLog()
+    traces = list(read_traces([path, path], log=log))
+    assert len({trace.id for trace in traces}) == len(traces) == 2
+    assert log.skipped == Counter(duplicate_trace=2)
+
+
+def test_a_resumed_copy_of_a_session_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    first = write_lines(tmp_path / "s.jsonl", PARALLEL)
+    more = [event("u9", "a5", "user", "More."), event("a9", "u9", "assistant", "More done.")]
+    resumed = [{**row, "sessionId": "resumed"} for row in [*PARALLEL, *more]]
+    second = write_lines(tmp_path / "r.jsonl", resumed)
+    log, stats = ReadLog(), IngestStats()
+    traces = list(read_traces([first, second], log=log))
+    for trace in traces:
+        stats.add(trace)
+    assert [(trace.id, trace.context_until, len(trace.messages)) for trace in traces] == [
+        ("s", 0, 5),
+        ("resumed", 5, 7),
+    ]
+    assert (stats.tool_calls, stats.turns) == (2, 7)
+    assert log.skipped == Counter(read_before=3)
 
 
 HOSTILE: tuple[Any, ...] = (

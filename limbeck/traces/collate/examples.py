@@ -59,11 +59,24 @@ class Example:
             if isinstance(site, HintTarget):
                 found.append(site)
                 continue
+            _check_site(site, self.marked)
             target = HintTarget(site.target, site.hint, site.weight, site.error_kind, site.hint_source, site.cause)
             found.append(target)
             if site.recovery is not None and site.recovery_weight > 0:
                 found.append(replace(target, message=site.recovery, weight=site.recovery_weight, recovery=True))
         return found
+
+
+def _check_site(site: Site, trace: Trace) -> None:
+    """That a site is one of this trace: its target makes the call which its cause answers."""
+    size = len(trace.messages)
+    calls = [call.id for call in trace.messages[site.target].tool_calls] if site.target < size else []
+    answered = trace.messages[site.cause].tool_call_id if site.cause < size else None
+    if site.tool_call_id is not None and not (site.tool_call_id in calls and site.tool_call_id == answered):
+        raise TraceError(
+            f"trace {trace.id!r}: message {site.target} makes no call {site.tool_call_id!r} that message {site.cause} "
+            "answers, as its error site says; the site file belongs to other traces"
+        )
 
 
 def to_example(record: Any, reward_key: str) -> Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from limbeck.errors import TraceError
 from limbeck.traces.readers.anthropic import AnthropicReader
 from limbeck.traces.readers.atif import ATIFReader
-from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, Totals, iter_records
+from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, Totals, iter_records, unnamed
 from limbeck.traces.readers.claude_code import ClaudeCodeReader
 from limbeck.traces.readers.codex import CodexReader
 from limbeck.traces.readers.gemini import GeminiReader
@@ -106,7 +107,9 @@ def read_traces(
         detectors: ``extended`` also marks failures that the environment states without any flag.
         log: Collects what was left out, by reason.
 
-    Ids are made unique over all files, so that sites and pairs can refer to them. At the end of a file, what its
+    A trace that the log does not name is named by its content, and one that is there a second time is counted and left
+    out, so that sites and pairs refer to the same trace whatever files are read with it, and in whatever order.
+    Rollouts of one group may be equal; they are known by how often one file has them. At the end of a file, what its
     records hold must be in its traces or counted as left out; otherwise ``TraceError`` shows both.
     """
     if format is not None:
@@ -114,13 +117,52 @@ def read_traces(
         if format not in READERS:
             raise TraceError(f"unknown trace format {format!r}: expected one of {', '.join(READERS)}")
     log = log if log is not None else ReadLog()
-    used: dict[str, int] = {}
+    names = _Names()
     for path in paths:
+        names.in_file.clear()
         for trace in _read_file(path, format, detectors, log):
-            used[trace.id] = used.get(trace.id, 0) + 1
-            if used[trace.id] > 1:
-                trace = trace.model_copy(update={"id": f"{trace.id}~{used[trace.id]}"})
-            yield trace
+            line = trace.origin.line if trace.origin else None
+            name = names.of(trace, is_named=trace.id != unnamed(path, line))
+            if name is None:
+                log.of_file(path).skip("duplicate_trace", line, trace.id)
+            else:
+                yield trace if name == trace.id else trace.model_copy(update={"id": name})
+
+
+class _Names:
+    """Ids of the traces of a run, and which of them were there before.
+
+    Attributes:
+        in_file: Content -> how often the file that is being read had it so far.
+    """
+
+    def __init__(self) -> None:
+        self.in_file: Counter[str] = Counter()
+        self._known: dict[str, Counter[str]] = {}
+        self._used: set[str] = set()
+
+    def of(self, trace: Trace, is_named: bool) -> str | None:
+        """The trace's id; None where it was there before."""
+        content = _content(trace)
+        name = trace.id if is_named else content[:16]
+        self.in_file[content] += 1
+        grouped = trace.group_id is not None
+        known = self._known.setdefault(name if grouped else "", Counter())
+        if known[content] >= (self.in_file[content] if grouped else 1):
+            return None
+        known[content] += 1
+        if name in self._used:
+            name = f"{name}~{content[:8]}"
+        if name in self._used:
+            name = f"{name}.{known[content]}"
+        self._used.add(name)
+        return name
+
+
+def _content(trace: Trace) -> str:
+    """A hash of what a trace says, wherever and under whatever name it was logged."""
+    fields = {"tools", "messages", "final_reward", "context_until", "preference_pairs"}
+    return hashlib.sha256(trace.model_dump_json(include=fields, exclude_defaults=True).encode()).hexdigest()
 
 
 def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLog) -> Iterator[Trace]:

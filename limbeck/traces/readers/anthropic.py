@@ -58,7 +58,7 @@ class AnthropicReader(RecordReader):
         data = record.data
         name = as_text(data.get("id")) or as_text(data.get("session_id")) or as_text(data.get("trace_id"))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             group_id=as_text(data.get("group_id")),
             origin=log.origin(record.line),
             tools=tools,

@@ -53,7 +53,7 @@ class ATIFReader(RecordReader):
         name = as_text(data.get("trajectory_id")) or as_text(data.get("session_id"))
         rewards = (data.get("reward"), *(as_dict(data.get(key)).get("reward") for key in ("extra", "final_metrics")))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             origin=log.origin(record.line),
             tools=made.tools,
             messages=made.messages,

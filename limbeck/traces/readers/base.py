@@ -80,6 +80,11 @@ def characters(*texts: str | None) -> int:
     return sum(len(part) for text in texts if text for part in text.split())
 
 
+def unnamed(path: Path, line: int | None) -> str:
+    """Stands for the id of a trace that its log does not name; ``read_traces`` replaces it by one of the content."""
+    return f"{path.stem}:{line}"
+
+
 @dataclass
 class ReadLog:
     """What reading left out, by reason, with the first places; shared by all files of one run.
@@ -92,6 +97,7 @@ class ReadLog:
         path, format: The file being read and its format.
         detectors: Which signs of failure count in it.
         left_out: What was left out of that file on purpose.
+        events: Ids of events that the files before it had.
     """
 
     skipped: Counter[str] = field(default_factory=Counter)
@@ -103,6 +109,7 @@ class ReadLog:
     format: str = ""
     detectors: Detectors = "standard"
     left_out: Totals = Totals()
+    events: set[str] = field(default_factory=set)
 
     def of_file(self, path: Path, format: str = "", detectors: Detectors = "standard") -> ReadLog:
         """This log while one file is read; all counts are shared."""
@@ -123,6 +130,10 @@ class ReadLog:
             place = f"{self.path.name}:{line}" if line is not None else self.path.name
             self.places.append(f"{place}: {reason}" + (f" ({detail})" if detail else ""))
             logger.debug("skipped %s", self.places[-1])
+
+    def unnamed(self, line: int | None) -> str:
+        """The id of a trace that the log does not name."""
+        return unnamed(self.path, line)
 
     def origin(self, line: int | None) -> Origin:
         """Where a trace that starts at ``line`` was read."""

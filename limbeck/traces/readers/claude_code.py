@@ -102,6 +102,7 @@ class _Unit:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     results: dict[str, Message] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
     children: list[_Unit] = field(default_factory=list)
 
     @property
@@ -222,6 +223,8 @@ class _Forest:
             totals = _totals(event.record.data)
             self._log.skip("invalid_event", event.record.line, describe_validation(error), totals=totals)
         self._unit_of[event.uuid] = unit
+        if unit is not None:
+            unit.events.append(event.uuid)
         self._after_assistant[event.uuid] = speaks
 
     def _is_synthetic(self, event: _Event) -> bool:
@@ -316,12 +319,13 @@ def _messages(unit: _Unit) -> list[Message]:
 
 def _traces(forest: _Forest, log: ReadLog) -> Iterator[Trace]:
     counts: dict[str, int] = {}
-    emitted: set[int] = set()
+    emitted = _read_before(forest.roots, log)
     for leaf in _leaves(forest.roots):
         path = _path(leaf)
         shared = sum(id(unit) in emitted for unit in path)
         if not any(unit.role == "assistant" for unit in path[shared:]):
-            log.skip("branch_without_assistant", leaf.line)
+            if shared < len(path):
+                log.skip("branch_without_assistant", leaf.line)
             continue
         emitted.update(id(unit) for unit in path)
         parts = [_messages(unit) for unit in path]
@@ -340,6 +344,20 @@ def _traces(forest: _Forest, log: ReadLog) -> Iterator[Trace]:
     for unit in _units(forest.roots):
         if id(unit) not in emitted:
             log.left_out += Totals.of_messages(_messages(unit))
+
+
+def _read_before(roots: list[_Unit], log: ReadLog) -> set[int]:
+    """The units of a session's beginning that an earlier file has too, as the copies of resumed sessions do."""
+    found: set[int] = set()
+    stack = list(roots)
+    while stack:
+        unit = stack.pop()
+        if unit.events and all(event in log.events for event in unit.events):
+            found.add(id(unit))
+            log.skip("read_before", unit.line, unit.role, totals=Totals.of_messages(_messages(unit)))
+            stack.extend(unit.children)
+    log.events.update(event for unit in _units(roots) for event in unit.events)
+    return found
 
 
 def _units(roots: list[_Unit]) -> Iterator[_Unit]:

@@ -62,7 +62,7 @@ class GeminiReader(RecordReader):
             _add_content(made, content)
         name = as_text(data.get("sessionId"))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             origin=log.origin(record.line),
             tools=made.tools,
             messages=made.messages,

@@ -62,7 +62,7 @@ class MiniSWEAgentReader(RecordReader):
         info = as_dict(data.get("info"))
         name = as_text(data.get("instance_id"))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             group_id=name,
             origin=log.origin(record.line),
             messages=made.messages,

@@ -77,7 +77,7 @@ class OpenAIChatReader(RecordReader):
         group = as_text(data.get("group_id")) or (f"{log.stem}/task-{task}" if task is not None else None)
         trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
         if trace_id is None:
-            trace_id = f"{log.stem}:{record.line}" if group is None else f"{group}/{trial if trial is not None else 0}"
+            trace_id = log.unnamed(record.line) if group is None else f"{group}/{trial if trial is not None else 0}"
         reward = as_number(data.get("reward"))
         return Trace(
             id=trace_id,

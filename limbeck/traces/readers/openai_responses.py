@@ -62,7 +62,7 @@ class OpenAIResponsesReader(RecordReader):
             add_item(made, item)
         name = as_text(as_dict(data.get("response")).get("id")) or as_text(data.get("id"))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             origin=log.origin(record.line),
             tools=made.tools,
             messages=made.messages,
@@ -168,6 +168,7 @@ def _reasoning(item: Mapping[str, Any]) -> str:
 def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
     kind, name = item["type"], as_text(item.get("name"))
     call_id = as_text(item.get("call_id")) or as_text(item.get("id"))
+    arguments: dict[str, Any] | str
     if kind == "local_shell_call":
         name, arguments = "local_shell", as_dict(item.get("action"))
     elif kind == "custom_tool_call":

@@ -70,7 +70,7 @@ class OpenHandsV1Reader(RecordReader):
         name = as_text(data.get("instance_id"))
         report = as_dict(as_dict(data.get("test_result")).get("report")) or as_dict(data.get("report"))
         return Trace(
-            id=name or f"{log.stem}:{record.line}",
+            id=name or log.unnamed(record.line),
             group_id=name,
             origin=log.origin(record.line),
             tools=run.made.tools,

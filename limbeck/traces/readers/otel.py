@@ -174,7 +174,7 @@ def _longest(name: str, spans: list[tuple[int, dict[str, Any], list[Spoken]]], l
     beginnings: set[str] = set()
     kept = []
     for line, span, spoken in sorted(spans, key=lambda entry: -len(entry[2])):
-        hashes = []
+        hashes: list[str] = []
         for role, parts in spoken:
             hashes.append(content_hash([hashes[-1] if hashes else "", role, parts]))
         if hashes[-1] in beginnings:
@@ -239,7 +239,8 @@ def _add(made: Builder, role: str, parts: list[Part]) -> None:
             shown = _shown(part)
             made.result(as_text(part.get("id")), shown, signal=detect_prefix(shown))
         elif role == "assistant":
-            made.assistant(**{"reasoning": text} if kind in _THOUGHTS else {"text": text})
+            thought = kind in _THOUGHTS
+            made.assistant("" if thought else text, reasoning=text if thought else None)
         elif role == "tool":
             made.skip("text_by_another_role", role, Totals(characters=characters(text)))
         else:

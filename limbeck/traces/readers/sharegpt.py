@@ -58,7 +58,7 @@ class ShareGPTReader(RecordReader):
         for number, turn in enumerate(turns):
             _add(made, turn, number)
         return Trace(
-            id=as_text(data.get("id")) or f"{log.stem}:{record.line}",
+            id=as_text(data.get("id")) or log.unnamed(record.line),
             origin=log.origin(record.line),
             tools=made.tools,
             messages=made.messages,
@@ -101,7 +101,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
     """The calls of a turn that is nothing else: an object, or a list of them."""
     parsed = parse_arguments(f'{{"calls": {text}}}')
     value = as_dict(parsed).get("calls")
-    return [item for item in (value if isinstance(value, list) else [value]) if as_text(as_dict(item).get("name"))]
+    return [item for item in as_dicts(value if isinstance(value, list) else [value]) if as_text(item.get("name"))]
 
 
 def _written(text: str) -> list[dict[str, Any]]:

@@ -55,9 +55,9 @@ class SWEAgentReader(RecordReader):
         for number, (step, seen, reply) in enumerate(_paired(steps, turns)):
             _append_step(messages, step, number, seen, reply, log, record.line)
         source = as_text(data.get("source")) or as_text(data.get("instance_id"))
-        name = source or as_text(as_dict(data.get("info")).get("instance_id")) or log.stem
+        name = source or as_text(as_dict(data.get("info")).get("instance_id"))
         return Trace(
-            id=name if source else f"{name}:{record.line}",
+            id=name or log.unnamed(record.line),
             group_id=as_text(data.get("instance_id")),
             origin=log.origin(record.line),
             tools=openai_tools(data.get("tools")),

@@ -58,7 +58,7 @@ class VerifiersReader(RecordReader):
         task = as_text(data.get("task")) or log.stem
         group = f"{task}/{example}" if example is not None else None
         return Trace(
-            id=as_text(data.get("id")) or as_text(data.get("trajectory_id")) or f"{log.stem}:{record.line}",
+            id=as_text(data.get("id")) or as_text(data.get("trajectory_id")) or log.unnamed(record.line),
             group_id=group,
             origin=log.origin(record.line),
             tools=made.tools,
