@@ -244,6 +244,9 @@ def _block_loss(
         if not chunks.num_chunks:
             continue
         scores = term.teacher.scores(*chunks.teacher_tokens)
+        if (behind := term.objective.behind(chunks)) is not None and behind.numel():
+            last = chunks.teacher_first_C[behind] + chunks.teacher_count_C[behind] - 1
+            scores = replace(scores, behind=term.teacher.behind(last + chunks.teacher_tokens[0]))
         if term.objective.options.gate != "none":
             # at chosen ids alone the realised tokens' probabilities are not known
             whole = (

@@ -93,7 +93,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     root_weight: float = Field(1.0, description="tree_kl: factor of the comparison of cells at a chunk's start")
     inner_student_weight: float = Field(1.0, description="tree_kl: factor of the parts inside teacher tokens")
     inner_teacher_weight: float = Field(1.0, description="tree_kl: factor of the parts inside student tokens")
-    terminal_weight: float = Field(0.0, description="tree_kl: factor of the parts where a teacher token has ended")
+    terminal_weight: float = Field(0.0, description="tree_kl: factor of the parts where a spelled token has ended")
+    first_weight: float = Field(0.0, description="tree_kl: factor of the first level inside cells deeper than one link")
     condition: Condition = Field(
         "none",
         description="tree_kl: leave out what the sides' last tokens rule out (byte-pair only): cheap, at roots; exact",
@@ -127,8 +128,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
-        weights = ("chunk_weight", "root_weight", "inner_student_weight", "inner_teacher_weight", "terminal_weight")
-        for name in ("kl_loss_weight", "ce_loss_scale", *weights):
+        trees = ("root_weight", "inner_student_weight", "inner_teacher_weight", "terminal_weight", "first_weight")
+        for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight", *trees):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 <= self.dynamic_scaling_decay < 1:
@@ -158,6 +159,11 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             raise ValueError("mode 'tree_kl' does not read the projection's weights; leave learnable_projection out")
         if self.condition == "none":
             return
+        if self.first_weight:
+            raise ValueError(
+                f"first_weight is {self.first_weight}: the first level is no event that both sides share, so it does "
+                f"not go with condition {self.condition!r}; set one of them to 0 or none"
+            )
         if self.ce_loss_scale == 0 and not self.dynamic_loss_scaling:
             raise ValueError(
                 f"condition {self.condition!r} leaves the excluded tokens free, so it needs cross-entropy beside it; "
@@ -207,6 +213,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             inner_student_weight=self.inner_student_weight,
             inner_teacher_weight=self.inner_teacher_weight,
             terminal_weight=self.terminal_weight,
+            first_weight=self.first_weight,
             condition=self.condition,
             gate=self.gate,
         )

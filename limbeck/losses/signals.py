@@ -119,6 +119,7 @@ class TeacherScores:
     next_logprob: Tensor | None = None  # [q]
     axis: VocabAxis = WHOLE  # where the columns of `logits` lie
     vocab_ids_K: Tensor | None = None  # the ids of the columns, where they are chosen ones
+    behind: TeacherScores | None = None  # at the rows behind some chunks, where an objective asks for them
     _log_probs: dict[float, Tensor] = field(default_factory=dict)
 
     @property
@@ -341,14 +342,22 @@ class TeacherRows:
 
     def scores(self, start: int, end: int) -> TeacherScores:
         """At the rows `start:end`, without gradient."""
-        found = self.signals[0].scores(self.rows[0][start:end], self.vocab_ids_K)
+        return self._mixed([rows[start:end] for rows in self.rows])
+
+    def behind(self, tokens: Tensor) -> TeacherScores:
+        """At the rows behind the tokens of these numbers: what comes after them."""
+        last = [signal.num_rows - 1 for signal in self.signals]
+        return self._mixed([(rows[tokens] + 1).clamp(max=end) for rows, end in zip(self.rows, last, strict=True)])
+
+    def _mixed(self, rows: Sequence[Tensor]) -> TeacherScores:
+        found = self.signals[0].scores(rows[0], self.vocab_ids_K)
         if len(self.signals) == 1:
             return found
         if any(signal.is_topk for signal in self.signals) or found.logits is None:
             raise LossError("top-k teachers have no logits to average; use live teachers or mode `sum`")
         mixed = found.logits * self.mix_weights[0]
-        for signal, rows, weight in zip(self.signals[1:], self.rows[1:], self.mix_weights[1:], strict=True):
-            logits = signal.scores(rows[start:end], self.vocab_ids_K).logits
+        for signal, own, weight in zip(self.signals[1:], rows[1:], self.mix_weights[1:], strict=True):
+            logits = signal.scores(own, self.vocab_ids_K).logits
             assert logits is not None
             mixed.add_(logits * weight)
         return replace(found, logits=mixed)

@@ -147,9 +147,13 @@ class Enumerated:
         return divergence(target / target.sum(), own / own.sum(), self.direction)
 
     def chunk(
-        self, ids: tuple[list[int], list[int]], p_s: list[Tensor], p_t: list[Tensor], after: Tensor | None = None
+        self,
+        ids: tuple[list[int], list[int]],
+        p_s: list[Tensor],
+        p_t: list[Tensor],
+        after: tuple[Tensor, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Parts of a chunk with its realised ids and the distributions that predict them; after: the student's behind
+        """Parts of a chunk with its realised ids and the distributions that predict them; after: both sides' behind
         the chunk, for terminal nodes."""
         s, t = (tuple(side) for side in ids)
         zero = p_s[0].new_zeros(())
@@ -158,9 +162,12 @@ class Enumerated:
         inside_t = [j for j in range(1, len(t)) if self.tau[s[0]][: j + 1] == t[: j + 1]]
         parts["inner_student_kl"] = sum((self.student_node(s[:j], p_t[0], p_s[j]) for j in inside_s), zero)
         parts["inner_teacher_kl"] = sum((self.teacher_node(t[:j], p_s[0], p_t[j]) for j in inside_t), zero)
-        goes_on = any(spelling[: len(s)] == s and len(spelling) > len(s) for spelling in self.sigma)
-        if after is not None and len(t) == 1 and self.sigma[t[0]] == s and goes_on:
-            parts["terminal_kl"] = self.student_node(s, p_t[0], after)
+        goes_on_s = any(spelling[: len(s)] == s and len(spelling) > len(s) for spelling in self.sigma)
+        goes_on_t = any(spelling[: len(t)] == t and len(spelling) > len(t) for spelling in self.tau)
+        if after is not None and len(t) == 1 and self.sigma[t[0]] == s and goes_on_s:
+            parts["terminal_kl"] = self.student_node(s, p_t[0], after[0])
+        elif after is not None and len(s) == 1 and len(t) > 1 and self.tau[s[0]] == t and goes_on_t:
+            parts["terminal_kl"] = self.teacher_node(t, p_s[0], after[1])
         spelled = (len(t) == 1 and self.sigma[t[0]] == s) or (len(s) == 1 and self.tau[s[0]] == t)
         parts["chunk_kl"] = zero
         if (len(s) > 1 or len(t) > 1) and not spelled:
@@ -196,7 +203,7 @@ def enumerated(
     total: dict[str, Tensor] = {}
     for b, s, t in chunks_of(batch):
         ids = [batch["input_ids"][b, i].item() for i in s], [teacher_ids(batch)[b, i].item() for i in t]
-        after = p_s[b, s[-1]] if terminal else None
+        after = (p_s[b, s[-1]], p_t[b, t[-1]]) if terminal else None
         parts = reference.chunk(ids, [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t], after)
         for name, value in parts.items():
             total[name] = total.get(name, 0) + value
@@ -238,7 +245,7 @@ def test_weights_choose_the_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_rows", [1, 4, 1000])
-@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher"])
+@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher", "random 5"])
 def test_terminal_nodes_read_the_row_behind_the_chunk(name: str, block_rows: int) -> None:
     pair = PAIRS[name]
     batch = text_batch(pair, samples=6)
@@ -252,6 +259,34 @@ def test_terminal_nodes_read_the_row_behind_the_chunk(name: str, block_rows: int
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
     assert float(metrics["teacher_0/terminal_kl"][0]) == pytest.approx(float(parts["terminal_kl"].detach()))
     assert float(metrics["teacher_0/terminal_kl"][1]) > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_first_level_is_the_oracles(seed: int) -> None:
+    reference = worlds.oracle()
+    if reference is None:
+        pytest.skip("the oracle is not beside this checkout")
+    pair = worlds.random_pair(seed)
+    batch = text_batch(pair, samples=6, seed=seed)
+    models = models_of(batch, pair)
+    tables: Any = worlds.oracle_tables(reference, *pair)
+    groups = reference.first_groups(tables)
+    p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
+    p_t = torch.softmax(models.teacher_hidden[0] @ models.teacher_weight[0].t(), -1).view(*teacher_ids(batch).shape, -1)
+    total = torch.zeros((), dtype=torch.float64)
+    for b, s, t in chunks_of(batch):
+        cell = tables.cell_s[batch["input_ids"][b, s[0]]]
+        side = 0 if len(t) == 1 else 1
+        if (len(t) == 1 or len(s) == 1) and tables.cell_t[teacher_ids(batch)[b, t[0]]] == cell:
+            total = total + reference.first_kl(tables, cell, p_s[b, s[0] - 1], p_t[b, t[0] - 1], groups[side])
+    off = dict.fromkeys(("root_weight", "inner_student_weight", "inner_teacher_weight", "chunk_weight"), 0.0)
+    loss, metrics = run(build(pair, first_weight=2.0, **off), batch, models)
+    want = 2 * total / len(chunks_of(batch))
+    torch.testing.assert_close(loss, want, rtol=1e-8, atol=1e-9)
+    assert float(metrics["teacher_0/first_kl"][0]) == pytest.approx(float(total.detach()), abs=1e-9)
+    if want.requires_grad and float(want.detach()) > 0:
+        for mine, theirs in zip(gradients(loss, models), gradients(want, models), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
 def test_the_pairs_have_every_part() -> None:
@@ -592,6 +627,7 @@ def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None
         ({"condition": "cheap", "ce_loss_scale": 0.0}, "cross-entropy"),
         ({"condition": "cheap", "temperature": 2.0}, "temperature 1"),
         ({"condition": "cheap", "mode": "boundary_kl"}, "tree_kl"),
+        ({"condition": "cheap", "first_weight": 1.0}, "first_weight"),
         ({"learnable_projection": True}, "learnable_projection"),
         ({"root_weight": -1.0}, "root_weight"),
     ],

@@ -166,6 +166,7 @@ class ObjectiveOptions:
     inner_student_weight: float = 1.0
     inner_teacher_weight: float = 1.0
     terminal_weight: float = 0.0
+    first_weight: float = 0.0
     condition: Condition = "none"
     gate: Gate = "none"
 
@@ -201,6 +202,10 @@ class Objective(nn.Module, ABC):
     def reads_next_row(self) -> bool:
         """Whether a chunk's loss reads the student's row behind the chunk, too."""
         return False
+
+    def behind(self, chunks: ChunkBlock) -> Tensor | None:
+        """Numbers of the chunks behind which the teacher's row is read, too (`TeacherScores.behind`); None: no such."""
+        return None
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         """Cut the tables to the heads' sizes, or refuse them."""

@@ -10,8 +10,10 @@ The parts, for a chunk of student tokens s_1..s_n and teacher tokens t_1..t_m (f
 - **teacher tree**: the mirror. The teacher's distribution after t_1..t_j inside s_1 is the target for the student's
   distribution at the root, restricted to tokens whose teacher spelling begins so. Where no student token ends, the
   teacher's mass off the tree is left out: the student could not answer it.
-- **terminal** (student tree, off by default): where s_1..s_n spell t_1 and other spellings go on, the row behind the
-  chunk is compared like those inside it: the token could have gone on, and has ended.
+- **terminal** (off by default): where s_1..s_n spell t_1, or t_1..t_m spell s_1, and other spellings go on, the row
+  behind the chunk is compared like those inside it: the token could have gone on, and has ended.
+- **first level** (off by default): where a cell is deeper than one link, which group of its tokens, by the first token
+  of their spelling. Not quite the same event on both sides, so not with conditioning.
 - **chunk**: binary divergence of the realised chunk's probability where neither tree spells the chunk to its end.
 
 Along the student tree the expectation of the parts over the teacher's tokens is KL(p_T || Q_S) with Q_S the probability
@@ -28,7 +30,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -50,7 +53,7 @@ from limbeck.losses.objectives.corrected import TINY, rest_floor
 from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike
-from limbeck.projection import SpellingTree
+from limbeck.projection import SpellingTree, VocabTrees
 from limbeck.projection.events import NodeEvents
 from limbeck.projection.pairs import PairRule
 
@@ -387,6 +390,56 @@ def outcome_divergence(
     return rows.where((target_total > 0) & (total > 0), torch.zeros_like(rows))
 
 
+class FirstLevel(nn.Module):
+    """Groups of tokens inside the cells that have several: by the first token of their spelling in the fine side's
+    tokens; a fine token that begins no spelling belongs to the group of the coarse token that it lies in.
+
+    `*_member`: tokens of each side in the order of cells, `*_start` `[cells + 1]` where those of each cell begin,
+    `*_group`: number of each member's group within its cell; `groups` `[cells]`: how many there are.
+    """
+
+    student_member: Tensor
+    student_start: Tensor
+    student_group: Tensor
+    teacher_member: Tensor
+    teacher_start: Tensor
+    teacher_group: Tensor
+    groups: Tensor
+
+    def __init__(self, trees: VocabTrees, *, student_is_fine: bool) -> None:
+        super().__init__()
+        firsts = trees.student_tree.first, trees.teacher_tree.first  # by teacher id, by student id
+        coarse, fine = firsts if student_is_fine else firsts[::-1]
+        begins = np.zeros(fine.size, dtype=bool)
+        begins[coarse[coarse >= 0]] = True
+        own = np.arange(fine.size)
+        by_fine = np.where(begins | (fine < 0), own, coarse[fine])
+        names = (by_fine, coarse) if student_is_fine else (coarse, by_fine)
+        cells = trees.student_cell, trees.teacher_cell
+        keys = [cell.astype(np.int64) * (fine.size + 1) + name for cell, name in zip(cells, names, strict=True)]
+        known = np.unique(np.concatenate([key[cell >= 0] for key, cell in zip(keys, cells, strict=True)]))
+        first_group = np.searchsorted(known, np.arange(trees.num_cells + 1) * (fine.size + 1))
+        tables = {"groups": np.diff(first_group)}
+        for side, key, cell in zip(("student", "teacher"), keys, cells, strict=True):
+            member = np.argsort(cell, kind="stable")
+            member = member[cell[member] >= 0]
+            tables[f"{side}_member"] = member
+            tables[f"{side}_start"] = np.searchsorted(cell[member], np.arange(trees.num_cells + 1))
+            tables[f"{side}_group"] = np.searchsorted(known, key[member]) - first_group[cell[member]]
+        for name, array in tables.items():
+            self.register_buffer(name, torch.from_numpy(array.astype(np.int64)), persistent=False)
+
+    def masses(self, side: str, probs: Tensor, axis: VocabAxis, chunk: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """(mass of each group, its number among `chunk`) of the cells at these chunks' roots."""
+        start, group = getattr(self, f"{side}_start"), getattr(self, f"{side}_group")
+        member, owner = _ranges(start[cell], start[cell + 1])
+        count = self.groups[cell]
+        mass = pick_pairs(axis, probs, chunk[owner], getattr(self, f"{side}_member")[member])
+        bucket = (count.cumsum(0) - count)[owner] + group[member]
+        groups = torch.repeat_interleave(torch.arange(cell.numel(), device=cell.device), count)
+        return chunk_sum(mass, bucket, groups.numel()), groups
+
+
 class TreeKL(ProjectedObjective):
     """Root over cells, student tree, teacher tree, chunk term; see the module's text."""
 
@@ -410,6 +463,9 @@ class TreeKL(ProjectedObjective):
             # tokens that only one side has are put into one more column
             self.register_buffer(name, cells.where(cells >= 0, torch.tensor(self.num_cells)), persistent=False)
         self.student_tree, self.teacher_tree = TreeTables(trees.student_tree), TreeTables(trees.teacher_tree)
+        self.first_levels = nn.ModuleList(
+            FirstLevel(trees, student_is_fine=fine) for fine in (True, False) if options.first_weight
+        )
         exact = options.condition == "exact"
         self.last_tokens = (
             LastTokens(trees.student_pairs, trees.student_tree, exact=exact),
@@ -449,6 +505,9 @@ class TreeKL(ProjectedObjective):
     @property
     def reads_next_row(self) -> bool:
         return self.options.terminal_weight > 0
+
+    def behind(self, chunks: ChunkBlock) -> Tensor | None:
+        return self._ended(chunks, fine="teacher").chunk if self.reads_next_row else None
 
     # ---- root ----
 
@@ -542,11 +601,18 @@ class TreeKL(ProjectedObjective):
         )
         student_C = inside_student.sums(inner_s, chunks, self.spec, metrics, listed=listed)
         teacher_C = inside_teacher.sums(inner_t, chunks, self.spec, metrics, listed=listed)
-        terminal_C = torch.zeros_like(root.rows_C)
+        terminal_C, ended_count = torch.zeros_like(root.rows_C), 0
         if chunks.next_row_C is not None:
-            ended = self._ended(chunks, chunks.next_row_C)
+            ended = self._ended(chunks, fine="student")
+            ended = replace(ended, row=chunks.next_row_C[ended.chunk])
             terminal_C = inside_student.sums(ended, chunks, self.spec, metrics, listed=listed)
-            metrics["terminal_kl"] = (chunks.weighted(terminal_C).sum(), count.new_tensor(float(ended.count)))
+            ended_count = ended.count
+        if teacher.behind is not None:
+            at = self._ended(chunks, fine="teacher")
+            after = replace(inside_teacher, fine=(self._list_probs(teacher.behind, probs_NV.dtype), teacher.axis))
+            terminal_C = terminal_C + after.sums(at, chunks, self.spec, metrics, listed=listed)
+            ended_count += at.count
+        first_C, deep_count = self._first_level(chunks, probs_CV, probs_CU, axes)
 
         log_s, log_t = chunk_log_probs(student, chunks, teacher, tau)
         open_C = (chunks.multi_C & ~done_s & ~done_t).to(log_s.dtype)
@@ -556,6 +622,7 @@ class TreeKL(ProjectedObjective):
             + options.inner_student_weight * student_C
             + options.inner_teacher_weight * teacher_C
             + options.terminal_weight * terminal_C
+            + options.first_weight * first_C
             + options.chunk_weight * chunk_C
         )
         number = count.new_tensor
@@ -565,6 +632,8 @@ class TreeKL(ProjectedObjective):
             root_kl=(chunks.weighted(root.rows_C).sum(), count),
             inner_student_kl=(chunks.weighted(student_C).sum(), number(float(inner_s.count))),
             inner_teacher_kl=(chunks.weighted(teacher_C).sum(), number(float(inner_t.count))),
+            terminal_kl=(chunks.weighted(terminal_C).sum(), number(float(ended_count))),
+            first_kl=(chunks.weighted(first_C).sum(), number(float(deep_count))),
             chunk_kl=(chunks.weighted(chunk_C).sum(), open_C.sum()),
             lost_mass=(root.lost_C.sum(), count),
             proj_accuracy=(root.right, count),
@@ -603,15 +672,46 @@ class TreeKL(ProjectedObjective):
         own_C = chunk_sum(own, by_student.chunk, probs_CV.shape[0])
         return self.root(probs_CV, probs_CU, axes, tail_C=tail_C, leaving=leaving[:, :-1], own_C=own_C)
 
+    def _first_level(
+        self, chunks: ChunkBlock, probs_CV: Tensor, probs_CU: Tensor, axes: tuple[VocabAxis, VocabAxis]
+    ) -> tuple[Tensor, int]:
+        """Divergence `[C]` over the groups inside the realised cell, where it has several, and at how many chunks: by
+        student tokens in chunks of one teacher token, by teacher tokens in other chunks of one student token."""
+        total, count = torch.zeros_like(probs_CV[:, 0]), 0
+        if not self.first_levels:
+            return total, count
+        cell_C = self.student_cell[chunks.student_ids_M.index_select(0, chunks.student_first_C)]
+        theirs_C = self.teacher_cell[chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)]
+        one_C = chunks.teacher_count_C == 1
+        for own, tables in zip((one_C, ~one_C & (chunks.student_count_C == 1)), self.first_levels, strict=True):
+            assert isinstance(tables, FirstLevel)
+            shared = own & (cell_C == theirs_C) & (cell_C < self.num_cells)
+            deep = tables.groups[cell_C.clamp(max=self.num_cells - 1)] > 1
+            at = (shared & deep).nonzero().squeeze(1)
+            if not at.numel():
+                continue
+            mass_s, owner = tables.masses("student", probs_CV, axes[0], at, cell_C[at])
+            mass_t, _ = tables.masses("teacher", probs_CU, axes[1], at, cell_C[at])
+            none = mass_s.new_zeros(at.numel())
+            total = total.index_add(0, at, outcome_divergence(mass_t, mass_s, owner, none, self.spec, listed=False))
+            count += at.numel()
+        return total, count
+
     def _teacher_probs(self, chunks: ChunkBlock, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
         """Next-token probabilities `[Q, U]`; of a list those that it names, and the token that came."""
+        probs = self._list_probs(teacher, dtype)
+        if not teacher.is_topk:
+            return probs
+        came = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
+        return probs.scatter(1, chunks.teacher_ids_Q[:, None], came[:, None])
+
+    def _list_probs(self, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
+        """Next-token probabilities `[q, U]`; of a list those that it names."""
         if not teacher.is_topk:
             return teacher.log_probs(self.temperature).to(dtype).exp()
         ids, log_t = teacher.topk()
-        came = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
         probs = log_t.to(dtype).exp()
-        dense = probs.new_zeros(ids.shape[0], self.teacher_cell.numel()).scatter_add(1, ids, probs)
-        return dense.scatter(1, chunks.teacher_ids_Q[:, None], came[:, None])
+        return probs.new_zeros(ids.shape[0], self.teacher_cell.numel()).scatter_add(1, ids, probs)
 
     def _inside_student(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
         first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
@@ -623,15 +723,23 @@ class TreeKL(ProjectedObjective):
             chunks.teacher_count_C,
         )
 
-    def _ended(self, chunks: ChunkBlock, next_row_C: Tensor) -> Positions:
-        """Chunks of one teacher token that the student spells to its end, where the tree goes on."""
-        place = torch.arange(chunks.student_ids_M.numel(), device=next_row_C.device)
-        node = self.student_tree.walk(chunks.student_ids_M, place - chunks.student_first_C[chunks.student_chunk_M])
-        node_C = node[chunks.student_first_C + chunks.student_count_C - 1]
-        first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
-        inner = self.student_tree.child_start[node_C + 1] > self.student_tree.child_start[node_C.clamp(min=0)]
-        at = (self.student_tree.ended(node_C, first_t) & (chunks.teacher_count_C == 1) & inner).nonzero().squeeze(1)
-        return Positions(node_C[at], next_row_C[at], at, torch.full_like(at, -1))
+    def _ended(self, chunks: ChunkBlock, *, fine: Literal["student", "teacher"]) -> Positions:
+        """Chunks of one coarse token that the fine side spells to its end, where the tree goes on; their rows are
+        numbered from 0."""
+        student = chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C, chunks.student_count_C
+        teacher = chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C, chunks.teacher_count_C
+        mine, other = (student, teacher) if fine == "student" else (teacher, student)
+        tree = self.student_tree if fine == "student" else self.teacher_tree
+        ids, chunk, first_C, count_C = mine
+        node = tree.walk(ids, torch.arange(ids.numel(), device=ids.device) - first_C[chunk])
+        node_C = node[first_C + count_C - 1]
+        coarse_C = other[0].index_select(0, other[2])
+        inner = tree.child_start[node_C + 1] > tree.child_start[node_C.clamp(min=0)]
+        ended = tree.ended(node_C, coarse_C) & (other[3] == 1) & inner
+        if fine == "teacher":
+            ended = ended & (count_C > 1)  # a pair of equal bytes has its terminal in the student tree
+        at = ended.nonzero().squeeze(1)
+        return Positions(node_C[at], torch.arange(at.numel(), device=at.device), at, torch.full_like(at, -1))
 
     def _inside_teacher(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
         first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)

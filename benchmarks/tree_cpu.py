@@ -1,0 +1,96 @@
+"""What tree_kl costs on the CPU beside boundary_kl: head, cross-entropy and distillation, forward and backward.
+
+    python benchmarks/tree_cpu.py --student smollm2 --teacher llama3_2 --text corpus.txt
+
+Hidden states and heads are random, ids and chunks are those of the text. Tokenizers are folders or files, or names of
+the tests' zoo. Prints one line a setting: seconds, and how many times those of boundary_kl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.layout import padded_row_start
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.projection import load_or_build
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "boundary_kl": {"mode": "boundary_kl"},
+    "tree_kl": {"mode": "tree_kl"},
+    "tree_kl cheap": {"mode": "tree_kl", "condition": "cheap"},
+    "tree_kl exact": {"mode": "tree_kl", "condition": "exact"},
+}
+
+
+def load(name: str) -> Any:
+    """A tokenizer by path, or of the tests' zoo by its name."""
+    if Path(name).exists():
+        from limbeck.tokens.loading import load_tokenizer
+
+        return load_tokenizer(name)
+    from tests import zoo
+
+    return zoo.tokenizer(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", required=True)
+    parser.add_argument("--teacher", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=512, help="student tokens")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    student, teacher = load(args.student), load(args.teacher)
+    projection = load_or_build(student, teacher, trees=True)
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student, teacher_tokenizer=teacher, ctx_length_student=args.rows, ctx_length_teacher=args.rows
+    )
+    text = args.text.read_text(encoding="utf-8", errors="ignore")[: 8 * args.rows]
+    batch = collator([{"text": text, "idx": 0, "loss_multiplier": 1.0}])
+    torch.manual_seed(0)
+    sizes = projection.student_size, projection.teacher_size
+    ids = batch["input_ids"], batch["teacher_input_ids"]
+    hidden = [torch.randn(i.numel(), args.hidden) for i in ids]
+    weight = [torch.randn(size, args.hidden) * 3 / args.hidden**0.5 for size in sizes]
+    signal = HiddenSignal(hidden[1], Head(sizes[1], weight=weight[1]), ids[1].flatten())
+    found: dict[str, float] = {}
+    runs: dict[str, Any] = {}
+    for name, cfg in SETTINGS.items():
+        runs[name] = CrossTokenizerDistillationLossFn({**cfg, "ce_loss_scale": 1.0}, projections=[projection])
+
+    def step(fn: CrossTokenizerDistillationLossFn) -> float:
+        x, w = hidden[0].clone().requires_grad_(), weight[0].clone().requires_grad_()
+        data = fn.annotate(batch)
+        counts = fn.counts(data)
+        inputs = fn._inputs(data, padded_row_start(ids[0]), [padded_row_start(ids[1])])
+        started = time.perf_counter()
+        loss, _ = fn.compute(x, Head(sizes[0], weight=w), [signal], inputs, counts)
+        loss.backward()
+        return time.perf_counter() - started
+
+    for fn in runs.values():  # once for caches
+        step(fn)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.repeats):  # in turns, so that a slow moment of the machine meets all of them
+        for name, fn in runs.items():
+            times[name].append(step(fn))
+    for name, values in times.items():
+        found[name] = statistics.median(values)
+        print(f"{name:16} {found[name]:.3f} s  {found[name] / found['boundary_kl']:.2f} x boundary_kl")
+    print(json.dumps({"rows": int(ids[0].numel()), "sizes": sizes, "seconds": found}))
+
+
+if __name__ == "__main__":
+    main()
