@@ -24,9 +24,8 @@ def train_command(
     from limbeck.algorithms.dispatch import resolve_run
     from limbeck.cli.progress import display
     from limbeck.config import dump_yaml, load_config
-    from limbeck.distributed.launch import launch
+    from limbeck.distributed.launch import launch, stopped_early
     from limbeck.report.run_page import write_report
-    from limbeck.utils.checkpoint import stopped_early
 
     config, run = resolve_run(load_config(run_file, overrides or []))
     first = os.environ.get("RANK", "0") == "0"

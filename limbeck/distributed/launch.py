@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.distributed.comm import leave_distributed
-from limbeck.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError, StoppedEarly
+
+stopped_early = threading.Event()
+"""Set once a run of this process, or of its workers, has been told to end before its time; whoever starts a run clears
+it."""
 
 
 class ClusterConfig(BaseModel):
@@ -171,12 +176,12 @@ def run_on_ray(run: Callable[[Any], Any], config: Any) -> None:
         try:
             trainer.fit()
         except TrainingFailedError as error:
-            _raise_recorded(ray.get(outcome.get.remote()))
+            _end_as_recorded(ray.get(outcome.get.remote()))
             line = " ".join(str(error).split())[:300]
             raise LimbeckError(
                 f"the Ray run failed more often than cluster.max_restarts={cluster.max_restarts} allows: {line}"
             ) from error
-        _raise_recorded(ray.get(outcome.get.remote()))
+        _end_as_recorded(ray.get(outcome.get.remote()))
 
 
 def _backend(cluster: Any, gpus: bool) -> str:
@@ -200,10 +205,14 @@ def _named(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _raise_recorded(found: tuple[str, str] | None) -> None:
-    if found is not None:
-        kind = _named(found[0])
+def _end_as_recorded(found: tuple[str, str] | None) -> None:
+    """End as the workers did: by their error, or by noting that they were stopped early."""
+    if found is None:
+        return
+    kind = _named(found[0])
+    if kind is not StoppedEarly:
         raise kind(found[1])
+    stopped_early.set()
 
 
 def _work(payload: dict[str, Any]) -> None:
@@ -227,8 +236,11 @@ def _work(payload: dict[str, Any]) -> None:
         from ray.train.torch import get_device
 
         torch.cuda.set_device(get_device())
+    stopped_early.clear()
     try:
         _named(payload["run"])(_named(payload["model"]).model_validate(payload["config"]))
+        if stopped_early.is_set():
+            raise StoppedEarly("the run was stopped")
     except LimbeckError as error:
         # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
         kind = type(error)

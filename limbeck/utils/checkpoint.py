@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
+from limbeck.distributed.launch import stopped_early
 from limbeck.errors import CheckpointError, ConfigError, one_line
 from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
 from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, check_readable, write_manifest
@@ -63,10 +64,6 @@ def parse_duration(text: str) -> float:
     if not 2 <= len(parts) <= 4 or not all(p.isdigit() for p in parts):
         raise ConfigError(f"duration {text!r} is not of the form DD:HH:MM:SS; write for example '00:03:45:00'")
     return float(sum(int(p) * unit for p, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
-
-
-stopped_early = threading.Event()
-"""Set once a run of this process has been told to end before its time; whoever starts a run clears it."""
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,8 +19,9 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
 from limbeck.distributed.launch import launch, load_ray
-from limbeck.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError, ExitCode
 from limbeck.teachers.cache import CacheReader
+from tests.cli.command import run as command
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
 from tests.gates import Gate, wait_until
 from tests.helpers import runs, tiny
@@ -79,6 +81,17 @@ def test_a_killed_worker_costs_no_step(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert runs.rows(folder) == runs.rows(calm)
     assert [row["step"] for row in runs.rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_stopped_early_ends_with_75(tmp_path, capsys):
+    """The workers' deadline has passed when they begin: they save after one step, and the driver says so."""
+    steps = {"max_num_steps": 4, "num_prompts_per_step": 4, "val_at_start": False}
+    path = runs.write_run(tmp_path, distillation=steps, checkpointing={"checkpoint_must_save_by": "00:00"})
+    code, out, err = command(capsys, "train", path, *RAY, "-q", "--json")
+    assert code == ExitCode.STOPPED_EARLY, err
+    assert json.loads(out.splitlines()[-1])["stopped_early"]
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert {row["step"] for row in runs.rows(tmp_path / "run")} == {1}
 
 
 def test_an_error_of_the_run_is_told_and_not_retried(tmp_path):
