@@ -20,7 +20,7 @@ export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/cache/python
 PIP := "$(BIN)/python" -m pip
 INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-warn-script-location
 
-.PHONY: demo test test-slow test-all lint unit setup machines clean
+.PHONY: demo test test-slow test-all lint unit docs setup machines clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
@@ -41,6 +41,17 @@ unit: $(READY)
 	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	"$(BIN)/python" -m pytest -m "$(PICK)" -n $(WORKERS) --dist $(DIST) \
 		--durations=25 --durations-min=2 -o cache_dir="$(abspath $(VENV))/cache/pytest"
+
+# The documentation as a site, in an environment of its own; a link that leads nowhere is an error.
+docs: $(VENV)/docs/.ready
+	NO_MKDOCS_2_WARNING=1 "$(VENV)/docs/bin/mkdocs" build --strict --quiet --site-dir "$(abspath $(VENV))/docs/site"
+	@echo "limbeck: the site is $(VENV)/docs/site/index.html"
+
+$(VENV)/docs/.ready: pyproject.toml
+	$(PYTHON) -m venv "$(VENV)/docs"
+	"$(VENV)/docs/bin/python" -m pip install --disable-pip-version-check --quiet \
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	touch "$@"
 
 # The fast tests under every CPU capability and thread number, and once under load; prints a table.
 machines: $(READY)

@@ -122,7 +122,9 @@ def tokenizer(name: str) -> Any:
     try:
         from transformers import PreTrainedTokenizerFast
     except ModuleNotFoundError:
-        return read_tokenizer(folder)
+        own = read_tokenizer(folder)
+        own.name = name
+        return own
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tok = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),

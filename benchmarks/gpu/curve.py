@@ -3,8 +3,8 @@
 Training in bfloat16 multiplies any rounding difference. How fast shows a third run: the plain path again, with blocks
 of another size, which computes the same sums in another order.
 
-    PYTHONPATH=. python benchmarks/gpu/curve.py            # trains both, writes curve.csv (and curve.png)
-    PYTHONPATH=. python benchmarks/gpu/curve.py --plot     # only draws curve.png from curve.csv
+    PYTHONPATH=. python benchmarks/gpu/curve.py            # trains both, writes curve.csv and the picture
+    PYTHONPATH=. python benchmarks/gpu/curve.py --plot     # only draws the picture
 
 A four-layer student with Llama-3.2's vocabulary learns 16 fixed documents from a small teacher with Qwen3's, by
 boundary_kl with the chunk term plus cross-entropy, in bfloat16 over float32 parameters.
@@ -24,6 +24,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 
 CSV = Path(__file__).with_name("curve.csv")
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "gpu_curve.png"
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
          "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 
@@ -94,7 +95,7 @@ def main() -> None:
             worst = max(abs(f - p) / p for f, p in zip(curve, curves["plain"], strict=True))
             print(f"{name}: loss after {args.steps} steps {curve[-1]:.4f}; largest difference from plain {worst:.2%}")
     try:
-        draw(CSV.with_suffix(".png"))
+        draw(PICTURE)
     except ImportError:
         print("matplotlib is not installed; run again with --plot where it is")
 

