@@ -21,7 +21,10 @@ from typing import Any
 WALK = """
 import json, os, sys
 import torch
-from tests.helpers import tiny
+try:
+    from tests.helpers import tiny
+except ImportError:
+    from tests.models import tiny
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.projection import build_rules
 try:

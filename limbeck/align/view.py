@@ -100,3 +100,18 @@ def _summary(student: Rendering, teacher: Rendering, chunks: Chunks, counts: Cou
         "teacher_tokens_per_byte": tokens[1] / size[1],
         "left_out": {k: v for k, v in counts.items() if v},
     }
+
+
+def summary_lines(view: dict[str, Any]) -> list[str]:
+    """The summary of a view in a few sentences."""
+    s = view["summary"]
+    kinds = ", ".join(f"{n} {k}" for k, n in s["kinds"].items() if n) or "none"
+    lines = [
+        f"{s['chunks']} chunks ({kinds}); {s['exact_chunks']} exact.",
+        f"{s['covered_bytes']} of {s['target_bytes']} target bytes covered by exact chunks ({s['coverage']:.1%}).",
+        f"student {s['student_tokens']} tokens, {s['student_tokens_per_byte']:.3f} per byte; "
+        f"teacher {s['teacher_tokens']} tokens, {s['teacher_tokens_per_byte']:.3f} per byte.",
+    ]
+    if s["left_out"]:
+        lines.append("left out: " + ", ".join(f"{v} {k}" for k, v in sorted(s["left_out"].items())) + ".")
+    return lines

@@ -93,7 +93,7 @@ def print_alignment(view: dict[str, Any], console: Console, names: tuple[str, st
     from rich.table import Table
     from rich.text import Text
 
-    from limbeck.report.alignment import summary_lines
+    from limbeck.align.view import summary_lines
 
     table = Table(title=None, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("#", justify="right", style="dim")

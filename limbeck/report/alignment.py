@@ -11,21 +11,6 @@ from limbeck.tokens.vocab import readable
 _KINDS = {"1:1": "", "1:n": "k-1n", "n:1": "k-n1", "n:m": "k-nm"}
 
 
-def summary_lines(view: dict[str, Any]) -> list[str]:
-    """The summary in a few sentences."""
-    s = view["summary"]
-    kinds = ", ".join(f"{n} {k}" for k, n in s["kinds"].items() if n) or "none"
-    lines = [
-        f"{s['chunks']} chunks ({kinds}); {s['exact_chunks']} exact.",
-        f"{s['covered_bytes']} of {s['target_bytes']} target bytes covered by exact chunks ({s['coverage']:.1%}).",
-        f"student {s['student_tokens']} tokens, {s['student_tokens_per_byte']:.3f} per byte; "
-        f"teacher {s['teacher_tokens']} tokens, {s['teacher_tokens_per_byte']:.3f} per byte.",
-    ]
-    if s["left_out"]:
-        lines.append("left out: " + ", ".join(f"{v} {k}" for k, v in sorted(s["left_out"].items())) + ".")
-    return lines
-
-
 def box(chunk: dict[str, Any]) -> dict[str, Any]:
     """One chunk of a view as the pages show it: student above teacher."""
     classes = [_KINDS[chunk["kind"]], "" if chunk["exact"] else "inexact", "role" if chunk["role"] else ""]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from limbeck.report.alignment import box, summary_lines
+from limbeck.align.view import summary_lines
+from limbeck.report.alignment import box
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
