@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from limbeck.cli.options import JsonOption, console, note, print_json
-from limbeck.errors import PartlyDone, TraceError
+from limbeck.errors import PartlyDone, TraceError, one_line
 
 if TYPE_CHECKING:
     from limbeck.traces.endpoint import Budget
@@ -43,7 +43,16 @@ class States(str, Enum):
 
 
 FilesArgument = Annotated[
-    list[Path], typer.Argument(help="Log files; each may have its own format.", metavar="FILES...")
+    list[str],
+    typer.Argument(
+        help="Log files, folders or quoted globs; - is standard input, .gz and .zst are unpacked.", metavar="FILES..."
+    ),
+]
+ToolsOption = Annotated[
+    Path | None, typer.Option("--tools", help="JSON list of tool schemas, for logs that lack them.")
+]
+SystemOption = Annotated[
+    Path | None, typer.Option("--system", help="Text file with the system prompt, for logs that lack one.")
 ]
 FormatOption = Annotated[
     str | None,
@@ -75,6 +84,8 @@ def ingest_command(
     redact_rules: RulesOption = None,
     strip_reasoning: ReasoningOption = False,
     detectors: DetectorsOption = DetectorSet.standard,
+    tools: ToolsOption = None,
+    system: SystemOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Read agent logs into canonical traces and show what is in them.
@@ -82,15 +93,16 @@ def ingest_command(
     Example: limbeck traces ingest session.jsonl airline.jsonl -o traces.jsonl
     """
     from limbeck.cli.progress import display
-    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
     from limbeck.utils.files import Output
 
     stats = IngestStats()
+    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     redactor = _redactor(redact_pii, redact_rules)
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor)
-    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
+    with Output(out, [*found, *given]) as output, display() as shown:
         bar = shown.begin("traces")
-        for trace in ingest(files, options, stats):
+        for trace in ingest(found, options, stats):
             output.line(trace.to_json())
             bar.advance()
     if json_output:
@@ -98,7 +110,7 @@ def ingest_command(
     else:
         _print_ingest(stats)
     _warn(stats.log)
-    _require_traces(stats, files)
+    _require_traces(stats, found)
 
 
 @traces_app.command("secrets")
@@ -116,12 +128,13 @@ def secrets_command(
     from rich.markup import escape
     from rich.table import Table
 
-    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
 
     stats = IngestStats()
+    found = find_files(files)
     redactor = _redactor(redact_pii, redact_rules)
     hits: list[dict[str, Any]] = []
-    for trace in ingest(files, IngestOptions(format, redact=False), stats):
+    for trace in ingest(found, IngestOptions(format, redact=False), stats):
         for message, hit in redactor.hits(trace):
             hits.append({"trace": trace.id, "message": message, "kind": hit.kind, "secret": hit.preview})
     if json_output:
@@ -134,7 +147,7 @@ def secrets_command(
             table.add_row(*(escape("-" if cell is None else str(cell)) for cell in row.values()))
         console().print(table if hits else f"no secret in {stats.traces} traces")
     _warn(stats.log)
-    _require_traces(stats, files)
+    _require_traces(stats, found)
 
 
 @traces_app.command("sites")
@@ -158,6 +171,8 @@ def sites_command(
     redact_rules: RulesOption = None,
     strip_reasoning: ReasoningOption = False,
     detectors: DetectorsOption = DetectorSet.standard,
+    tools: ToolsOption = None,
+    system: SystemOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Find the messages whose tool calls failed and write a hint for each.
@@ -165,20 +180,21 @@ def sites_command(
     Example: limbeck traces sites traces.jsonl -o sites.jsonl
     """
     from limbeck.cli.progress import display
-    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
     from limbeck.traces.hints import LayeredHints
     from limbeck.traces.sites import SiteFinder
     from limbeck.utils.files import JsonCache, Output
 
     stats = IngestStats()
+    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     redactor = _redactor(redact_pii, redact_rules)
     clean: Callable[[Any], Any] = redactor.value if redact else lambda value: value
     answers = None if cache is None else JsonCache(cache, clean)
     finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, answers)), recovery_weight)
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor)
-    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
+    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
+    with Output(out, [*found, *given]) as output, display() as shown:
         bar = shown.begin("traces")
-        for trace in ingest(files, options, stats):
+        for trace in ingest(found, options, stats):
             for site in finder.find(trace):
                 row = clean(site.model_dump(mode="json", exclude_defaults=True))
                 output.line(json.dumps(row, ensure_ascii=False))
@@ -193,7 +209,7 @@ def sites_command(
     for problem, count in finder.hints.problems.most_common():
         note(f"hint not usable, {count} times: {problem}")
     _warn(stats.log)
-    _require_traces(stats, files)
+    _require_traces(stats, found)
 
 
 @traces_app.command("pairs")
@@ -227,6 +243,8 @@ def pairs_command(
     redact: RedactOption = True,
     redact_pii: PiiOption = False,
     redact_rules: RulesOption = None,
+    tools: ToolsOption = None,
+    system: SystemOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Ask teachers what they would have done, and pair their agreed action with the recorded one.
@@ -237,10 +255,11 @@ def pairs_command(
 
     from limbeck.cli.progress import display
     from limbeck.traces.endpoint import Budget
-    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
     from limbeck.traces.replay import Replayer, assistant_targets, error_targets
     from limbeck.utils.files import JsonCache, Output
 
+    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     budget = Budget(max_cost)
     settings: dict[str, Any] = {
         "api_key_env": api_key_env,
@@ -258,8 +277,9 @@ def pairs_command(
     replayer = Replayer(teachers, quorum, not keep_reasoning, redactor=redactor if redact else None)
     stats = IngestStats()
     targets = error_targets if states is States.errors else assistant_targets
-    traces = ingest(files, IngestOptions(format, redact, redactor=redactor), stats)
-    with Output(out, [*files, *(redact_rules or [])]) as output, display() as shown:
+    options = IngestOptions(format, redact, redactor=redactor, **_lacking(tools, system))
+    traces = ingest(found, options, stats)
+    with Output(out, [*found, *given]) as output, display() as shown:
         asyncio.run(_replay(replayer, traces, targets, output.line, shown.begin("pairs").advance))
         silent = _silent_teachers(replayer)
     summary = {
@@ -273,7 +293,7 @@ def pairs_command(
     else:
         _print_pairs(summary)
     _warn(stats.log)
-    _require_traces(stats, files)
+    _require_traces(stats, found)
     if silent:
         raise PartlyDone(f"{len(silent)} of {len(teachers)} teachers never answered: {', '.join(silent)}")
 
@@ -320,6 +340,19 @@ def _redactor(pii: bool, rules: list[Path] | None) -> Redactor:
     from limbeck.traces.redact import Redactor, read_rules
 
     return Redactor(pii=pii, rules=[read_rules(path) for path in rules or []])
+
+
+def _lacking(tools: Path | None, system: Path | None) -> dict[str, Any]:
+    """What a user gives for logs that lack it, as settings of ``IngestOptions``."""
+    from limbeck.traces.files import read_tools
+
+    found: dict[str, Any] = {} if tools is None else {"tools": read_tools(tools)}
+    if system is not None:
+        try:
+            found["system"] = system.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TraceError(f"the system prompt {str(system)!r} cannot be read: {one_line(error)}") from error
+    return found
 
 
 def _generators(hints: str, hook: str | None, judge: str | None, cache: JsonCache | None) -> list[HintGenerator]:

@@ -59,8 +59,10 @@ def pairs_of(row: Row) -> list[PairCase]:
         raise BadRecord("no_prompt", f"none of {', '.join(_PROMPT_KEYS)} holds a list of messages")
     chosen, rejected = (_message(row[side], side) for side in SIDES)
     messages = [dict(m) for m in prompt]
-    if any("function" not in call for m in (*messages, chosen, rejected) for call in m.get("tool_calls") or []):
-        return [_of_canonical(row, row.get("tools"))]
+    if "trace_id" in row or any(
+        "function" not in call for m in (*messages, chosen, rejected) for call in m.get("tool_calls") or []
+    ):
+        return [_of_canonical(row)]
     return [PairCase(messages, chosen, rejected, row.get("tools"))]
 
 
@@ -75,16 +77,16 @@ def _message(value: Any, side: str) -> ChatMessage:
     return {"role": "assistant", **value}
 
 
-def _of_canonical(row: Row, tools: Any) -> PairCase:
+def _of_canonical(row: Row) -> PairCase:
     from pydantic import ValidationError
 
     try:
-        pair = PreferencePair.model_validate({k: v for k, v in row.items() if k != "tools"})
+        pair = PreferencePair.model_validate(dict(row))
     except ValidationError as error:
         raise BadRecord("bad_pair", describe_validation(error)) from None
     state = pair.state()
     chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
-    return PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], tools)
+    return PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], pair.tools or None)
 
 
 def _of_trace(row: Row) -> list[PairCase]:

@@ -4,33 +4,55 @@ from __future__ import annotations
 
 import glob
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from limbeck.errors import TraceError
+from limbeck.errors import TraceError, one_line
+from limbeck.traces.errors import check_call
 from limbeck.traces.readers import ReadLog, read_traces
-from limbeck.traces.readers.base import Detectors, iter_records
+from limbeck.traces.readers.base import Detectors, as_dict, as_dicts, iter_records
 from limbeck.traces.redact import Redactor, default_redactor
-from limbeck.traces.schema import PreferencePair, Trace, describe_validation
+from limbeck.traces.schema import Message, PreferencePair, Trace, describe_validation
 from limbeck.traces.sites import Site
 from limbeck.utils.files import Output
-from limbeck.utils.jsonl import read_records
+from limbeck.utils.jsonl import COMPRESSED, STDIN, parse, read_records
+
+LOG_ENDINGS = (".jsonl", ".json", ".ndjson", ".traj", ".eval")
+"""What the files of a folder are called that are read as logs, packed ones included."""
 
 
-def find_files(given: str | list[str], key: str) -> list[Path]:
-    """The files that paths and globs stand for, in order; one that stands for none is an error."""
+def find_files(given: str | Sequence[str | Path], key: str = "") -> list[Path]:
+    """The files that paths, folders and globs stand for, in order and each once; ``-`` is standard input.
+
+    What stands for none is an error, which names ``key``, the setting that it was given in.
+    """
     found: list[Path] = []
     for pattern in [given] if isinstance(given, str) else given:
-        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        files = [Path(name) for name in names if Path(name).is_file()]
+        files = _files_of(Path(pattern).expanduser())
         if not files:
-            raise TraceError(f"{key}: there is no file {pattern!r}; give trace files or globs")
+            place = f"{key}: " if key else ""
+            raise TraceError(f"{place}there is no trace file {str(pattern)!r}: give log files, folders or globs")
         found += [file for file in files if file not in found]
     return found
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file() or str(path) == STDIN:
+        return [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file() and _is_log(file))
+    return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+
+
+def _is_log(path: Path) -> bool:
+    name = path.name.lower()
+    if name.endswith(COMPRESSED):
+        name = name.rpartition(".")[0]
+    return name.endswith(LOG_ENDINGS) and not name.startswith(".")
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
@@ -44,6 +66,8 @@ class IngestOptions:
         format: Name of a reader; None detects it from each file's content.
         redact: Take secrets out.
         redactor: By which rules; None takes the kept ones.
+        tools: Schemas for traces whose log has none.
+        system: System prompt for traces whose log has none.
         strip_reasoning: Take hidden reasoning out of all messages.
         detectors: ``extended`` also marks failures that carry no flag in the log.
     """
@@ -53,6 +77,8 @@ class IngestOptions:
     strip_reasoning: bool = False
     detectors: Detectors = "standard"
     redactor: Redactor | None = None
+    tools: Sequence[dict[str, Any]] = ()
+    system: str | None = None
 
 
 @dataclass
@@ -106,6 +132,10 @@ def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) ->
     traces = read_traces(paths, format=options.format, detectors=options.detectors, log=stats.log)
     redactor = options.redactor or default_redactor()
     for trace in traces:
+        if options.tools and not trace.tools:
+            trace = with_tools(trace, options.tools)
+        if options.system and not any(message.role == "system" for message in trace.messages):
+            trace = with_system(trace, options.system)
         if options.strip_reasoning:
             trace = trace.without_reasoning()
         if options.redact:
@@ -113,6 +143,51 @@ def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) ->
             stats.redacted += found
         stats.add(trace)
         yield trace
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Tool schemas of a JSON file, a list in the form of OpenAI or Anthropic, in the chat template's form."""
+    try:
+        given = parse(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(f"the tools {str(path)!r} cannot be read: {one_line(error)}") from error
+    tools = as_dicts(given.get("tools") if isinstance(given, dict) else given)
+    found = [tool if "function" in tool else {"type": "function", "function": _function(tool)} for tool in tools]
+    if not found or not all(isinstance(as_dict(tool["function"]).get("name"), str) for tool in found):
+        raise TraceError(f"{str(path)!r} holds no tools: expected a JSON list of schemas with names")
+    return found
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}
+    return {**function, "parameters": tool["input_schema"]} if "input_schema" in tool else function
+
+
+def with_tools(trace: Trace, tools: Sequence[dict[str, Any]]) -> Trace:
+    """The trace with schemas that its log lacks; failed calls that do not fit them get the kind that those tell."""
+    messages = list(trace.messages)
+    for index, message in enumerate(messages):
+        caller = trace.caller_of(index) if message.is_error else None
+        problem = None if caller is None else check_call(trace.messages[caller[0]].tool_calls[caller[1]], tools)
+        if problem is not None:
+            update = {"error_kind": problem[0], "error_meta": {**message.error_meta, **problem[1]}}
+            messages[index] = message.model_copy(update=update)
+    return trace.model_copy(update={"tools": list(tools), "messages": messages})
+
+
+def with_system(trace: Trace, text: str) -> Trace:
+    """The trace with a system prompt in front; what refers to messages by their number moves with them."""
+    pairs = [
+        pair.model_copy(update={"message_index": None if pair.message_index is None else pair.message_index + 1})
+        for pair in trace.preference_pairs
+    ]
+    return trace.model_copy(
+        update={
+            "messages": [Message(role="system", content=text), *trace.messages],
+            "context_until": trace.context_until + 1 if trace.context_until else 0,
+            "preference_pairs": pairs,
+        }
+    )
 
 
 def write_traces(traces: Iterable[Trace], path: Path) -> int:

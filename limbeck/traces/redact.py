@@ -411,6 +411,7 @@ class Redactor:
                     "chosen": self._message(pair.chosen, note),
                     "rejected": self._message(pair.rejected, note),
                     "prompt": None if pair.prompt is None else [self._message(m, note) for m in pair.prompt],
+                    "tools": self._json(pair.tools, note),
                 }
             )
 

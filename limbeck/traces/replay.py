@@ -277,6 +277,8 @@ class Replayer:
         return PreferencePair(
             trace_id=trace.id,
             message_index=index,
+            prompt=trace.messages[:index],
+            tools=trace.tools,
             chosen=chosen,
             rejected=rejected,
             weight=verdict.votes / verdict.answers,

@@ -68,6 +68,8 @@ class Message(_Model):
         is_error: The tool result is a failure, by an explicit signal named in ``detector``.
         error_kind: One of ``limbeck.traces.errors.ERROR_KINDS``.
         error_meta: Facts about the failure (exit code, missing argument, ...), handed to hint generators.
+        suspected: A detector that takes this result for a failure although the log does not flag it; not used unless
+            asked.
         is_ack: A fixed acknowledgement by the harness of a call that never reached the environment.
         weight: Supervision weight of an assistant message (0 leaves it out).
         sampled_ids: The token ids that the behaviour policy sampled for this message.
@@ -84,6 +86,7 @@ class Message(_Model):
     error_kind: str | None = None
     error_meta: dict[str, Any] = Field(default_factory=dict)
     detector: str | None = None
+    suspected: str | None = None
     is_ack: bool = False
     weight: float = Field(default=1.0, ge=0.0)
     sampled_ids: list[int] | None = None
@@ -113,8 +116,8 @@ class Message(_Model):
 class PreferencePair(_Model):
     """Two assistant messages for one state; ``chosen`` is preferred.
 
-    The state is either ``prompt`` (complete messages) or the first ``message_index`` messages of the trace
-    ``trace_id``. ``provenance`` says who voted how.
+    The state is ``prompt`` (complete messages, with ``tools``) where it is given, else the first ``message_index``
+    messages of the trace ``trace_id``. ``provenance`` says who voted how.
     """
 
     chosen: Message
@@ -122,13 +125,14 @@ class PreferencePair(_Model):
     trace_id: str | None = None
     message_index: int | None = Field(default=None, ge=0)
     prompt: list[Message] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     weight: float = Field(default=1.0, ge=0.0)
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _has_one_state(self) -> PreferencePair:
-        if (self.prompt is None) == (self.message_index is None):
-            raise ValueError("a preference pair needs either a prompt or a message_index, and not both")
+        if self.prompt is None and self.message_index is None:
+            raise ValueError("a preference pair needs either a prompt or a message_index")
         if self.chosen.role != "assistant" or self.rejected.role != "assistant":
             raise ValueError("both sides of a preference pair are assistant messages")
         return self

@@ -264,6 +264,54 @@ def test_packed_logs_and_standard_input(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(result.stdout) == as_json("ingest", WORKSHOP)
 
 
+def test_folders_globs_and_zst(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "logs"
+    (folder / "deep").mkdir(parents=True)
+    rows = Path(WORKSHOP).read_bytes().splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(rows[:4]))
+    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(rows[4:8])))
+    with pyarrow.CompressedOutputStream(str(folder / "deep" / "c.jsonl.zst"), "zstd") as packed:
+        packed.write(b"".join(rows[8:]))
+    (folder / "notes.txt").write_text("no log")
+    everything = as_json("ingest", WORKSHOP)
+    assert as_json("ingest", folder) == everything
+    assert as_json("ingest", f"{tmp_path}/**/*.jsonl*") == everything
+    assert as_json("ingest", folder, folder / "a.jsonl") == everything
+    result = limbeck("ingest", folder, "-o", folder / "a.jsonl")
+    assert "it is also the input" in str(result.exception)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "there is no trace file" in str(limbeck("ingest", empty).exception)
+
+
+def test_tools_and_a_system_prompt_for_logs_that_lack_them(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Error: it did not work"},
+    ]
+    log = write_lines(tmp_path / "t.jsonl", [{"messages": talk}])
+    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"name": "run", "description": "Runs.", "input_schema": schema}]))
+    system = tmp_path / "system.txt"
+    system.write_text("Be brief.")
+    out = tmp_path / "out.jsonl"
+    as_json("ingest", log, "-o", out, "--tools", tools, "--system", system)
+    (trace,), _ = read(out)
+    assert trace.messages[0].content == "Be brief."
+    assert trace.tools[0]["function"]["parameters"] == schema
+    assert (trace.messages[3].error_kind, trace.messages[3].error_meta["missing"]) == ("missing_argument", ["cmd"])
+    before = Path(WORKSHOP).read_text()
+    as_json("ingest", WORKSHOP, "-o", out, "--tools", tools)
+    assert out.read_text() == before
+    tools.write_text("[{}]")
+    assert "holds no tools" in str(limbeck("ingest", log, "--tools", tools).exception)
+    assert "cannot be read" in str(limbeck("ingest", log, "--system", tmp_path / "gone").exception)
+
+
 def test_pairs_from_functions_and_their_table() -> None:
     spec = "py:tests.cli.test_traces:teacher"
     summary = as_json("pairs", WORKSHOP, "-t", spec)

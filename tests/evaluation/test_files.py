@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from limbeck.cli.traces import traces_app
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.readers import BadRecord
 from limbeck.errors import CheckpointError, ConfigError, DataError, LossError
@@ -23,7 +25,9 @@ from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import pairs_of
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.classes import TEXT_CLASSES
+from limbeck.traces.readers import read_traces
 from tests.helpers import tiny
+from tests.traces.material import EXAMPLES
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -373,6 +377,22 @@ def test_pairs_compare_two_messages(models: dict[str, str], tmp_path: Path) -> N
     assert out["margin"] == pytest.approx(0.0, abs=1e-5)
     assert out["chosen_logprob"] == pytest.approx(out["rejected_logprob"], abs=1e-5)
     assert out["bytes"] == sum(len(s) for s in sides.values())
+
+
+def test_what_the_replay_writes_is_read_without_its_traces(tmp_path: Path) -> None:
+    out = tmp_path / "pairs.jsonl"
+    arguments = ["pairs", str(EXAMPLES / "workshop.jsonl"), "-t", "py:tests.cli.test_traces:teacher", "-o", str(out)]
+    assert CliRunner().invoke(traces_app, arguments).exit_code == 0
+    traces = {trace.id: trace for trace in read_traces([EXAMPLES / "workshop.jsonl"])}
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert detect_mode(str(out), EvalOptions()) == "pairs"
+    for row in rows:
+        (case,) = pairs_of(row)
+        trace = traces[row["trace_id"]]
+        assert case.prompt == trace.to_messages()[: row["message_index"]]
+        assert case.tools == (trace.tools or None)
+        assert case.chosen["content"] == "I would ask first."
+    assert len(rows) == 13
 
 
 def test_pairs_of_canonical_traces_are_read() -> None:
