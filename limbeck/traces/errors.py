@@ -219,11 +219,6 @@ def detect_openhands(event: Mapping[str, Any]) -> ErrorSignal | None:
     return None
 
 
-def detect_openhands_editor(text: str) -> ErrorSignal | None:
-    """The file editor's own ``ERROR:`` line. Part of the extended detectors: such results carry no flag in the log."""
-    return ErrorSignal("editor_prefix") if text.startswith("ERROR:\n") else None
-
-
 def mark_error(
     message: Message,
     signal: ErrorSignal,

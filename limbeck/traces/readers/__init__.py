@@ -28,6 +28,7 @@ from limbeck.traces.readers.swe_agent import SWEAgentReader
 from limbeck.traces.readers.tau2 import Tau2Reader
 from limbeck.traces.readers.verifiers import VerifiersReader
 from limbeck.traces.schema import Trace
+from limbeck.traces.suspicions import mark_suspected
 
 __all__ = ["READERS", "ReadLog", "Reader", "detect_reader", "read_traces"]
 
@@ -184,6 +185,8 @@ def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLo
 
     for trace in reader.read(counted(), log):
         made += Totals.of_messages(message for _, message in trace.new_messages())
+        trace, suspected = mark_suspected(trace, as_errors=detectors == "extended")
+        log.suspected.update(suspected if detectors == "standard" else ())
         yield trace
     if found != made + log.left_out:
         raise TraceError(

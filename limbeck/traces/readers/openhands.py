@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from limbeck.traces.errors import detect_openhands, detect_openhands_editor, mark_error
+from limbeck.traces.errors import detect_openhands, mark_error
 from limbeck.traces.readers.base import (
     ReadLog,
     Record,
@@ -210,9 +210,4 @@ class _Run:
             is_ack=observation == "think",
         )
         signal = detect_openhands(event)
-        if signal is None and (editor := detect_openhands_editor(content)) is not None:
-            if self._log.detectors == "extended":
-                signal = editor
-            else:
-                self._log.suspected[editor.detector] += 1
         self.messages.append(message if signal is None else mark_error(message, signal, call=call, tools=self.tools))
