@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, print_json
+from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, model_files, print_json
 from limbeck.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def align_command(
         from limbeck.report.alignment import write_alignment_page
         from limbeck.utils.files import refuse_inputs
 
-        refuse_inputs(html, [path for path in (file, messages) if path])
+        refuse_inputs(html, [*model_files(student, teacher), *(path for path in (file, messages) if path)])
         write_alignment_page(view, html, names)
     if json_output:
         print_json(view)

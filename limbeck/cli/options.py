@@ -22,6 +22,15 @@ RunFileArgument = Annotated[Path, typer.Argument(help="YAML run file; see recipe
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="Settings that replace the file's: key.sub=value.")]
 
 
+def model_files(*specs: str) -> list[Path]:
+    """What model folders and tokenizer files hold that a command reads; no output may take its place."""
+    found: list[Path] = []
+    for path in map(Path, specs):
+        patterns = ("*.json", "*.model", "*.txt", "*.jinja", "*.gguf", "model*.safetensors")
+        found += [path] if path.is_file() else [file for pattern in patterns for file in path.glob(pattern)]
+    return found
+
+
 def console() -> Console:
     """Standard output for tables; a file or a pipe has no width of its own to keep to."""
     from rich.console import Console

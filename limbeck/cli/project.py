@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, console, print_json
+from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, console, model_files, print_json
 from limbeck.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ def project_command(
     """
     started = time.perf_counter()
     _check_options(rule, corpus, convert, reverse, k)
+    if out is not None:
+        from limbeck.utils.files import refuse_inputs
+
+        refuse_inputs(out, [*model_files(student, teacher), *(corpus or []), *([convert] if convert else [])])
 
     from limbeck.cli.progress import display
     from limbeck.projection.audit import audit_pair, audit_projection
@@ -106,7 +110,7 @@ def project_command(
     report = audit_projection(projection, *vocabularies, corpus_tokens=tokens)
     pair = audit_pair(projection, vocabularies[1], counter)
     if out is not None:
-        _save(projection, out, [*(corpus or []), *([convert] if convert else [])])
+        _save(projection, out)
     seconds, memory = time.perf_counter() - started, peak_rss_mb()
     if json_output:
         facts = {**report.to_dict(), **pair.to_dict(), **_facts(projection, conversion, out)}
@@ -179,10 +183,7 @@ def _count(
     return count_pairs(student_tokenizer, teacher_tokenizer, iter_texts(corpus), trees=trees, progress=bar.update)
 
 
-def _save(projection: Projection, out: Path, inputs: list[Path]) -> None:
-    from limbeck.utils.files import refuse_inputs
-
-    refuse_inputs(out, inputs)
+def _save(projection: Projection, out: Path) -> None:
     try:
         projection.save(out)
     except OSError as error:

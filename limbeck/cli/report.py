@@ -26,7 +26,10 @@ def report_command(
     Example: limbeck report runs/mine    limbeck report runs/ce runs/distilled -o compare.html
     """
     from limbeck.report.run_page import write_comparison, write_report
+    from limbeck.utils.files import refuse_inputs
 
+    if out is not None:
+        refuse_inputs(out, [file for run in runs for file in run.glob("*") if file.suffix != ".html"])
     page = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("report.html"))
     if json_output:
         print_json({"page": str(page)})

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.cli.command import run
+from tests.helpers.tokenizers import byte_level
 from tests.zoo import tokenizer_dir
 
 
@@ -85,6 +86,11 @@ def test_bad_files_are_named(capsys, tmp_path) -> None:
     code, _, err = run(capsys, "align", *sides(), "x", "--html", tmp_path / "file" / "page.html")
     assert code == 1
     assert re.fullmatch(r"limbeck: the page '.*page\.html' cannot be written: .*; give another place\.\n", err)
+    tokenizer = tmp_path / "tokenizer.json"
+    byte_level(["the"]).backend_tokenizer.save(str(tokenizer))
+    before = tokenizer.read_bytes()
+    code, _, err = run(capsys, "align", "--student", tokenizer, "--teacher", tokenizer, "x", "--html", tokenizer)
+    assert (code, "it is also the input" in err, tokenizer.read_bytes() == before) == (1, True, True)
     code, _, err = run(capsys, "align", "--student", tmp_path / "none", "--teacher", tmp_path, "x")
     assert code == 1
     assert "does not exist" in err

@@ -105,6 +105,11 @@ def test_bad_input_is_one_clear_error(folders: tuple[str, str], tmp_path: Path) 
         run((str(tmp_path / "absent"), folders[1]))
     with pytest.raises(ConfigError, match="cannot be written"):
         run(folders, "-o", f"{folders[0]}/tokenizer.json/w.safetensors")
+    before = Path(folders[0], "tokenizer.json").read_bytes()
+    for student in (folders[0], f"{folders[0]}/tokenizer.json"):
+        with pytest.raises(ConfigError, match="it is also the input"):
+            run((student, folders[1]), "-o", f"{folders[0]}/tokenizer.json")
+    assert Path(folders[0], "tokenizer.json").read_bytes() == before
     assert run(folders, "--k", "0").exit_code == 2
 
 

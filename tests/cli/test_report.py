@@ -19,6 +19,12 @@ def test_pages_are_written_where_asked(capsys, tmp_path: Path) -> None:
     code, printed, _ = run(capsys, "report", runs[0], "--json")
     assert code == 0
     assert json.loads(printed) == {"page": f"{runs[0]}/report.html"}
+    before = (tmp_path / "x" / "metrics.jsonl").read_bytes()
+    for arguments in ([runs[0]], runs):
+        code, _, err = run(capsys, "report", *arguments, "-o", tmp_path / "x" / "metrics.jsonl")
+        assert code == 1
+        assert "it is also the input" in err
+    assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == before
     code, _, err = run(capsys, "report", tmp_path / "pages")
     assert code == 1
     assert "holds no run" in err
