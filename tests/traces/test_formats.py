@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limbeck.errors import TraceError
-from limbeck.traces.readers import READERS, detect_reader, read_traces
+from limbeck.traces.files import find_files
+from limbeck.traces.readers import READERS, ReadLog, detect_reader, read_traces
 from limbeck.traces.readers.base import Record
 from limbeck.traces.schema import Trace
 from tests.traces.material import read, write_lines
@@ -542,6 +543,10 @@ def test_older_codex_sessions_exit_codes_of_events_and_compactions(tmp_path: Pat
     (first, second), log = read(write_lines(tmp_path / "new.jsonl", rows))
     assert [m.is_error for m in first.messages if m.role == "tool"] == [True, True]
     assert first.messages[-1].error_meta == {"exit_code": 3}
+    shown = "Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 4\nOutput:\nExit code: 0"
+    ended = [*ITEMS[:5], {**ITEMS[5], "output": shown}, *ITEMS[6:]]
+    trace, _ = one(write_lines(tmp_path / "ended.jsonl", [head, *ended]))
+    assert trace.messages[3].error_meta == {"exit_code": 4}
     assert (second.id, second.messages[0].content) == ("s-1#2", "So far: listed.")
     assert log.left_out == type(log.left_out)()
 
@@ -550,6 +555,23 @@ def test_a_session_with_a_message_per_line(tmp_path: Path) -> None:
     head = {key: GEMINI[key] for key in ("sessionId", "projectHash")}
     trace, _ = one(write_lines(tmp_path / "g.jsonl", [head, *GEMINI["messages"][1:]]))
     assert (trace.id, [m.role for m in trace.messages]) == ("g-1", PARALLEL)
+
+
+def test_a_folder_with_a_file_per_event_is_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "conv-1" / "events"
+    folder.mkdir(parents=True)
+    stored = {"kind": "TerminalTool", "title": "run", "description": "Runs.", "action_type": "TerminalAction"}
+    newer = {"kind": "HookExecutionEvent", "source": "hook"}
+    events = [{**OPENHANDS_V1[0], "tools": [stored]}, *OPENHANDS_V1[1:4], newer, *OPENHANDS_V1[4:]]
+    for number, row in enumerate(events):
+        (folder / f"event-{number:05d}-abc.json").write_text(json.dumps(row))
+    log = ReadLog()
+    (trace,) = read_traces(find_files([tmp_path]), log=log)
+    assert [message.role for message in trace.messages[1:]] == PARALLEL
+    assert trace.tools == [{"type": "function", "function": {"name": "run", "description": "Runs."}}]
+    assert log.skipped == Counter(event_ConversationStateUpdateEvent=1, unknown_event=1)
+    assert trace.origin is not None
+    assert trace.origin.file == "conv-1"
 
 
 def test_archives_of_samples(tmp_path: Path) -> None:

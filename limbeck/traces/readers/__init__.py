@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ OLD_NAMES = {"claude": "claude_code", "openai": "openai_chat", "swe-agent": "swe
 """Names that formats had before; they are understood as well."""
 
 _PEEK = 64
+_EVENT_FILE = re.compile(r"event-\d+-.*\.json")
 _SHOWN_KEYS, _SHOWN_SHAPES = 8, 3
 
 
@@ -119,9 +121,9 @@ def read_traces(
             raise TraceError(f"unknown trace format {format!r}: expected one of {', '.join(READERS)}")
     log = log if log is not None else ReadLog()
     names = _Names()
-    for path in paths:
+    for path, files in _logs(paths):
         names.in_file.clear()
-        for trace in _read_file(path, format, detectors, log):
+        for trace in _read_log(path, files, format, detectors, log):
             line = trace.origin.line if trace.origin else None
             name = names.of(trace, is_named=trace.id != unnamed(path, line))
             if name is None:
@@ -166,8 +168,25 @@ def _content(trace: Trace) -> str:
     return hashlib.sha256(trace.model_dump_json(include=fields, exclude_defaults=True).encode()).hexdigest()
 
 
-def _read_file(path: Path, format: str | None, detectors: Detectors, log: ReadLog) -> Iterator[Trace]:
-    records = iter_records(path, log)
+def _logs(paths: Iterable[Path]) -> Iterator[tuple[Path, list[Path]]]:
+    """Files with what they are called: those of a folder that holds a file per event are one log, with its name."""
+    for folder, files in itertools.groupby(paths, lambda p: p.parent if _EVENT_FILE.fullmatch(p.name) else None):
+        if folder is None:
+            yield from ((file, [file]) for file in files)
+        else:
+            yield (folder.parent if folder.name == "events" else folder), list(files)
+
+
+def _records(files: Sequence[Path], log: ReadLog) -> Iterator[Record]:
+    if len(files) == 1:
+        return iter_records(files[0], log)
+    return (Record(number, found.data) for number, file in enumerate(files, 1) for found in iter_records(file, log))
+
+
+def _read_log(
+    path: Path, files: Sequence[Path], format: str | None, detectors: Detectors, log: ReadLog
+) -> Iterator[Trace]:
+    records = _records(files, log)
     head = list(itertools.islice(records, _PEEK))
     reader = READERS[format] if format is not None else detect_reader(head, path.name)
     if reader is None:

@@ -99,9 +99,9 @@ def _add(made: Builder, message: Mapping[str, Any], number: int, waiting: str | 
         made.assistant(text, calls=calls, weight=1.0)
         return f"step_{number}" if calls and calls[0].in_content else None
     if role == "tool":
-        made.result(as_text(message.get("tool_call_id")) or "", text, signal=_failure(text))
+        made.result(as_text(message.get("tool_call_id")) or "", text, signal=_failure(message, text))
     elif role == "user" and waiting is not None and text.strip():
-        made.result(waiting, text, signal=_failure(text))
+        made.result(waiting, text, signal=_failure(message, text))
         return None
     elif role in ("user", "system"):
         made.say("user" if role == "user" else "system", text)
@@ -112,8 +112,9 @@ def _add(made: Builder, message: Mapping[str, Any], number: int, waiting: str | 
     return waiting
 
 
-def _failure(text: str) -> ErrorSignal | None:
-    code = _RETURN_CODE.match(text)
-    if code is not None and int(code[1]) != 0:
-        return ErrorSignal("exit_code", {"exit_code": int(code[1])})
+def _failure(message: Mapping[str, Any], text: str) -> ErrorSignal | None:
+    written = _RETURN_CODE.match(text)
+    code = int(written[1]) if written is not None else as_dict(message.get("extra")).get("returncode")
+    if isinstance(code, int) and code != 0:
+        return ErrorSignal("exit_code", {"exit_code": code})
     return ErrorSignal("timed_out") if _TIMED_OUT.match(text) else None

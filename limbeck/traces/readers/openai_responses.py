@@ -183,7 +183,8 @@ def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
         made.result(call_id, shown, signal=ErrorSignal("flag") if item.get("error") else None)
 
 
-_EXIT_LINE = re.compile(r"\A(?:Exit code: |Process exited with code )(-?\d+)$", re.MULTILINE)
+_EXIT_LINE = re.compile(r"^(?:Exit code: |Process exited with code )(-?\d+)$", re.MULTILINE)
+_OUTPUT_LINE = "\nOutput:"
 
 
 def output_text(output: Any) -> str:
@@ -205,7 +206,9 @@ def _output_object(output: Any) -> dict[str, Any]:
 def _failure(item: Mapping[str, Any], exit_code: int | None) -> ErrorSignal | None:
     found = _output_object(item.get("output"))
     code = as_dict(found.get("metadata")).get("exit_code", exit_code)
-    if code is None and (line := _EXIT_LINE.search(output_text(item.get("output"))[:400])):
+    # above the output Codex writes how the command ended
+    head, mark, _ = output_text(item.get("output"))[:600].partition(_OUTPUT_LINE)
+    if code is None and mark and (line := _EXIT_LINE.search(head)):
         code = int(line[1])
     if isinstance(code, int) and code != 0:
         return ErrorSignal("exit_code", {"exit_code": code})

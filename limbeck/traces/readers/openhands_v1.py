@@ -1,8 +1,8 @@
 """OpenHands from version 1 on: events with a ``kind``, as the agent SDK stores them.
 
-Accepted are event streams (one event per line), exported trajectories (a JSON array) and evaluation outputs (one
-object per run with ``history``). Every call is an event of its own; those of one answer share ``llm_response_id`` and
-become one message.
+Accepted are folders with a file per event, event streams (one event per line), exported trajectories (a JSON array)
+and evaluation outputs (one object per run with ``history``). Every call is an event of its own; those of one answer
+share ``llm_response_id`` and become one message.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from limbeck.traces.schema import ToolCall, Trace
 _SPEAKING = ("SystemPromptEvent", "MessageEvent", "ActionEvent")
 _ANSWERING = ("ObservationEvent", "AgentErrorEvent", "UserRejectObservation")
 _SILENT = (
+    "SystemPromptUpdateEvent",
     "ConversationStateUpdateEvent",
     "CondensationRequest",
     "Condensation",
@@ -85,7 +86,17 @@ class OpenHandsV1Reader(RecordReader):
 
 
 def _is_event(data: Mapping[str, Any]) -> bool:
-    return data.get("kind") in _KINDS
+    """One of the known kinds, or a newer one that calls itself an event."""
+    kind = data.get("kind")
+    return kind in _KINDS or ("source" in data and isinstance(kind, str) and kind.endswith("Event"))
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Tools as the endpoint got them, or as the program stores its own: by title, without parameters."""
+    own = [tool for tool in as_dicts(value) if "function" not in tool]
+    named = [(as_text(tool.get("name")) or as_text(tool.get("title")), tool) for tool in own]
+    plain = [{"name": name, "description": as_text(tool.get("description")) or ""} for name, tool in named if name]
+    return openai_tools([*(tool for tool in as_dicts(value) if "function" in tool), *plain])
 
 
 def _runs(records: Iterator[Record]) -> Iterator[Record]:
@@ -143,7 +154,7 @@ class _Run:
     def add(self, event: Mapping[str, Any]) -> None:
         kind = event.get("kind")
         if kind == "SystemPromptEvent":
-            self.made.tools = openai_tools(event.get("tools")) or self.made.tools
+            self.made.tools = _tools(event.get("tools")) or self.made.tools
             self.made.say("system", self.made.text(_said(event)))
         elif kind == "MessageEvent":
             self._message(event)
