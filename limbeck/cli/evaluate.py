@@ -119,8 +119,11 @@ def eval_command(
             result = evaluate(models, data, options, begin)
         if traces:
             from limbeck.evaluation.traces import evaluate_traces
+            from limbeck.traces.files import find_files
 
-            result["traces"] = evaluate_traces(models, traces, options, chat_template=chat_template, begin=begin)
+            result["traces"] = evaluate_traces(
+                models, find_files(traces), options, chat_template=chat_template, begin=begin
+            )
         if lm_eval:
             result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)
     if json_output:
