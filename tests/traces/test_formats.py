@@ -506,6 +506,24 @@ def test_commands_written_as_text(tmp_path: Path) -> None:
         assert not skipped
 
 
+def test_commands_of_newer_versions_are_calls(tmp_path: Path) -> None:
+    rows = [
+        *MINI[:2],
+        {**TALK[1], "extra": {"actions": []}},
+        {"role": "tool", "tool_call_id": "c1", "content": "<returncode>2</returncode>", "extra": {"returncode": 2}},
+        {"role": "tool", "tool_call_id": "c2", "content": "a.txt", "extra": {"returncode": 0}},
+        {"role": "assistant", "content": "Done."},
+        {"role": "exit", "content": "submitted"},
+    ]
+    trace, skipped = one(
+        write_lines(tmp_path / "m.jsonl", [{"messages": rows, "trajectory_format": "mini-swe-agent-1.1"}])
+    )
+    assert [m.role for m in trace.messages] == ["system", "user", "assistant", "tool", "tool", "assistant"]
+    assert trace.messages[2].reasoning == "Where?"
+    assert [m.is_error for m in trace.messages[3:5]] == [True, False]
+    assert skipped == Counter(event_exit=1)
+
+
 def test_bare_lists_of_messages_are_one_trace_each(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
     for messages, name in ((TALK, "openai_chat"), (ANTHROPIC["messages"], "anthropic"), (GEMINI_CONTENTS, "gemini")):

@@ -78,9 +78,13 @@ class MiniSWEAgentReader(RecordReader):
             calls = openai_call_count(message.get("tool_calls")) if role == "assistant" else 0
             written = role == "assistant" and not calls and bool(_command(text))
             answers = role == "tool" or (role == "user" and waits and bool(text.strip()))
-            found += Totals(calls + written, int(answers), characters(text))
+            found += Totals(calls + written, int(answers), characters(text, _thought(message)))
             waits = written or (waits and role not in ("assistant", "user"))
         return found
+
+
+def _thought(message: Mapping[str, Any]) -> str | None:
+    return as_text(message.get("reasoning_content")) if message.get("role") == "assistant" else None
 
 
 def _command(text: str) -> str | None:
@@ -96,7 +100,7 @@ def _add(made: Builder, message: Mapping[str, Any], number: int, waiting: str | 
         command = _command(text)
         if not calls and command is not None:
             calls = [ToolCall(id=f"step_{number}", name="bash", arguments={"command": command}, in_content=True)]
-        made.assistant(text, calls=calls, weight=1.0)
+        made.assistant(text, reasoning=_thought(message), calls=calls, weight=1.0)
         return f"step_{number}" if calls and calls[0].in_content else None
     if role == "tool":
         made.result(as_text(message.get("tool_call_id")) or "", text, signal=_failure(message, text))
