@@ -541,6 +541,10 @@ def test_requests_with_their_responses(tmp_path: Path) -> None:
     request = {**ANTHROPIC, "messages": ANTHROPIC["messages"][:-1]}
     trace, _ = one(write_lines(tmp_path / "a.jsonl", [{"request": request, "response": last}]))
     assert [m.content for m in trace.messages][-2:] == ["Go on.", "Done."]
+    choices = [{"index": 0, "message": TALK[5], "finish_reason": "stop"}]
+    logged = {"request": {"messages": TALK[:5], "tools": [FUNCTION]}, "response": {"choices": choices}}
+    trace, _ = one(write_lines(tmp_path / "o.jsonl", [logged]))
+    assert ([m.role for m in trace.messages], trace.tools) == (PARALLEL, [FUNCTION])
     response = {"object": "response", "id": "resp_1", "output": ITEMS[8:]}
     logged = {"request": {"input": ITEMS[:8], "instructions": "Be brief."}, "response": response}
     trace, _ = one(write_lines(tmp_path / "r.jsonl", [logged]))

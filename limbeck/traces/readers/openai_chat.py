@@ -1,7 +1,8 @@
 """OpenAI-style message lists: tau-bench results, fine-tuning files and preference fine-tuning files.
 
-Recognised objects: ``{"messages": [...]}``, tau-bench's ``{"traj": [...], "reward": r, "task_id": t, "trial": n}``
-and ``{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}``.
+Recognised objects: ``{"messages": [...]}``, a logged ``request`` with its ``response``, tau-bench's ``{"traj": [...],
+"reward": r, "task_id": t, "trial": n}`` and ``{"input": {"messages": [...]}, "preferred_output": [...],
+"non_preferred_output": [...]}``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class OpenAIChatReader(RecordReader):
         raw = _raw_messages(data)
         if not raw:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        tools = openai_tools(data.get("tools") or as_dict(data.get("input")).get("tools") or data.get("functions"))
+        given = (source.get(key) for key in ("tools", "functions") for source in _sources(data))
+        tools = openai_tools(next((found for found in given if found), None))
         messages: list[Message] = []
         for item in raw:
             _append(messages, item, tools, log, record.line)
@@ -110,12 +112,20 @@ def _reasoning(item: Mapping[str, Any]) -> str | None:
     return as_text(item.get("reasoning_content")) or as_text(item.get("reasoning"))
 
 
+def _sources(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where messages and tools may stand: in the object, or in a logged request."""
+    return [data, *(as_dict(data.get(key)) for key in ("input", "request", "body"))]
+
+
 def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    for source in (data, as_dict(data.get("input"))):
+    """The messages, and the answer where a response was logged with its request."""
+    choices = as_dicts(as_dict(data.get("response")).get("choices"))
+    answer = [as_dict(choice.get("message")) for choice in choices[:1] if as_dict(choice.get("message")).get("role")]
+    for source in _sources(data):
         for key in ("messages", "traj"):
             found = as_dicts(source.get(key))
             if found and "role" in found[0]:
-                return found
+                return [*found, *answer]
     return []
 
 
