@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from limbeck import cli
 from limbeck.errors import ConfigError, ExitCode, PartlyDone, StoppedEarly
 from tests.cli.command import run
+from tests.patience import TEST_SECONDS
 
 PACKAGE = Path(cli.__file__).parent
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "pydantic", "yaml", "jinja2", "safetensors", "httpx"}
@@ -140,25 +140,32 @@ def test_wrong_usage_is_2(capsys, arguments: list[str]) -> None:
     assert not out
 
 
-def test_a_signal_from_the_keyboard_is_130(tmp_path: Path) -> None:
+_WAITING = """
+import signal, sys, time
+from limbeck.cli import main
+
+class Input:
+    def read(self):
+        print("waiting", flush=True)
+        time.sleep(3600)
+
+# a shell lets its background jobs ignore Ctrl-C, and their children inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.stdin = Input()
+main(["align", "-s", "x", "-t", "y", "-"])
+"""
+
+
+def test_a_signal_from_the_keyboard_is_130() -> None:
     """The command waits for its standard input until Ctrl-C comes."""
-    command = [sys.executable, "-m", "limbeck", "align", "-s", "x", "-t", "y", "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while _is_starting(process.pid):
-            time.sleep(0.02)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _WAITING], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        process.wait()
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
+        _, errors = process.communicate(timeout=TEST_SECONDS)
+    assert "Traceback" not in errors
     assert process.returncode == ExitCode.INTERRUPTED
-
-
-def _is_starting(pid: int) -> bool:
-    """Whether a process has not yet come to wait for its standard input."""
-    try:
-        return "pipe" not in Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

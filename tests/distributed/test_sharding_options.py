@@ -13,6 +13,8 @@ import torch
 from tests.distributed.cases import Case, batch, close, loss_of, student_of, teachers_of, together, whole
 from tests.helpers.tiny import LLAMA, QWEN3
 
+pytestmark = pytest.mark.slow
+
 TENSOR, CONTEXT, FSDP = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"fsdp": True}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 LORA = {"lora": {"r": 4, "alpha": 8.0}}

@@ -34,7 +34,13 @@ def check_same(own: Tokenizer, theirs: Tokenizer) -> None:
         assert np.array_equal(mine.ends, other.ends)
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+# Of each family one in the fast tests: building the largest vocabularies twice takes many seconds.
+QUICK = {"qwen3", "llama3_2", "llama2", "gpt2", "deepseek_v3", "minilm"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in zoo.NAMES]
+)
 def test_a_folder_is_read_as_transformers_reads_it(name: str) -> None:
     folder = zoo.tokenizer_dir(name)
     own, theirs = read_tokenizer(folder), Tokenizer.of(load_tokenizer(folder))

@@ -84,7 +84,7 @@ def die_at(n):
     sys.addaudithook(hook)
 
 
-@pytest.mark.parametrize("case", ["next", "replace"])
+@pytest.mark.parametrize("case", ["next", pytest.param("replace", marks=pytest.mark.slow)])
 def test_a_kill_before_any_operation_of_a_save_leaves_a_whole_checkpoint(tmp_path, case):
     """Every operation in turn; 'replace' saves a step that exists already (a resumed run that repeats it)."""
     target = 3 if case == "next" else 2
