@@ -57,6 +57,7 @@ def table(rows: Iterable[Row], figures: Any) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
+    print(Path(__file__).with_name("reading.md").read_text(), end="")
     rows = [json.loads(line) for line in parser.parse_args().results.read_text().splitlines()]
     for pair, (student, teacher) in PAIRS.items():
         own = [row for row in rows if row["pair"] == pair]
