@@ -34,8 +34,8 @@ def find_files(given: str | Sequence[str | Path], key: str = "") -> list[Path]:
     for pattern in [given] if isinstance(given, str) else given:
         files = _files_of(Path(pattern).expanduser())
         if not files:
-            place = f"{key}: " if key else ""
-            raise TraceError(f"{place}there is no trace file {str(pattern)!r}: give log files, folders or globs")
+            lacking = f"{key}: there is no file" if key else "there is no trace file"
+            raise TraceError(f"{lacking} {str(pattern)!r}; give log files, folders or globs")
         found += [file for file in files if file not in found]
     return found
 
