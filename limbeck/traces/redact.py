@@ -177,6 +177,11 @@ _FORMS = (
         r"(?<!\w)(?P<sign>ENV|setenv|setx|SETX|set -gx|set -x|config(?:ure)? set)[ \t]{1,3}"
         rf"{_NAME}(?P<gap>[ \t]{{1,3}})"
     ),
+    # secret_access_key value
+    re.compile(
+        r"(?<![A-Za-z0-9_.-])(?P<name>[A-Za-z][A-Za-z0-9]{0,30}(?:[_-][A-Za-z0-9]{1,30}){1,6})"
+        r"(?P<sign> )(?P<gap>[ \t]{0,2})"
+    ),
     # {"name": "NAME", "value": "value"}
     re.compile(
         rf"(?i)\b(?:name|key)\\?[\"']?\s{{0,3}}[:=]\s{{0,3}}\\?[\"']?{_NAME}\\?[\"']?,?\s{{1,40}}\\?[\"']?"
@@ -187,6 +192,8 @@ _VALUE = re.compile(
     r"[bBrRuU@]?(?P<quote>\\?[\"'`])(?P<quoted>(?:(?!(?P=quote))[^\n]){1,2048})"
     r"|(?P<bare>[^\s\"'`,;&<>(){}\[\]|\\]{1,2048})(?P<after>[(\[{]?)"
 )
+_HEX = re.compile(r"[0-9a-fA-F-]+")
+_EXPORTING = re.compile(r"(?:\bexport|\benv|(?<!\S)-e|--set|\bset)\s+\Z")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ASSIGNED = "assigned_secret"
 
@@ -327,12 +334,19 @@ class Redactor:
         strength = self._strength(name)
         if strength is None or (value := _VALUE.match(text, match.end())) is None:
             return None
+        if match["sign"] == " ":
+            # only a space: what follows is the next word of a sentence, or a commit, unless it looks like nothing else
+            found = value["bare"] or ""
+            other = len(found) >= 16 and not _HEX.fullmatch(found)
+            return value.span("bare") if other and self._is_secret("token", found, False) else None
         if value["quoted"] is not None:
             return value.span("quoted") if self._is_secret(strength, value["quoted"], match["sign"] != ",") else None
         if value["after"]:
             return None
-        # DB_PASSWORD=x, --password x and ENV PASSWORD x are shell, where any word is a value
-        shell = (match["sign"] == "=" and not match["gap"] and name == name.upper()) or match["sign"][0] in "-EsSc"
+        # DB_PASSWORD=x, export password=x, --password x and ENV PASSWORD x are shell, where any word is a value
+        plain = match["sign"] == "=" and not match["gap"]
+        exported = plain and _EXPORTING.search(text, max(0, match.start() - 12), match.start()) is not None
+        shell = (plain and name == name.upper()) or exported or match["sign"][0] in "-EsSc"
         return value.span("bare") if self._is_secret(strength, value["bare"], shell) else None
 
     def _strength(self, name: str) -> Strength | None:
