@@ -319,14 +319,18 @@ class ReferenceLogProbs:
     ) -> None:
         """Score all pairs, each data-parallel rank its share; those of a sharded model must do so in step."""
         with_pairs = [i for i, trace in enumerate(dataset.traces) if trace.preference_pairs]
+        ranks = policy.dims.data
+        # ranks that score together wait for each other inside the model
+        scoring = Comm.alone() if policy.dims.is_sharded else ranks
         for mine in rank_batches(with_pairs, rank=rank, world=world, rows=rows):
-            batch = collate([dataset[i] for i in mine])
-            channel = batch.channel("preference")
-            places = self._places(batch)
-            self.values[places] = policy.response_log_probs(channel).reshape(-1, 2)
+            with ranks.fail_together():
+                batch = collate([dataset[i] for i in mine])
+                channel = batch.channel("preference")
+                places = self._places(batch)
+            with scoring.fail_together():
+                self.values[places] = policy.response_log_probs(channel).reshape(-1, 2)
             self.checks[places] = _checksums(channel).reshape(-1, 2)
         # data-parallel ranks, once per run: two numbers and two checksums per pair, zeros but for those scored here
-        ranks = policy.dims.data
         self.values, self.checks = ranks.sum(self.values), ranks.sum(self.checks)
 
     def attach(self, batch: ComposerBatch, channel: BatchedDataDict) -> None:
@@ -433,7 +437,8 @@ class TraceStep:
     def _preference(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
         channel = batch.channel("preference")
         if self.reference is not None:
-            self.reference.attach(batch, channel)
+            with self.student.dims.data.fail_together():
+                self.reference.attach(batch, channel)
         return Channel(channel, self.preference_loss, factor=factor, rows_together=2)
 
 

@@ -293,22 +293,26 @@ class Comm:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Work that may fail on some ranks: a `LimbeckError` of one is raised by all, of its kind and with its text.
+        """Work that may fail on some ranks: an error of one is one of all. The others raise one of its kind
+        (`LimbeckError` if it is not ours) with its rank and its text.
 
         Otherwise the others would go on and wait for it in their next collective.
         """
-        error: LimbeckError | None = None
+        error: Exception | None = None
         try:
             yield
-        except LimbeckError as found:
+        except Exception as found:  # whatever it is, the others must not wait
+            if _TIMED_OUT.search(str(found)):
+                raise  # nobody would answer
             error = found
         if self.size > 1:
             # the highest of numbers that fall with the rank: the first rank with an error
             own = 0 if error is None else self.size - self.rank
             worst = int(self.max(torch.tensor(own, device=self.device)))
             if worst:
-                told = self._broadcast_bytes(_packed(error), self.size - worst)
-                error = error or _unpacked(told)
+                source = self.size - worst
+                told = self._broadcast_bytes(_packed(error), source)
+                error = error or _unpacked(told, f"rank {source}: ")
         if error is not None:
             raise error
 
@@ -340,10 +344,10 @@ def _packed(error: Exception | None) -> bytes:
     return json.dumps([type(error).__name__, str(error) or type(error).__name__]).encode()
 
 
-def _unpacked(raw: bytes) -> LimbeckError:
+def _unpacked(raw: bytes, lead: str = "") -> LimbeckError:
     name, text = json.loads(raw)
     kinds = {kind.__name__: kind for kind in LimbeckError.__subclasses__()}
-    return kinds.get(name, LimbeckError)(text)
+    return kinds.get(name, LimbeckError)(lead + text)
 
 
 class _SumSameLoss(torch.autograd.Function):

@@ -13,8 +13,11 @@ import torch
 import torch.multiprocessing as mp
 
 from limbeck.algorithms.trace_distillation import setup, train
+from limbeck.errors import LimbeckError, TemplateError
+from limbeck.traces.dataset import TraceCollate
 from limbeck.utils.logger import read_metrics
 from tests.helpers.trace_runs import config, short_traces
+from tests.patience import TEST_SECONDS
 
 # store-count-3 has neither site nor pair, so one process waits through fillers of both channels
 NAMES = ("store-count-1", "store-count-2", "store-count-3", "files-todo-2")
@@ -44,6 +47,52 @@ def _work(rank: int, port: int, where: str) -> None:
         _run(Path(where), "two")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _fail(rank: int, port: int, where: str) -> None:
+    """Rank 1 cannot collate a pair of the reference, then finds other tokens than the reference was computed for."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
+    )
+    torch.set_num_threads(1)
+    folder = Path(where)
+    made = config(
+        folder,
+        traces={"train": short_traces(folder, NAMES), "shuffle": False},
+        distillation={"num_prompts_per_step": 4, "max_num_steps": 1},
+        cluster={"backend": "gloo", "timeout": TEST_SECONDS},
+    )
+    collate, said = TraceCollate.__call__, []
+
+    def refuse(self: TraceCollate, rows: Any) -> Any:
+        if rank == 1:
+            raise TemplateError("the template refuses it")
+        return collate(self, rows)
+
+    for broken in ("collate", "reference"):
+        TraceCollate.__call__ = refuse if broken == "collate" else collate  # type: ignore[method-assign]
+        try:
+            parts = setup(made)
+            assert parts.step.reference is not None
+            parts.step.reference.checks += rank
+            train(parts)
+        except LimbeckError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    (folder / f"said_{rank}.json").write_text(json.dumps(said))
+    torch.distributed.destroy_process_group()
+
+
+def test_an_error_of_one_process_in_the_reference_ends_the_other_and_names_it(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_fail, args=(port, str(tmp_path)), nprocs=2, join=True)
+    first, second = (json.loads((tmp_path / f"said_{rank}.json").read_text()) for rank in range(2))
+    assert first[0] == "TemplateError: rank 1: the template refuses it"
+    assert second[0] == "TemplateError: the template refuses it"
+    assert first[1].startswith("LossError: ")
+    assert "rank 1: the reference log-probs were computed for other tokens" in first[1]
+    assert "the reference log-probs were computed for other tokens" in second[1]
 
 
 def test_two_processes_take_the_run_of_one(tmp_path: Path) -> None:

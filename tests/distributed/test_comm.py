@@ -156,10 +156,16 @@ def _errors(rank: int, world: int) -> list[str]:
         try:
             with comm.fail_together():
                 if rank in bad:
-                    raise ConfigError(f"rank {rank}")
+                    raise ConfigError(f"no {rank}")
             out.append("fine")
         except LimbeckError as error:
             out.append(f"{type(error).__name__}: {error}")
+    try:
+        with comm.fail_together():
+            if rank == 2:
+                raise ValueError("odd")
+    except (LimbeckError, ValueError) as error:
+        out.append(f"{type(error).__name__}: {error}")
     try:
         comm.first_only(fails)
     except (LimbeckError, ValueError) as error:
@@ -169,6 +175,17 @@ def _errors(rank: int, world: int) -> list[str]:
 
 def test_an_error_of_one_is_one_of_all(tmp_path: Path) -> None:
     first, second, third = together(3, _errors, tmp_path)
-    assert first == ["fine", "ConfigError: rank 1", "ConfigError: rank 1", "ValueError: only the first knows"]
-    assert second == ["fine", "ConfigError: rank 1", "ConfigError: rank 1", "LimbeckError: only the first knows"]
-    assert third == ["fine", "ConfigError: rank 1", "ConfigError: rank 2", "LimbeckError: only the first knows"]
+    assert first[:3] == ["fine", "ConfigError: rank 1: no 1", "ConfigError: rank 1: no 1"]
+    assert second[:3] == ["fine", "ConfigError: no 1", "ConfigError: no 1"]
+    assert third[:3] == ["fine", "ConfigError: rank 1: no 1", "ConfigError: no 2"]
+    assert [found[3] for found in (first, second, third)] == [
+        "LimbeckError: rank 2: odd",
+        "LimbeckError: rank 2: odd",
+        "ValueError: odd",
+    ]
+    known = "only the first knows"
+    assert [found[4] for found in (first, second, third)] == [
+        f"ValueError: {known}",
+        f"LimbeckError: {known}",
+        f"LimbeckError: {known}",
+    ]
