@@ -186,7 +186,7 @@ class ArrowReader:
         try:
             for column in table.columns:
                 column.cast(text.get(column.type, column.type)).validate(full=True)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        except (pa.ArrowException, MemoryError) as error:
             raise DataError(f"{self.path} is a damaged Arrow file: {one_line(error)}.") from error
 
     def _open(self) -> Any:
@@ -203,8 +203,8 @@ class ArrowReader:
             except pa.ArrowInvalid:
                 source.seek(0)
                 table = pa.ipc.open_stream(source).read_all()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{self.path} is not a readable Arrow file: {error}.") from error
+        except (pa.ArrowException, OSError, MemoryError) as error:
+            raise DataError(f"{self.path} is not a readable Arrow file: {one_line(error)}.") from error
         _require_column(self.path, self._key, table.column_names)
         self._table = table.select([self._key, *(name for name in self._optional if name in table.column_names)])
         return self._table
@@ -243,8 +243,8 @@ def parquet_as_arrow(path: str, key: str, optional: list[str], cache_dir: str | 
                 with pa.OSFile(target, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                     for batch in source.iter_batches(batch_size=1024, columns=names):
                         writer.write_batch(batch.select(names))
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path} is not a readable parquet file: {error}.") from error
+        except (pa.ArrowException, MemoryError) as error:
+            raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
 
     return cached_copy(path, f"arrow:{key}:{','.join(optional)}", cache_dir, fill)
 

@@ -449,6 +449,17 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
             RecordDataset(str(packed), ReadingConfig(cache_dir=str(folder))).prepare()
 
 
+def test_an_arrow_file_that_asks_for_more_memory_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(source: Any) -> None:
+        raise pa.ArrowMemoryError("malloc of size 562949953421440 failed")
+
+    path = tmp_path / "a.arrow"
+    path.write_bytes(b"ARROW1")
+    monkeypatch.setattr(pa.ipc, "open_file", exhausted)
+    with pytest.raises(DataError, match="is not a readable Arrow file: malloc of size"):
+        RecordDataset(str(path)).prepare()
+
+
 def test_a_damaged_arrow_file_is_an_error(tmp_path: Path) -> None:
     """Offsets that point outside of the buffers: Arrow would follow them."""
     path = tmp_path / "a.arrow"

@@ -1,3 +1,4 @@
+import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -87,6 +88,28 @@ def test_weights_that_are_cut_off_or_pickled_are_refused_in_one_line(tmp_path):
     for name in ("cut", "pickled"):
         with pytest.raises(ConfigError, match="cannot be loaded"):
             load_model({"model_name": str(tmp_path / name)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": "two"},
+        {"rms_norm_eps": []},
+        {"num_attention_heads": 0},
+        {"hidden_size": -8},
+        {"vocab_size": 10**30},
+        {"rope_parameters": 3},
+        {"model_type": ["llama"]},
+    ],
+    ids=str,
+)
+def test_a_configuration_of_other_types_is_one_line(tmp_path, change):
+    load_model(random_config(), vocab_size=50, seed=3).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match="cannot be loaded|do not fit it") as caught:
+        load_model({"model_name": str(tmp_path)})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
