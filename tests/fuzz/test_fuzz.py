@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.runner import run_cases
 from tests.fuzz.targets import TARGETS
 
-CASES = {"arrow": 150, "cache": 100, "checkpoint": 6, "logs": 60, "server": 60, "report": 25}
+CASES = {"arrow": 150, "cache": 50, "checkpoint": 4, "logs": 30, "server": 16, "report": 25}
 
 
 @pytest.mark.parametrize("name", TARGETS)
