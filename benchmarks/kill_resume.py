@@ -57,9 +57,9 @@ def model(tokenizer: Path, **more: Any) -> dict[str, Any]:
     return {"init": "random", "tokenizer": {"name": str(tokenizer)}, "model_overrides": arch, **more}
 
 
-def prepare(folder: Path, steps: int) -> Path:
+def prepare(folder: Path, steps: int, documents: int = 90) -> Path:
     """Data, two tokenizers and the run file."""
-    write_texts(folder, train=90, held_out=10)
+    write_texts(folder, train=documents, held_out=10)
     for name, size in (("student", 400), ("teacher", 700)):
         train_tokenizer(folder / "vocabulary.txt", folder / name, size)
     values = {
@@ -92,11 +92,10 @@ def prepare(folder: Path, steps: int) -> Path:
 
 
 class Attempt:
-    """A run as a user starts it."""
+    """A command as a user starts it, in a process of its own; what it says goes to ``log``."""
 
-    def __init__(self, run_file: Path, run_dir: Path, *, fresh: bool) -> None:
-        arguments = ["train", str(run_file), f"logger.log_dir={run_dir}", "--quiet"]
-        self.log = run_dir.with_suffix(".log")
+    def __init__(self, arguments: list[str], log: Path, *, fresh: bool) -> None:
+        self.log = log
         self._fork: Any = None
         self._fresh: subprocess.Popen[bytes] | None = None
         if fresh:
@@ -137,10 +136,16 @@ def _command(arguments: list[str], log: Path) -> None:
     main_command(arguments)
 
 
+def training(run_file: Path, run_dir: Path, *, fresh: bool = False) -> Attempt:
+    """A training run that has begun."""
+    arguments = ["train", str(run_file), f"logger.log_dir={run_dir}", "--quiet"]
+    return Attempt(arguments, run_dir.with_suffix(".log"), fresh=fresh)
+
+
 def finish(run_file: Path, run_dir: Path) -> float:
     """Run to the end; seconds."""
     begin = time.monotonic()
-    attempt = Attempt(run_file, run_dir, fresh=False)
+    attempt = training(run_file, run_dir)
     attempt.wait()
     attempt.check()
     return time.monotonic() - begin
@@ -174,7 +179,7 @@ def kill_once(run_file: Path, run_dir: Path, way: str, rng: random.Random, *, fr
     metrics = run_dir / "metrics.jsonl"
     begin = time.monotonic()
     before = metrics.stat().st_ino if metrics.exists() else -1
-    attempt = Attempt(run_file, run_dir, fresh=fresh)
+    attempt = training(run_file, run_dir, fresh=fresh)
     # a run rewrites this file when it is set up, before its first step
     limit = rng.uniform(0.0, 1.5) if way == "start" else 600.0
     while attempt.code is None and time.monotonic() - begin < limit:

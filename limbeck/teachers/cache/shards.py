@@ -452,6 +452,10 @@ class CacheReader:
             raise CacheError(f"document {key} of cache {str(self.folder)!r} holds other token ids than asked for")
         return CachedDocument(**{k: v[: n if k == "ids" else n - 1] for k, v in arrays.items()})
 
+    def document(self, key: str) -> CachedDocument:
+        """A whole document by its key."""
+        return CachedDocument(**self._read(key))
+
     def _read(self, key: str) -> dict[str, npt.NDArray[Any]]:
         entry = self._entries[key]
         layout = RecordLayout(self.spec, entry.n)
