@@ -96,7 +96,9 @@ def _curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any
 def _small_curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
     charts = []
     for title, key, smooth in _SMALL_CHARTS:
-        log = any(wants_log(run.points(key)) for run in runs)
+        points = [run.points(key) for run in runs]
+        # one axis for all, and it has no place for what is not positive
+        log = any(map(wants_log, points)) and all(value > 0 for one in points for _, value in one)
         series = _overlay(runs, names, key, smooth=smooth, log=log)
         charts.append(chart(title, series, width=NARROW, height=220, log=log, zero=not log))
     return [found for found in charts if found]

@@ -199,6 +199,14 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert [s["name"] for s in data[0]["series"]] == ["ce", "kd", "teacher"]
 
 
+def test_one_run_wants_a_logarithmic_axis_and_another_has_a_zero(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, steps=60) for name in ("wide", "zero")]
+    lines = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
+    lines[9]["train/grad_norm"] = 0.0
+    (folders[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Gradient norm" in _check(comparison_page([read_run(folder) for folder in folders]).render()).text
+
+
 def test_a_folder_of_runs_stands_for_them(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / "demo" / name, steps=50)
