@@ -187,10 +187,13 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"run file {str(path)!r} holds a {type(data).__name__}; expected 'key: value' lines")
-    bases = data.pop("defaults", [])
+    bases = data.pop("defaults", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"run file {str(path)!r}: 'defaults' is {bases!r}; give a run file, or a list of them")
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = merge(merged, _load_file(path.parent / str(base), (*chain, path)))
+    for base in bases:
+        merged = merge(merged, _load_file(path.parent / base, (*chain, path)))
     return merge(merged, data)
 
 

@@ -73,6 +73,8 @@ def test_defaults_are_merged_below(tmp_path):
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("? [a, b]\n: 1\n", "the key on line 1 is a list, no name"),
         ("{a: 1}: 2\n", "the key on line 1 is a dict, no name"),
+        ("defaults: 3\n", "'defaults' is 3; give a run file"),
+        ("defaults: [[a]]\n", r"'defaults' is \[\['a'\]\]; give a run file"),
         (f"a: {'9' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
         (f"a: 0x{'f' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
         ("a: 2001-99-99\n", "not valid YAML"),

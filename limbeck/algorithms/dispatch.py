@@ -23,7 +23,7 @@ _ALGORITHMS = {
 def resolve_run(raw_config: Mapping[str, Any]) -> tuple[BaseModel, Callable[[Any], Path]]:
     """The validated configuration of a run file, and the function that runs it."""
     name = raw_config.get("algorithm", DEFAULT)
-    if name not in _ALGORITHMS:
+    if not isinstance(name, str) or name not in _ALGORITHMS:
         near = near_name(str(name), _ALGORITHMS)
         hint = f"did you mean {near!r}?" if near else f"known are {', '.join(_ALGORITHMS)}"
         raise ConfigError(f"'algorithm' is {name!r}, which is unknown; {hint}")

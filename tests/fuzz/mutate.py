@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -76,7 +77,7 @@ def spoilt_json(rng: random.Random, value: Any) -> str:
 def _other(rng: random.Random, value: Any) -> Any:
     """Go down at random, and change what is there."""
     if not isinstance(value, list | dict) or not value or rng.random() < 0.08:
-        return rng.choice(ODD)
+        return copy.deepcopy(rng.choice(ODD))
     keys = list(value) if isinstance(value, dict) else range(len(value))
     key: Any = rng.choice(keys)
     way = rng.random()
@@ -85,7 +86,7 @@ def _other(rng: random.Random, value: Any) -> Any:
     elif way < 0.85:
         del value[key]
     elif isinstance(value, list):
-        value.insert(rng.randrange(len(value) + 1), value[key] if rng.random() < 0.5 else rng.choice(ODD))
+        value.insert(rng.randrange(len(value) + 1), copy.deepcopy(rng.choice((value[key], rng.choice(ODD)))))
     else:
-        value[rng.choice(("", "x", f"{key} ", str(key)[:-1], *map(str, keys)))] = value[key]
+        value[rng.choice(("", "x", f"{key} ", str(key)[:-1], *map(str, keys)))] = copy.deepcopy(value[key])
     return value

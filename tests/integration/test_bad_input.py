@@ -60,6 +60,9 @@ def test_a_run_file_that_is_not_there(tmp_path):
         ("policy.train_global_batch_size=3", "no multiple"),
         ("policy.optimizer.name=os.system", "'os.system' is not allowed"),
         ("data.mode=chat", "messages"),
+        ("algorithm=[trace_distillation]", "'algorithm' is ['trace_distillation'], which is unknown"),
+        ("loss_fn.mode=[p_kl]", "'loss_fn.mode' is ['p_kl']"),
+        ("policy=[3]", "'policy' is [3]"),
         ("=3", "not of the form"),
     ],
 )
