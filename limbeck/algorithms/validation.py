@@ -133,6 +133,7 @@ NAMES = (
     "preference_accuracy",
     "supervised_logprob",
     "response_length",
+    "hint_compared",
 )
 
 
@@ -142,7 +143,8 @@ class TraceValidation:
     ``erroneous_logprob``: nats of the messages whose call failed, each over the whole message; ``_hinted``: the same
     where the model reads the hint (a self-teacher's view). ``chosen_logprob``, ``rejected_logprob``, ``margin``,
     ``preference_accuracy``: of the pairs. ``supervised_logprob``: per token, all assistant messages.
-    ``response_length``: tokens of greedy answers in front of the first error sites.
+    ``response_length``: tokens of greedy answers in front of the first error sites. ``hint_compared``: share of the
+    bytes of failed messages (texts, names, keys and values) that student and hinted teacher are compared on.
     """
 
     def __init__(
@@ -183,6 +185,8 @@ class TraceValidation:
         policy = self.policy
         hint = batch.channel("hint")
         sums.add({"erroneous_logprob": (policy.response_log_probs(hint).sum(), hint.size)})
+        compared, said = batch["site_compared"].sum(0).tolist()
+        sums.add({"hint_compared": (compared, said)})
         if self.collate.collator.teacher is self.collate.collator.student:
             hinted = policy.response_log_probs(hint, prefix="teacher_")
             sums.add({"erroneous_logprob_hinted": (hinted.sum(), hint.size)})

@@ -1,14 +1,15 @@
 """Two renderings of one text -> chunks: which stretches correspond, and what to do when their bytes do not agree.
 
-``align_renderings`` pairs the target segments of two renderings and nothing else. ``TokenAligner`` knows the two
-vocabularies, so it adds a shared begin token, ids without a text, and batches as tensors.
+``align_renderings`` pairs the target segments of two renderings and nothing else; tool calls that the two sides write
+differently are paired field by field (``calls``). ``TokenAligner`` knows the two vocabularies, so it adds a shared
+begin token, ids without a text, and batches as tensors.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.align.boundaries import Chunks, chunk_stretch, role_pairs
+from limbeck.align.calls import shared_stretches
 from limbeck.errors import AlignmentError
 from limbeck.tokens import ByteVocab, Rendering, Segment, Tokenizer
 from limbeck.tokens.vocab import role_class
@@ -31,14 +33,18 @@ IntArray = npt.NDArray[np.int64]
 def align_renderings(student: Rendering, teacher: Rendering, counts: Counter[str] | None = None) -> Chunks:
     """Align the target segments of two renderings.
 
-    Segments correspond by message, kind and order; each pair must hold the same bytes. What does not correspond is
-    left out and counted in ``counts``: ``segment_missing`` (one side only), ``segment_differs`` (other bytes),
-    ``segment_stripped`` (the same but for outer white space, which is left out), ``inexact_chunks``.
+    Segments correspond by message, kind and order; each pair must hold the same bytes. Calls that are written
+    differently correspond by their fields. What does not correspond is left out and counted in ``counts``:
+    ``segment_missing`` (one side only), ``segment_differs`` (other bytes), ``segment_stripped`` (the same but for outer
+    white space, which is left out), ``call_fields_differ`` (names, keys and values of calls), ``inexact_chunks``.
     """
     counts = Counter() if counts is None else counts
     parts: list[Chunks] = []
-    theirs = _keyed(teacher.segments)
+    by_field = _rewritten_calls(student, teacher)
+    theirs = {key: s for key, s in _keyed(teacher.segments).items() if not _is_call(s, by_field)}
     for key, mine in _keyed(student.segments).items():
+        if _is_call(mine, by_field):
+            continue
         other = theirs.pop(key, None)
         if other is None:
             counts["segment_missing"] += 1
@@ -55,9 +61,28 @@ def align_renderings(student: Rendering, teacher: Rendering, counts: Counter[str
             if same:
                 parts.append(_align_segment(student, mine, teacher, other))
     counts["segment_missing"] += len(theirs)
+    for message in by_field:
+        stretches, left_out = shared_stretches(student, teacher, message)
+        counts["call_fields_differ"] += left_out
+        parts += [_align_segment(student, mine, teacher, other) for mine, other in stretches]
     chunks = Chunks.concatenate(parts)
     counts["inexact_chunks"] += int(np.count_nonzero(~chunks.exact))
     return chunks
+
+
+def _rewritten_calls(student: Rendering, teacher: Rendering) -> dict[int, None]:
+    """Messages whose tool calls both sides write, in other bytes or in another number of parts."""
+    written: list[dict[int, list[bytes]]] = [{}, {}]
+    for rendering, found in zip((student, teacher), written, strict=True):
+        for s in rendering.segments:
+            if s.kind == "tool_call":
+                found.setdefault(s.message, []).append(rendering.source[s.start : s.end])
+    mine, theirs = written
+    return {message: None for message, texts in mine.items() if theirs.get(message, texts) != texts}
+
+
+def _is_call(segment: Segment, messages: Container[int]) -> bool:
+    return segment.kind == "tool_call" and segment.message in messages
 
 
 def _keyed(segments: tuple[Segment, ...]) -> dict[tuple[int, str, int], Segment]:

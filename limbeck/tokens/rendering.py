@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,21 @@ class Segment:
     token_end: int
 
 
+@dataclass(frozen=True)
+class CallField:
+    """A name, key or value of a tool call, and where it is written.
+
+    ``path`` leads to it inside the call, whatever the template writes around it; ``start:end`` are bytes of the
+    rendering's source (characters before it is tokenised).
+    """
+
+    message: int
+    call: int
+    path: tuple[Any, ...]
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rendering:
     """Token ids of one text with exact byte ends.
@@ -40,6 +56,7 @@ class Rendering:
         target: ``[n]`` bool; tokens that are supervised.
         segments: the target stretches, in order.
         dropped: what was left out, counted by reason.
+        fields: names, keys and values of the tool calls in the targets, in order.
     """
 
     ids: IntArray
@@ -50,6 +67,7 @@ class Rendering:
     target: BoolArray
     segments: tuple[Segment, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)
+    fields: tuple[CallField, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,5 +91,6 @@ class Rendering:
             special=self.special[cut],
             target=self.target[cut],
             segments=segments,
+            fields=tuple(f for f in self.fields if f.end <= end_byte),
             dropped={**self.dropped, "truncated_tokens": len(self) - length},
         )

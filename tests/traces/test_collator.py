@@ -571,7 +571,12 @@ def test_a_teacher_with_another_tokenizer_is_aligned_by_bytes(teacher_name: str)
     assert vocabs[1].join(ids[ids >= 0].tolist()).decode() == messages[1].content
 
 
-def test_a_teacher_without_tool_syntax_is_dropped_and_counted() -> None:
-    batch = ComposerDataCollator(QWEN, teacher_tokenizer=zoo.tokenizer("smollm2"))([long_trace(2, failed=(0,))])
-    assert batch["dropped"] == {"teacher_template_refused": 1}
-    assert len(batch["site_target"]) == 0
+def test_a_teacher_without_tool_syntax_reads_calls_and_results_as_text() -> None:
+    teacher = zoo.tokenizer("smollm2")
+    batch = ComposerDataCollator(QWEN, teacher_tokenizer=teacher)([long_trace(2, failed=(0,))])
+    assert batch["dropped"] == {}
+    text = teacher_text(teacher, batch, 0)
+    assert text.endswith('<tool_call>\n{"name": "read", "arguments": {"path": "0.txt"}}\n</tool_call>')
+    compared, said = batch["site_compared"][0].tolist()
+    assert said == len("Now number 0.readpath0.txt")
+    assert compared == said - 1, "a token holds the full stop and the line break behind it"

@@ -12,23 +12,27 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from markupsafe import escape
 
 from limbeck.errors import TemplateError
+from limbeck.tokens.chat.adapt import AS_IS, KEY, Adapted, Part, Rule, Written, adapt, escaped, written_json
 from limbeck.tokens.chat.sandbox import LimitExceeded
 from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
 
 Path = tuple[Any, ...]
 
+CALL_KINDS = ("name", "key", "argument", "scalar")
+"""Kinds of the strings and values that make up a tool call."""
+
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _OWN_KEYS = ("supervise", "weight")
 
-# Marked strings by level; each level gives up some, for templates that look at names or at emptiness.
-_ALL, _NO_EMPTY, _NO_NAMES, _NO_ARGUMENTS = range(4)
+# Marked strings by level; each level gives up some, for templates that look at keys, names or at emptiness.
+_FIELDS, _ALL, _NO_EMPTY, _NO_NAMES, _NO_ARGUMENTS = range(5)
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
@@ -38,24 +42,30 @@ _ALL, _NO_EMPTY, _NO_NAMES, _NO_ARGUMENTS = range(4)
 class Leaf:
     """One string of the conversation: ``message`` is its message's index, -1 for a tool schema.
 
-    ``kind`` is ``content``, ``reasoning``, ``name`` (of a called tool), ``argument`` or ``other``; ``call`` numbers the
-    message's tool calls, -1 for what is none.
+    ``kind`` is ``content``, ``reasoning``, ``name`` (of a called tool), ``key``, ``argument`` (a string in a call's
+    arguments), ``scalar`` (any other value there, ``text`` in JSON) or ``other``; ``call`` numbers the message's tool
+    calls, -1 for what is none; ``path`` leads to the string inside its call.
     """
 
     message: int
     kind: str
     text: str
     call: int = -1
+    path: Path = ()
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A marker for ``core``, a stretch of string number ``leaf``, which has ``before`` and ``after`` around it."""
+    """A marker for ``core``, a stretch of string number ``leaf``, which has ``before`` and ``after`` around it.
+
+    ``other``: a further way to write it.
+    """
 
     leaf: int
     core: str
     before: str
     after: str
+    other: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ def _canonical_call(call: Message, forms: Forms) -> Message:
     function = dict(call["function"])
     arguments = function.get("arguments")
     if forms.json_arguments and not isinstance(arguments, str):
-        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+        function["arguments"] = Written(written_json(arguments or {}))
     elif not forms.json_arguments and (arguments is None or isinstance(arguments, str)):
         function["arguments"] = _parsed(arguments or "{}")
     return {"type": "function", **call, "function": function}
@@ -145,7 +155,7 @@ class Marked:
     ) -> None:
         self.leaves: list[Leaf] = []
         self.marks: list[Mark] = []
-        self._nonce = _fresh_nonce(real)
+        self._nonce, self._digits = _fresh_nonces(real)
         self._tested = re.compile("|".join(map(re.escape, sorted(tested, key=len, reverse=True)))) if tested else None
         self._wanted = wanted
         self._keep_edges = keep_edges
@@ -159,45 +169,69 @@ class Marked:
 
     def occurrences(self, text: str) -> Iterator[tuple[int, int, int]]:
         """``(mark, start, end)`` of every marker in a rendering, in order."""
-        for match in re.finditer(rf"{self._nonce}(\d+)x[^Z]{{0,16}}?Z", text):
-            yield int(match[1]), match.start(), match.end()
+        for match in re.finditer(rf"{self._nonce}(\d+)x[^Z]{{0,16}}?Z|{self._digits}(\d{{7}})", text):
+            yield int(match[1] or match[2]), match.start(), match.end()
 
     def _walk(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Written):
+            return "".join(p if isinstance(p, str) else self._replace_part(p, path) for p in value.parts)
         if isinstance(value, dict):
             return {
-                self._replace(key, (*path, "key")) if isinstance(key, str) else key: item
+                self._replace(key, (*path, key, KEY)) if isinstance(key, str) else key: item
                 if key == "thinking" and len(path) == 1
                 else self._walk(item, (*path, key))
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):
             return [self._walk(item, (*path, i)) for i, item in enumerate(value)]
-        return self._replace(value, path) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return self._replace(value, path)
+        return self._replace_scalar(value, path) if _kind(path) == "argument" else value
 
     def _replace(self, text: str, path: Path) -> str:
         kind = _kind(path)
-        leaf = Leaf(path[0], kind, text, path[2] if kind in ("name", "argument") else -1)
+        inside = kind in CALL_KINDS
+        leaf = Leaf(path[0], kind, text, path[2] if inside else -1, path[3:] if inside else ())
+        return self._marked_leaf(leaf) if self._wanted(leaf) else text
+
+    def _replace_part(self, part: Part, path: Path) -> str:
+        """A string inside a longer one that was written from it."""
+        call = path[2] if path[1:2] == ("tool_calls",) else part.call
+        leaf = Leaf(path[0], part.kind, part.text, call, part.path)
+        return self._marked_leaf(leaf, escaped if part.in_json else str) if self._wanted(leaf) else part.written
+
+    def _replace_scalar(self, value: Any, path: Path) -> Any:
+        """A number in place of a number, truth value or null: templates print it wherever they print the value."""
+        leaf = Leaf(path[0], "scalar", json.dumps(value), path[2], path[3:])
         if not self._wanted(leaf):
-            return text
+            return value
+        self.leaves.append(leaf)
+        self.marks.append(Mark(len(self.leaves) - 1, leaf.text, "", "", str(value)))
+        return int(f"{self._digits}{len(self.marks) - 1:07d}")
+
+    def _marked_leaf(self, leaf: Leaf, write: Callable[[str], str] = str) -> str:
         # Templates compare messages with each other, so equal strings stay equal where their place does not matter.
-        shared = (leaf.kind, text) if leaf.message < 0 or not self._assistant[leaf.message] else None
+        shared = (leaf.kind, leaf.text) if leaf.message < 0 or not self._assistant[leaf.message] else None
         if shared in self._shared:
             return self._shared[shared]
         self.leaves.append(leaf)
-        marked = self._mark(text)
+        marked = self._mark(leaf.text, write)
         if shared is not None:
             self._shared[shared] = marked
         return marked
 
-    def _mark(self, text: str) -> str:
-        """Markers in place of the text's cores; white space and markup that templates look for stay as they are."""
+    def _mark(self, text: str, write: Callable[[str], str]) -> str:
+        """Markers in place of the text's cores; white space and markup that templates look for stay as they are.
+
+        ``write``: how text stands in the string around it.
+        """
         cores = list(self._cores(text)) or [(0, len(text))]
-        parts, at = [], 0
-        for start, end in cores:
-            parts += [text[at:start], self._marker(text, start, end)]
-            at = end
-        marked = "".join([*parts, text[at:]])
-        return marked if self._keep_edges else marked.strip()
+        markers = [self._marker(text, start, end) for start, end in cores]
+        edges = [0, *(x for core in cores for x in core), len(text)]
+        between = [text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        if not self._keep_edges:
+            between[0], between[-1] = between[0].lstrip(), between[-1].rstrip()
+        return "".join(x for pair in zip(map(write, between), [*markers, ""], strict=True) for x in pair)
 
     def _cores(self, text: str) -> Iterator[tuple[int, int]]:
         at = 0
@@ -217,7 +251,10 @@ class Marked:
 
 
 def _kind(path: Path) -> str:
-    if path[0] < 0 or len(path) < 2 or path[-1] == "key":
+    in_arguments = path[1:2] == ("tool_calls",) and path[3:5] == ("function", "arguments")
+    if path[-1] is KEY:
+        return "key" if in_arguments and len(path) > 6 else "other"
+    if path[0] < 0 or len(path) < 2:
         return "other"
     if path[1] == "content" and path[-1] != "type":
         return "content"
@@ -225,17 +262,19 @@ def _kind(path: Path) -> str:
         return "reasoning"
     if path[1] == "tool_calls" and path[3:] == ("function", "name"):
         return "name"
-    if path[1] == "tool_calls" and path[3:5] == ("function", "arguments"):
+    if in_arguments:
         return "argument"
     return "other"
 
 
-def _fresh_nonce(real: str) -> str:
+def _fresh_nonces(real: str) -> tuple[str, str]:
+    """What no text of the rendering contains: one for strings, one of digits for other values."""
     salt = 0
     while True:
-        nonce = "Lk" + hashlib.sha256(f"{salt}\0{real}".encode("utf-8", "surrogatepass")).hexdigest()[:12] + "n"
-        if nonce not in real:
-            return nonce
+        digest = hashlib.sha256(f"{salt}\0{real}".encode("utf-8", "surrogatepass"))
+        nonce, digits = f"Lk{digest.hexdigest()[:12]}n", f"7{int.from_bytes(digest.digest()[:8], 'big') % 10**11:011d}"
+        if nonce not in real and digits not in real:
+            return nonce, digits
         salt += 1
 
 
@@ -312,6 +351,8 @@ def _writings(mark: Mark) -> tuple[str, ...]:
     escaped = json.dumps(core, ensure_ascii=False)[1:-1]
     forms = [core, escaped, json.dumps(core)[1:-1], repr(core)[1:-1], str(escape(core))]
     forms.append(json.dumps(escaped, ensure_ascii=False)[1:-1])
+    if mark.other is not None:
+        forms.append(mark.other)
     if not core.strip():
         forms += [core.lstrip("\n"), core.rstrip("\n"), core.strip("\n"), ""]
     return tuple(dict.fromkeys(forms))
@@ -387,6 +428,8 @@ class Layout:
 
     Attributes:
         template, messages: what was rendered; the messages are in canonical form.
+        adapted: from which messages of the conversation each of ``messages`` is made.
+        rule: how they were adapted to the template.
         text: the rendering.
         skeleton: the rendering with markers; outside ``places`` it says the same as ``text``.
         marked: the markers.
@@ -405,6 +448,8 @@ class Layout:
     edges: list[Span]
     generation: list[Span]
     edges_known: bool
+    adapted: list[Adapted] = field(default_factory=list)
+    rule: Rule = AS_IS
 
     def leaf(self, place: Place) -> Leaf:
         """The string that lies at a place."""
@@ -426,6 +471,11 @@ class Layout:
         contents = any(leaf.kind == "content" for leaf in self.marked.leaves)
         return not contents or any(self.leaf(place).kind == "content" for place in self.places)
 
+    def loses_answers(self) -> bool:
+        """Whether the template left out something that the assistant said beside its thoughts."""
+        lost = (leaf for leaf in self.unrendered() if leaf.kind == "content")
+        return any(self.messages[leaf.message]["role"] == "assistant" for leaf in lost)
+
     def unrendered(self) -> list[Leaf]:
         """Contents and reasoning that the template left out."""
         there = {self.marked.marks[place.mark].leaf for place in self.places}
@@ -439,15 +489,46 @@ def lay_out(
     *,
     holds_special: Callable[[str], bool],
     generation_prompt: bool = False,
+    rules: Sequence[Rule] = (AS_IS,),
 ) -> Layout:
     """Render the conversation in the first form that the template takes without an error and without losing a call.
 
     Args:
         holds_special: whether a string contains the content of a special token.
+        rules: how the conversation may be adapted to the template, in order; the first that loses nothing of what the
+            assistant said, else the first that works.
     """
     if not messages:
         raise TemplateError(f"chat template {template.name!r} was given no messages; expected at least one.")
-    failures = _Failures(template)
+    tried: list[_Failures] = []
+    lossy: Layout | None = None
+    before: list[Adapted] | None = None
+    for rule in rules:
+        adapted = adapt(messages, rule)
+        if adapted == before or (rule == "short_ids" and tried and not tried[0].suggests_ids):
+            continue
+        before = adapted
+        failures = _Failures(template)
+        tried.append(failures)
+        found = _first_form(template, adapted, rule, failures, holds_special, generation_prompt)
+        if found is not None and not found.loses_answers():
+            return found
+        lossy = lossy or found
+    if lossy is not None:
+        return lossy
+    raise tried[0].most_telling()
+
+
+def _first_form(
+    template: ChatTemplate,
+    adapted: list[Adapted],
+    rule: Rule,
+    failures: _Failures,
+    holds_special: Callable[[str], bool],
+    generation_prompt: bool,
+) -> Layout | None:
+    """The layout in the first form that works; None where none does, and ``failures`` says why."""
+    messages = [one.message for one in adapted]
     for forms in _forms(messages):
         if forms.parts and not failures.suggest_parts:
             break
@@ -464,10 +545,10 @@ def lay_out(
             failures.refusals.append((error, conversation))
         else:
             if layout.has_contents():
-                return layout
+                return replace(layout, adapted=adapted, rule=rule)
             failures.losses.append(template.error(0, conversation, "leaves out the content of every message"))
             failures.contents_lost = True
-    raise failures.most_telling()
+    return None
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Forms]:
@@ -494,6 +575,11 @@ class _Failures:
         """Whether the template seems to look for parts in a content that is a string."""
         return self.contents_lost or any(type(error).__name__ == "UndefinedError" for error, _ in self.refusals)
 
+    @property
+    def suggests_ids(self) -> bool:
+        """Whether the template speaks of ids where it refuses."""
+        return any(re.search(r"\bids?\b", str(error), re.IGNORECASE) for error, _ in self.refusals)
+
     def most_telling(self) -> TemplateError:
         """A refusal in the template's own words, else a loss, else an operation that did not fit the data."""
         own_words = [refusal for refusal in self.refusals if type(refusal[0]).__name__ == "TemplateError"]
@@ -519,7 +605,7 @@ def _locate(
 
         return Marked(messages, template.tools, real=text, tested=tested, wanted=wanted, keep_edges=keep_edges)
 
-    for level in (_ALL, _NO_EMPTY, _NO_NAMES, _NO_ARGUMENTS):
+    for level in (_FIELDS, _ALL, _NO_EMPTY, _NO_NAMES, _NO_ARGUMENTS):
         marks = marked(level, True)
         try:
             skeleton, _ = template.render(marks.messages, tools=marks.tools, generation_prompt=generation_prompt)
@@ -541,9 +627,9 @@ def _wanted(leaf: Leaf, level: int, messages: list[Message]) -> bool:
         # An empty answer still has a place, and an end of turn to learn.
         message = messages[leaf.message]
         alone = not message.get("tool_calls") and not message.get("reasoning_content")
-        return level == _ALL and leaf.kind == "content" and message["role"] == "assistant" and alone
+        return level <= _ALL and leaf.kind == "content" and message["role"] == "assistant" and alone
     by_kind = {"content": True, "reasoning": True, "name": level < _NO_NAMES, "argument": level < _NO_ARGUMENTS}
-    return by_kind.get(leaf.kind, False)
+    return by_kind.get(leaf.kind, level == _FIELDS and leaf.kind in CALL_KINDS)
 
 
 def _edges(

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.tokens.chat.markers import Layout, Place
+from limbeck.tokens.chat.adapt import AS_IS, RULES, Rule, Written
+from limbeck.tokens.chat.markers import CALL_KINDS, Layout, Place
 from limbeck.tokens.chat.render import AliasedText, supervise
 from limbeck.tokens.chat.template import ChatTemplate
 from limbeck.tokens.chat.turns import Special, Turn, locate_turns
@@ -59,6 +60,7 @@ class Conversation:
         piece_of: message -> piece with its first string; messages that the template left out are missing.
         turns: assistant message -> its turn in characters of its piece; several parts where the template parts it.
         dropped: what the template left out, by reason.
+        rule: how the messages were adapted to the template.
     """
 
     messages: list[dict[str, Any]]
@@ -66,6 +68,7 @@ class Conversation:
     piece_of: dict[int, int]
     turns: dict[int, list[Turn]]
     dropped: Counter[str]
+    rule: Rule = AS_IS
 
     @property
     def head(self) -> int:
@@ -105,10 +108,16 @@ class ChatRenderer:
         """Drop the pieces of earlier batches."""
         self._known.clear()
 
-    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> Conversation:
-        """Render a conversation and cut it into pieces; nothing is tokenised yet."""
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None, *, rule: Rule | None = None
+    ) -> Conversation:
+        """Render a conversation and cut it into pieces; nothing is tokenised yet.
+
+        ``rule``: how it is adapted to the template; by default the first rule that loses nothing, see ``adapt``.
+        """
         template = ChatTemplate(self.tokenizer, tools=tools, arguments=self.template_kwargs, name=self.name)
-        located = locate_turns(template, self.tokenizer, messages)
+        rules = RULES if rule is None else (rule,)
+        located = locate_turns(template, self.tokenizer, messages, rules=rules)
         atoms = self._with_added(located.layout, located.specials)
         return _Cutter(located.layout, located.specials, atoms, located.turns).cut(list(messages), located.dropped)
 
@@ -222,8 +231,11 @@ class _Cutter:
         for turn in turns:
             self.turns.setdefault(turn.message, []).append(turn)
         # A template may write a called tool's name once more in the result's header: that is the template's text.
-        self.places = [p for p in layout.places if not (p.repeat and layout.leaf(p).kind in ("name", "argument"))]
-        self.owners = _owners(layout, self.places)
+        self.places = [p for p in layout.places if not (p.repeat and layout.leaf(p).kind in CALL_KINDS)]
+        # Parts of one message count as that message, turns that were joined as the first of them.
+        self.members = {one.origins[0]: one.origins for one in layout.adapted if one.origins}
+        first = {i: one.origins[0] for i, one in enumerate(layout.adapted) if one.origins}
+        self.owners = [first.get(owner, -1) for owner in _owners(layout, self.places)]
 
     def cut(self, messages: list[dict[str, Any]], dropped: Counter[str]) -> Conversation:
         layout = self.layout
@@ -237,13 +249,13 @@ class _Cutter:
         for number, (start, end) in enumerate(pairwise(edges)):
             inside = self.specials[bisect_left(special_starts, start) : bisect_left(special_starts, end)]
             here = slice(bisect_left(place_starts, start), bisect_left(place_starts, end))
-            owners = frozenset(self.owners[here]) - {-1}
+            owners = frozenset(m for owner in set(self.owners[here]) - {-1} for m in self.members[owner])
             moved = tuple(_moved(special, start) for special in inside)
             pieces.append(Piece(layout.text[start:end], moved, clean[number], owners))
             for message in owners:
                 piece_of.setdefault(message, number)
         turns = {m: [_moved_turn(part, edges[piece_of[m]]) for part in parts] for m, parts in self.turns.items()}
-        return Conversation(messages, pieces, piece_of, turns, dropped)
+        return Conversation(messages, pieces, piece_of, turns, dropped, layout.rule)
 
     def _splits(self) -> list[tuple[int, bool]]:
         """Characters at which pieces begin, and whether messages begin there; at most one between two messages."""
@@ -280,8 +292,11 @@ def _owners(layout: Layout, places: Sequence[Place]) -> list[int]:
     found = [layout.leaf(place) for place in places]
     holders: dict[tuple[str, str], list[int]] = {}
     for index, message in enumerate(layout.messages):
-        if message["role"] != "assistant" and isinstance(message.get("content"), str):
-            holders.setdefault(("content", message["content"]), []).append(index)
+        content = message.get("content")
+        if message["role"] != "assistant" and isinstance(content, str):
+            parts = content.parts if isinstance(content, Written) else ()
+            for text in [part.text for part in parts if not isinstance(part, str)] or [content]:
+                holders.setdefault(("content", text), []).append(index)
     shared = [leaf.message >= 0 and layout.messages[leaf.message]["role"] != "assistant" for leaf in found]
     times = Counter((leaf.kind, leaf.text) for leaf, several in zip(found, shared, strict=True) if several)
     used: Counter[tuple[str, str]] = Counter()
@@ -321,4 +336,5 @@ def _moved_turn(turn: Turn, start: int) -> Turn:
         (turn.region[0] - start, turn.region[1] - start),
         tuple((kind, a - start, b - start) for kind, a, b in turn.segments),
         None if turn.end is None else _moved(turn.end, start),
+        tuple(replace(f, start=f.start - start, end=f.end - start) for f in turn.fields),
     )

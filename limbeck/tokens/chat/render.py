@@ -21,7 +21,7 @@ import numpy as np
 from limbeck.errors import ConfigError, TemplateError
 from limbeck.tokens.chat.template import ChatTemplate, Message
 from limbeck.tokens.chat.turns import Special, Turn, locate_turns
-from limbeck.tokens.rendering import Rendering, Segment
+from limbeck.tokens.rendering import CallField, Rendering, Segment
 from limbeck.tokens.tokenizer import Tokenizer
 
 
@@ -83,6 +83,7 @@ def supervise(aliased: AliasedText, turns: Sequence[Turn]) -> tuple[Rendering, i
     rendering = aliased.rendering
     target = np.zeros(len(rendering), dtype=bool)
     segments: list[Segment] = []
+    fields: list[CallField] = []
     straddling = 0
     for turn in turns:
         first, last, cut = aliased.cover(*turn.region)
@@ -91,11 +92,12 @@ def supervise(aliased: AliasedText, turns: Sequence[Turn]) -> tuple[Rendering, i
         for kind, start, end in turn.segments:
             tokens = aliased.cover(start, end)[:2]
             segments.append(Segment(turn.message, kind, aliased.byte(start), aliased.byte(end), *tokens))
+        fields += [replace(f, start=aliased.byte(f.start), end=aliased.byte(f.end)) for f in turn.fields]
         if turn.end is not None:
             token, at = aliased.special_token(turn.end), aliased.byte(turn.end.start)
             target[token] = True
             segments.append(Segment(turn.message, "eot", at, at, token, token + 1))
-    return replace(rendering, target=target, segments=tuple(segments)), straddling
+    return replace(rendering, target=target, segments=tuple(segments), fields=tuple(fields)), straddling
 
 
 class AliasedText:

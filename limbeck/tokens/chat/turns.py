@@ -6,15 +6,17 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from limbeck.tokens.chat.markers import Layout, lay_out
+from limbeck.tokens.chat.adapt import AS_IS, Rule
+from limbeck.tokens.chat.markers import CALL_KINDS, Layout, lay_out
 from limbeck.tokens.chat.template import ChatTemplate, Message, Span, render_errors
+from limbeck.tokens.rendering import CallField
 from limbeck.tokens.tokenizer import Tokenizer
 from limbeck.tokens.vocab import is_end
 
-_CALL = {"name": "tool_call", "argument": "tool_call"}
+_CALL = dict.fromkeys(CALL_KINDS, "tool_call")
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 _OPENING_ROLES = ("bos", "start_of_turn")
 
@@ -33,13 +35,15 @@ class Special:
 class Turn:
     """What one assistant message taught: ``region`` (characters) and the end-of-turn token are supervised.
 
-    ``segments`` are the parts of the region with a meaning of their own: ``(kind, start, end)``.
+    ``segments`` are the parts of the region with a meaning of their own: ``(kind, start, end)``. ``fields`` are the
+    names, keys and values of its calls, by characters as well.
     """
 
     message: int
     region: Span
     segments: tuple[tuple[str, int, int], ...]
     end: Special | None
+    fields: tuple[CallField, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,24 +64,46 @@ def locate_turns(
     *,
     train_on: str = "all",
     generation_prompt: bool = False,
+    rules: Sequence[Rule] = (AS_IS,),
 ) -> LocatedTurns:
-    """Render a conversation and find the turns of its assistant messages; see :func:`render_chat`."""
+    """Render a conversation and find the turns of its assistant messages; see :func:`render_chat`.
+
+    ``rules``: how the conversation may be adapted to the template. Turns carry the numbers of the messages given.
+    """
     pattern = tokenizer.special_pattern
     layout = lay_out(
         template,
         messages,
         holds_special=lambda text: pattern is not None and pattern.search(text) is not None,
         generation_prompt=generation_prompt,
+        rules=rules,
     )
     strings = [(p.start - e[0], p.end + e[1]) for p, e in zip(layout.places, layout.edges, strict=True)]
     specials = find_specials(layout.text, strings, tokenizer)
     finder = TurnFinder(layout, specials)
-    turns = finder.find(_supervised(messages, train_on))
+    wanted = set(_supervised(messages, train_on))
+    turns = finder.find([i for i, one in enumerate(layout.adapted) if one.origins and one.origins[0] in wanted])
     if template.tools and not template.reads_tools:
         finder.dropped["unrendered_tools"] += len(template.tools)
     if not layout.edges_known:
         finder.dropped["edge_whitespace"] += _edged(layout, turns)
-    return LocatedTurns(layout, specials, turns, finder.dropped)
+    if layout.rule != AS_IS:
+        finder.dropped[f"written_{layout.rule}"] += 1
+    return LocatedTurns(layout, specials, _original(layout, turns), finder.dropped)
+
+
+def _original(layout: Layout, turns: Sequence[Turn]) -> list[Turn]:
+    """The turns by the messages of the conversation; of a message in several parts only the last one ends its turn."""
+    parts = Counter(one.origins[0] for one in layout.adapted if one.origins)
+    last = {layout.adapted[turn.message].origins[0]: i for i, turn in enumerate(turns)}
+    found = []
+    for i, turn in enumerate(turns):
+        one = layout.adapted[turn.message]
+        message = one.origins[0]
+        fields = [replace(f, message=message, call=f.call + one.first_call) for f in turn.fields]
+        end = turn.end if parts[message] == 1 or i == last[message] else None
+        found.append(replace(turn, message=message, end=end, fields=tuple(fields)))
+    return found
 
 
 def _supervised(messages: Sequence[Message], train_on: str) -> list[int]:
@@ -173,7 +199,18 @@ class TurnFinder:
                 self.dropped["outside_generation"] += 1
                 return None
             start, region_end = marked[0], min(marked[1], end.start) if end else marked[1]
-        return Turn(message, (start, region_end), _segments(runs, start, region_end), end)
+        return Turn(message, (start, region_end), _segments(runs, start, region_end), end, self._fields(own))
+
+    def _fields(self, own: list[int]) -> tuple[CallField, ...]:
+        """The names, keys and values of calls among a message's places; one that lies in several is one field."""
+        fields: dict[int, CallField] = {}
+        for i in own:
+            place = self.layout.places[i]
+            leaf, number = self.layout.leaf(place), self.layout.marked.marks[place.mark].leaf
+            if leaf.kind in CALL_KINDS:
+                start = fields[number].start if number in fields else place.start
+                fields[number] = CallField(leaf.message, leaf.call, leaf.path, start, place.end)
+        return tuple(sorted(fields.values(), key=lambda f: f.start))
 
     def _runs(self, own: list[int]) -> list[_Run]:
         runs: list[_Run] = []

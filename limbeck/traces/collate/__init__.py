@@ -207,7 +207,8 @@ class ComposerDataCollator:
         """The hinted teacher; its template is probed when the first hint is due."""
         if self._hint_side is None:
             limit = self.config.teacher_max_seq_len or self.config.max_seq_len
-            self._hint_side = HintSide(self.teacher, limit, self.config.hint_placement)
+            foreign = self.teacher is not self.student
+            self._hint_side = HintSide(self.teacher, limit, self.config.hint_placement, foreign=foreign)
         return self._hint_side
 
     def _pairs(self, trace: Trace, dropped: Counter[str]) -> list[PairRow]:

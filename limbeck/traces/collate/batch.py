@@ -198,6 +198,8 @@ def hint_tensors(
     ]
     out["site_in_row"] = torch.tensor(in_row, dtype=torch.bool)
     out["site_target"] = torch.tensor([row.target.message for row in rows], dtype=torch.int64)
+    compared = [(row.compared, row.said) for row in rows]
+    out["site_compared"] = torch.tensor(compared, dtype=torch.int64).reshape(-1, 2)
     out["site_info"] = [vars(row.target).copy() for row in rows]
     return out
 

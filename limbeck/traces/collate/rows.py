@@ -4,7 +4,8 @@
 
 **Hint rows**: for every message to correct, the student's sequence and the hinted teacher's. Both end with the same
 target. The teacher's is the student's with the hint's turn put in: prefix and target are the student's own pieces, only
-what the hint changed is tokenised anew. A target that no special token divides from the hint cannot be spliced and is
+what the hint changed is tokenised anew. A target that no special token divides from the hint cannot be spliced: a
+teacher with a tokenizer of its own reads the hinted conversation as its template writes it, for any other the target is
 dropped, counted as ``hint_not_separable``.
 
 **Pair rows**: both sides of a pair rendered as assistant messages of one conversation.
@@ -22,7 +23,9 @@ import numpy.typing as npt
 
 from limbeck.align import Chunks, align_renderings
 from limbeck.errors import TemplateError
+from limbeck.tokens import Rendering
 from limbeck.tokens.chat import (
+    RULES,
     ChatRenderer,
     Conversation,
     Piece,
@@ -156,6 +159,8 @@ class SiteRow:
         student_places, teacher_places: indices of the target's tokens in them.
         chunks: which of these tokens correspond; one to one where both sides share a tokenizer.
         uncut: the student's sequence is the beginning of the trace's own rendering.
+        compared, said: bytes of the message's texts, names, keys and values that lie in exact chunks, and all of them;
+            what only a template writes does not count.
     """
 
     target: HintTarget
@@ -165,13 +170,20 @@ class SiteRow:
     teacher_places: IntArray
     chunks: Chunks
     uncut: bool
+    compared: int = 0
+    said: int = 0
 
 
 class HintSide:
-    """One model's part in the hint channel: its renderer, its window, and where its template shows a hint."""
+    """One model's part in the hint channel: its renderer, its window, and where its template shows a hint.
 
-    def __init__(self, renderer: ChatRenderer, limit: int, placement: Placement | None) -> None:
-        self.renderer, self.limit = renderer, limit
+    ``foreign``: its tokens are not the student's, so that they are aligned by what both wrote.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, limit: int, placement: Placement | None, *, foreign: bool = False
+    ) -> None:
+        self.renderer, self.limit, self.foreign = renderer, limit, foreign
         self.placement: Placement = placement or probe_placement(renderer.tokenizer)
 
     def hinted(
@@ -197,7 +209,25 @@ class HintSide:
             rounds[place].append(number)
         for members in rounds:
             self._render(plain, tools, targets, members, found)
+        if self.foreign:
+            for number, one in enumerate(found):
+                if one in ("hint_not_separable", "target_rendered_differently"):
+                    found[number] = self._alone(plain, tools, targets[number])
         return found
+
+    def _alone(self, plain: Conversation, tools: Sequence[Any] | None, target: HintTarget) -> TargetInContext | str:
+        """A target in the conversation with its own hint and no other, as the template writes it."""
+        messages = insert_hint(plain.messages, target.message, target.hint, self.placement)
+        place = target.message + len(messages) - len(plain.messages)
+        hinted = self.renderer.conversation(messages, tools, rule=plain.rule)
+        anchor = _anchor(plain.messages, target.message, self.placement) if place == target.message else place - 1
+        own, first = self.renderer.target(hinted, place), hinted.piece_of.get(anchor)
+        if own is None or first is None:
+            return "hint_not_separable"
+        piece = hinted.piece_of[place]
+        middle = tuple(hinted.pieces[first:piece])
+        own = replace(own, rendering=_renumbered(own.rendering, target.message))
+        return TargetInContext(self.renderer, hinted, piece, own, self.limit, min(first, piece), middle)
 
     def _render(
         self,
@@ -214,7 +244,7 @@ class HintSide:
             messages = insert_hint(messages, targets[number].message, targets[number].hint, self.placement)
             inserted[number] = len(messages) - before
         try:
-            hinted = self.renderer.conversation(messages, tools)
+            hinted = self.renderer.conversation(messages, tools, rule=plain.rule)
         except TemplateError:
             if len(members) == 1:
                 found[members[0]] = "hint_refused"
@@ -259,6 +289,12 @@ class HintSide:
         return TargetInContext(self.renderer, plain, piece, own, self.limit, splice, middle)
 
 
+def _renumbered(rendering: Rendering, message: int) -> Rendering:
+    """A target's rendering with another number for its message."""
+    segments = tuple(replace(segment, message=message) for segment in rendering.segments)
+    return replace(rendering, segments=segments, fields=tuple(replace(f, message=message) for f in rendering.fields))
+
+
 def _anchor(messages: Sequence[dict[str, Any]], target: int, placement: Placement) -> int:
     """The message that a hint changes: the last user or tool turn where it is appended, else the target's place."""
     if placement == "append":
@@ -273,8 +309,10 @@ def _chunks(student: Window, teacher: Window) -> Chunks:
     ours, other = student.view.target, teacher.view.target
     if student.view.renderer is teacher.view.renderer:
         mine, theirs = student.places, teacher.places
-        zero, true = np.zeros(len(mine), dtype=np.int64), np.ones(len(mine), dtype=bool)
-        return Chunks(mine, mine + 1, theirs, theirs + 1, zero, zero, true, ours.rendering.special[ours.places])
+        true, ends = np.ones(len(mine), dtype=bool), ours.rendering.ends
+        begins = np.concatenate([[0], ends[:-1]])[ours.places]
+        special = ours.rendering.special[ours.places]
+        return Chunks(mine, mine + 1, theirs, theirs + 1, begins, ends[ours.places], true, special)
     found = align_renderings(ours.rendering, other.rendering, Counter())
     shift_s, shift_t = (int(w.places[0] - w.view.target.places[0]) for w in (student, teacher))
     return replace(
@@ -298,7 +336,22 @@ def site_row(target: HintTarget, student: TargetInContext, teacher: TargetInCont
     chunks = _chunks(mine, theirs)
     if bool(chunks.role.all()) and len(student.target.ids) > 1:
         return "no_shared_text"
-    return SiteRow(target, mine.ids, mine.places, theirs.ids, theirs.places, chunks, mine.uncut)
+    compared = _compared(student.target.rendering, chunks)
+    return SiteRow(target, mine.ids, mine.places, theirs.ids, theirs.places, chunks, mine.uncut, *compared)
+
+
+def _compared(rendering: Rendering, chunks: Chunks) -> tuple[int, int]:
+    """Bytes of texts and call fields that lie in exact chunks, and all bytes of them."""
+    marks = np.zeros(len(rendering.source), dtype=bool)
+    texts = [s for s in rendering.segments if s.kind in ("content", "reasoning")]
+    for span in [*texts, *rendering.fields]:
+        marks[span.start : span.end] = True
+    inside = np.zeros(len(marks), dtype=bool)
+    for start, end in zip(
+        chunks.byte_start[chunks.exact].tolist(), chunks.byte_end[chunks.exact].tolist(), strict=True
+    ):
+        inside[start:end] = True
+    return int((marks & inside).sum()), int(marks.sum())
 
 
 # -- preference pairs --------------------------------------------------------------------------------------------------
@@ -326,7 +379,7 @@ def pair_row(
     state = pair.state(trace)
     if not state:
         return "pair_without_state"
-    views = [_answer(renderer, [*state, side], tools, limit) for side in (pair.chosen, pair.rejected)]
+    views = _answers(renderer, state, (pair.chosen, pair.rejected), tools, limit)
     if views[0] is None or views[1] is None:
         return "no_response"
     chosen, rejected = views[0], views[1]
@@ -341,11 +394,19 @@ def pair_row(
     return PairRow(pair, first.ids, first.places, second.ids, second.places)
 
 
-def _answer(
-    renderer: ChatRenderer, messages: list[Message], tools: Sequence[Any] | None, limit: int
-) -> TargetInContext | None:
-    conversation = renderer.conversation(messages_to_chat(messages), tools)
-    answer = len(messages) - 1
+def _answers(
+    renderer: ChatRenderer, state: list[Message], sides: Sequence[Message], tools: Sequence[Any] | None, limit: int
+) -> list[TargetInContext | None]:
+    """Both sides behind the state, adapted to the template by one rule, so that their prompts are the same."""
+    chats = [messages_to_chat([*state, side]) for side in sides]
+    found = [renderer.conversation(chat, tools) for chat in chats]
+    rule = max((conversation.rule for conversation in found), key=RULES.index)
+    found = [c if c.rule == rule else renderer.conversation(c.messages, tools, rule=rule) for c in found]
+    return [_answer(renderer, conversation, limit) for conversation in found]
+
+
+def _answer(renderer: ChatRenderer, conversation: Conversation, limit: int) -> TargetInContext | None:
+    answer = len(conversation.messages) - 1
     target = renderer.target(conversation, answer)
     if target is None:
         return None
