@@ -144,7 +144,7 @@ class TraceValidation:
     where the model reads the hint (a self-teacher's view). ``chosen_logprob``, ``rejected_logprob``, ``margin``,
     ``preference_accuracy``: of the pairs. ``supervised_logprob``: per token, all assistant messages.
     ``response_length``: tokens of greedy answers in front of the first error sites. ``hint_compared``: share of the
-    bytes of failed messages (texts, names, keys and values) that student and hinted teacher are compared on.
+    bytes of failed messages (texts, names, keys and values) on which a hinted teacher of another family is compared.
     """
 
     def __init__(
@@ -185,11 +185,12 @@ class TraceValidation:
         policy = self.policy
         hint = batch.channel("hint")
         sums.add({"erroneous_logprob": (policy.response_log_probs(hint).sum(), hint.size)})
-        compared, said = batch["site_compared"].sum(0).tolist()
-        sums.add({"hint_compared": (compared, said)})
         if self.collate.collator.teacher is self.collate.collator.student:
             hinted = policy.response_log_probs(hint, prefix="teacher_")
             sums.add({"erroneous_logprob_hinted": (hinted.sum(), hint.size)})
+        else:
+            compared, said = batch["site_compared"].sum(0).tolist()
+            sums.add({"hint_compared": (compared, said)})
         chosen, rejected = policy.response_log_probs(batch.channel("preference")).reshape(-1, 2).unbind(1)
         for name, values in (
             ("chosen_logprob", chosen),
