@@ -343,9 +343,9 @@ def site_row(target: HintTarget, student: TargetInContext, teacher: TargetInCont
 def _compared(rendering: Rendering, chunks: Chunks) -> tuple[int, int]:
     """Bytes of texts and call fields that lie in exact chunks, and all bytes of them."""
     marks = np.zeros(len(rendering.source), dtype=bool)
-    texts = [s for s in rendering.segments if s.kind in ("content", "reasoning")]
-    for span in [*texts, *rendering.fields]:
-        marks[span.start : span.end] = True
+    spans = [(s.start, s.end) for s in rendering.segments if s.kind in ("content", "reasoning")]
+    for start, end in [*spans, *((f.start, f.end) for f in rendering.fields)]:
+        marks[start:end] = True
     inside = np.zeros(len(marks), dtype=bool)
     for start, end in zip(
         chunks.byte_start[chunks.exact].tolist(), chunks.byte_end[chunks.exact].tolist(), strict=True
