@@ -48,7 +48,15 @@ from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_t
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
-from limbeck.traces.dataset import TraceCollate, TraceDataset, load_traces, make_collator, plan_policy, row_lengths
+from limbeck.traces.dataset import (
+    PolicyPlan,
+    TraceCollate,
+    TraceDataset,
+    load_traces,
+    make_collator,
+    plan_policy,
+    row_lengths,
+)
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger
@@ -156,8 +164,15 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         rank, world = data_rank_and_world(config.policy.dtensor_cfg)
         reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
-    logger.print(f"{len(dataset)} traces, policy mode {plan.spec.mode}")
+    logger.print(f"{len(dataset)} traces, {_policy_line(plan)}")
     return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
+
+
+def _policy_line(plan: PolicyPlan) -> str:
+    """What becomes of the policy channel; without rewards it has nothing to learn from."""
+    if bool(plan.counted.any()):
+        return f"policy mode {plan.spec.mode}"
+    return "the policy channel is off: no trace has a reward (limbeck traces ingest --judge MODEL@URL scores them)"
 
 
 def _fresh_state() -> TraceSaveState:

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from limbeck.traces.endpoint import Budget
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
+    from limbeck.traces.judge import EndpointJudge
     from limbeck.traces.readers import ReadLog
     from limbeck.traces.redact import Redactor
     from limbeck.traces.replay import Proposer, Replayer
     from limbeck.traces.schema import Trace
     from limbeck.utils.files import JsonCache
+
+_MODEL_AT_URL = r"(?P<model>.+?)@(?P<url>https?://.+)"
 
 traces_app = typer.Typer(help="Agent logs: canonical traces, error sites, preference pairs.", no_args_is_help=True)
 
@@ -86,6 +89,11 @@ def ingest_command(
     detectors: DetectorsOption = DetectorSet.standard,
     tools: ToolsOption = None,
     system: SystemOption = None,
+    judge: Annotated[
+        str | None, typer.Option(help="MODEL@URL of a chat endpoint that scores traces without a reward, 0 to 1.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder that keeps the judge's answers.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the judge's key.")] = "OPENAI_API_KEY",
     json_output: JsonOption = False,
 ) -> None:
     """Read agent logs into canonical traces and show what is in them.
@@ -94,21 +102,35 @@ def ingest_command(
     """
     from limbeck.cli.progress import display
     from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
-    from limbeck.utils.files import Output
+    from limbeck.utils.files import JsonCache, Output
 
     stats = IngestStats()
     found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     redactor = _redactor(redact_pii, redact_rules)
     options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
+    scorer = None
+    if judge is not None:
+        answers = None if cache is None else JsonCache(cache, redactor.value if redact else None)
+        scorer = _endpoint(judge, api_key_env, answers)
+        if scorer is None:
+            raise TraceError(f"--judge {judge!r} is not understood: expected MODEL@http://host:port/v1")
     with Output(out, [*found, *given]) as output, display() as shown:
         bar = shown.begin("traces")
         for trace in ingest(found, options, stats):
-            output.line(trace.to_json())
+            output.line((trace if scorer is None else scorer.scored(trace)).to_json())
             bar.advance()
+    if scorer is not None:
+        scorer.close()
+        stats.rewarded += scorer.counts["scored"]
     if json_output:
         print_json(stats.summary())
     else:
         _print_ingest(stats)
+    if scorer is not None:
+        for reason, count in scorer.failures.most_common():
+            note(f"the judge gave no score, {count} times: {reason}")
+    if stats.traces and not stats.rewarded:
+        note("no trace has a reward, so the policy channel is off for them; --judge MODEL@URL scores whole traces")
     _warn(stats.log)
     _require_traces(stats, found)
 
@@ -163,9 +185,17 @@ def sites_command(
         str | None, typer.Option(help="module:function (error_kind, error_meta) -> text or None; asked first.")
     ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="module:function (HintRequest) -> text or None; asked last.")
+        str | None,
+        typer.Option(
+            help="MODEL@URL of a chat endpoint, or module:function (HintRequest) -> text or None; asked where "
+            "templates are weak."
+        ),
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the judge's answers.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the judge's key.")] = "OPENAI_API_KEY",
+    all_failures: Annotated[
+        bool, typer.Option("--all-failures", help="Count checks that found something and interruptions as mistakes.")
+    ] = False,
     redact: RedactOption = True,
     redact_pii: PiiOption = False,
     redact_rules: RulesOption = None,
@@ -190,7 +220,8 @@ def sites_command(
     redactor = _redactor(redact_pii, redact_rules)
     clean: Callable[[Any], Any] = redactor.value if redact else lambda value: value
     answers = None if cache is None else JsonCache(cache, clean)
-    finder = SiteFinder(LayeredHints(_generators(hints, hook, judge, answers)), recovery_weight)
+    generators = _generators(hints, hook, judge, answers, api_key_env)
+    finder = SiteFinder(LayeredHints(generators), recovery_weight, all_failures=all_failures)
     options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
     with Output(out, [*found, *given]) as output, display() as shown:
         bar = shown.begin("traces")
@@ -355,8 +386,10 @@ def _lacking(tools: Path | None, system: Path | None) -> dict[str, Any]:
     return found
 
 
-def _generators(hints: str, hook: str | None, judge: str | None, cache: JsonCache | None) -> list[HintGenerator]:
-    from limbeck.traces.hints import HookHints, JudgeHints, RawErrorHints, TemplateHints
+def _generators(
+    hints: str, hook: str | None, judge: str | None, cache: JsonCache | None, api_key_env: str
+) -> list[HintGenerator]:
+    from limbeck.traces.hints import HookHints, JudgeHints, RawErrorHints, TemplateHints, with_judge
 
     known: dict[str, Callable[[], HintGenerator]] = {"template": TemplateHints, "raw": RawErrorHints}
     names = [name.strip() for name in hints.split(",") if name.strip()]
@@ -365,10 +398,23 @@ def _generators(hints: str, hook: str | None, judge: str | None, cache: JsonCach
     generators: list[HintGenerator] = [HookHints(_load_function(hook, "--hook"))] if hook else []
     generators += [known[name]() for name in names]
     if judge:
-        generators.append(JudgeHints(_load_function(judge, "--judge"), cache, name=f"judge:{judge}"))
+        endpoint = _endpoint(judge, api_key_env)
+        asked = _load_function(judge, "--judge") if endpoint is None else endpoint.hint
+        generators = with_judge(generators, JudgeHints(asked, cache, name=f"judge:{judge}"))
     if not generators:
         raise TraceError("no hint generator is left: give at least one with --hints, --hook or --judge")
     return generators
+
+
+def _endpoint(spec: str, api_key_env: str, cache: JsonCache | None = None) -> EndpointJudge | None:
+    """The judge behind ``MODEL@URL``; None where the text names something else."""
+    from limbeck.traces.endpoint import EndpointConfig
+    from limbeck.traces.judge import EndpointJudge
+
+    match = re.fullmatch(_MODEL_AT_URL, spec)
+    if match is None:
+        return None
+    return EndpointJudge(EndpointConfig(url=match["url"], model=match["model"], api_key_env=api_key_env), cache)
 
 
 def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, budget: Budget) -> Proposer:
@@ -377,7 +423,7 @@ def _teacher(spec: str, settings: dict[str, Any], answers: JsonCache | None, bud
 
     if spec.startswith("py:"):
         return CallableProposer(_load_function(spec[3:], "--teacher"), spec[3:])
-    match = re.fullmatch(r"(?P<model>.+?)@(?P<url>https?://.+)", spec)
+    match = re.fullmatch(_MODEL_AT_URL, spec)
     if match is None:
         raise TraceError(
             f"--teacher {spec!r} is not understood: expected MODEL@http://host:port/v1 or py:module:function"

@@ -18,7 +18,7 @@ from limbeck.evaluation.models import find_model
 from limbeck.tokens.tokenizer import read_template
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.schema import PreferencePair, Trace
-from limbeck.traces.sites import find_recovery
+from limbeck.traces.sites import find_recoveries
 
 Row = dict[str, Any]
 KINDS = ("failed", "hinted", "better")
@@ -122,11 +122,12 @@ def with_better(trace: Trace) -> Trace:
     """The trace with a pair (better, failed) for every failed message that was put right and has no pair yet."""
     known = {pair.message_index for pair in trace.preference_pairs}
     pairs = list(trace.preference_pairs)
+    callers, recoveries = trace.callers(), find_recoveries(trace)
     for index, message in trace.new_messages():
-        caller = trace.caller_of(index) if message.role == "tool" and message.is_error else None
+        caller = callers.get(index) if message.role == "tool" and message.is_error else None
         if caller is None or caller[0] in known:
             continue
-        target, recovery = caller[0], find_recovery(trace, index)
+        target, recovery = caller[0], recoveries.get(index)
         if recovery is not None:
             known.add(target)
             pair = PreferencePair(

@@ -88,6 +88,7 @@ class IngestStats:
     Attributes:
         turns: Messages other than system prompts.
         tool_results: Answers of the environment; a harness's fixed acknowledgements are not among them.
+        rewarded: Traces with a final reward.
         errors: (kind, detector) -> failed results.
         redacted: Kind of secret -> how many were taken out.
     """
@@ -96,6 +97,7 @@ class IngestStats:
     turns: int = 0
     tool_calls: int = 0
     tool_results: int = 0
+    rewarded: int = 0
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
     redacted: Counter[str] = field(default_factory=Counter)
     log: ReadLog = field(default_factory=ReadLog)
@@ -103,6 +105,7 @@ class IngestStats:
     def add(self, trace: Trace) -> None:
         """Count one trace."""
         self.traces += 1
+        self.rewarded += trace.final_reward is not None
         for _, message in trace.new_messages():
             self.turns += message.role != "system"
             self.tool_calls += len(message.tool_calls)

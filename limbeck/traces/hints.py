@@ -1,9 +1,9 @@
 """Hints for error sites: what the teacher is told, directly before the message that went wrong.
 
-Generators are tried from the cheapest to the dearest: a sentence by error kind, the environment's own error text, a
-judge. A generator is anything with a name that maps a ``HintRequest`` to text or None. Whatever it does wrong (an
-exception, an empty or oversized answer, something that is no text) is counted, never fatal, and never retried: each
-generator is asked at most once per site.
+Generators are tried in order: a sentence by error kind, a judge where such a sentence would say little, the
+environment's own error text. A generator is anything with a name that maps a ``HintRequest`` to text or None. Whatever
+it does wrong (an exception, an empty or oversized answer, something that is no text) is counted, never fatal, and never
+retried: each generator is asked at most once per site.
 
 A hint must not contain what the agent could only learn later. ``leaks`` checks that.
 """
@@ -14,7 +14,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "HookHints",
     "JudgeHints",
     "LayeredHints",
+    "LeakCheck",
     "Placement",
     "RawErrorHints",
     "TemplateHints",
@@ -38,6 +39,7 @@ __all__ = [
     "insert_hint",
     "leaks",
     "probe_placement",
+    "with_judge",
 ]
 
 MAX_HINT_CHARS = 2000
@@ -51,12 +53,14 @@ class HintRequest:
         target: Index of the assistant message to correct.
         cause: Index of the failed tool result.
         call: The call that failed.
+        check: What the agent had seen when; shared by the requests of one trace.
     """
 
     trace: Trace
     target: int
     cause: int
     call: ToolCall
+    check: LeakCheck | None = field(default=None, compare=False, repr=False)
 
     @property
     def error_kind(self) -> str:
@@ -72,11 +76,9 @@ class HintRequest:
 
     def key(self) -> str:
         """Identity of the question: the failure, and everything the agent had seen before it."""
-        seen = [
-            message.model_dump(mode="json", exclude_defaults=True) for message in self.trace.messages[: self.target]
-        ]
+        check = self.check or LeakCheck(self.trace)
         failed = [self.call.name, self.call.arguments, self.error_kind, self.error_meta, self.error_text]
-        return content_hash([seen, failed])
+        return content_hash([check.digest(self.target), failed])
 
 
 class HintGenerator(ABC):
@@ -130,10 +132,16 @@ def _bad(tool: str, meta: Mapping[str, Any]) -> str | None:
 def _exit(tool: str, meta: Mapping[str, Any]) -> str | None:
     code = meta.get("exit_code")
     status = f"exit code {code}" if code is not None else "a failure"
-    return (
-        f"The `{tool}` command that comes to mind here ends with {status}. Check what it depends on (paths, options, "
-        "earlier steps) and run one that succeeds."
-    )
+    return f"The `{tool}` command that comes to mind here ends with {status}."
+
+
+def shortened(text: str, most: int) -> str:
+    """A text without its middle where it is longer than ``most`` characters."""
+    text = text.strip()
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half].rstrip()}\n[...]\n{text[-half:].lstrip()}"
 
 
 _TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
@@ -173,17 +181,37 @@ _TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
 
 
 class TemplateHints(HintGenerator):
-    """A sentence by error kind, with the facts of the failure; None for kinds that need the error's own words."""
+    """A sentence by error kind, with the facts of the failure; None for kinds that need the error's own words.
+
+    The hint for a failed command ends with the environment's own message, which often says what to do.
+
+    Args:
+        only_facts: Only kinds whose sentence names what is wrong with the call by its schema; the others say little
+            that the message does not say better.
+    """
 
     name = "template"
 
+    def __init__(self, *, only_facts: bool = False) -> None:
+        self.only_facts = only_facts
+
     def __call__(self, request: HintRequest) -> str | None:
         template = _TEMPLATES.get(request.error_kind)
-        if template is None:
+        if template is None or (self.only_facts and request.error_kind not in _FACTUAL):
             return None
-        if callable(template):
-            return template(request.call.name, request.error_meta)
-        return template.replace("{tool}", request.call.name)
+        name = request.call.name
+        sentence = template(name, request.error_meta) if callable(template) else template.replace("{tool}", name)
+        is_command = request.error_kind == "nonzero_exit" or "exit_code" in request.error_meta
+        if sentence is None or not is_command:
+            return sentence
+        said = shortened(_EXIT_LINE.sub("", request.error_text), _MESSAGE_CHARS)
+        return f"{sentence} It is answered with:\n{said}" if said else f"{sentence} {_CHECK}"
+
+
+_FACTUAL = {"unknown_tool", "missing_argument", "extra_argument", "bad_argument", "invalid_json"}
+_MESSAGE_CHARS = 600
+_EXIT_LINE = re.compile(r"\A\s*(?:Error: )?Exit code \d+\s*")
+_CHECK = "Check what it depends on (paths, options, earlier steps) and run one that succeeds."
 
 
 class RawErrorHints(HintGenerator):
@@ -195,13 +223,21 @@ class RawErrorHints(HintGenerator):
         self.max_chars = max_chars
 
     def __call__(self, request: HintRequest) -> str | None:
-        text = request.error_text.strip()
+        text = shortened(request.error_text, self.max_chars)
         if not text:
             return None
-        if len(text) > self.max_chars:
-            half = self.max_chars // 2
-            text = f"{text[:half].rstrip()}\n[...]\n{text[-half:].lstrip()}"
         return f"The action that comes to mind here, a call of `{request.call.name}`, is answered with:\n{text}"
+
+
+def with_judge(generators: Sequence[HintGenerator], judge: HintGenerator) -> list[HintGenerator]:
+    """Generators with a judge among them: asked where no sentence names what is wrong, before the weaker ones."""
+    first = [g for g in generators if isinstance(g, HookHints)]
+    facts: list[HintGenerator] = [TemplateHints(only_facts=True)] if any(map(_is_template, generators)) else []
+    return [*first, *facts, judge, *(g for g in generators if not isinstance(g, HookHints))]
+
+
+def _is_template(generator: HintGenerator) -> bool:
+    return isinstance(generator, TemplateHints)
 
 
 class HookHints(HintGenerator):
@@ -290,13 +326,93 @@ class LayeredHints:
             return "too long"
         if any(ord(character) < 32 and character not in "\n\t\r" for character in text):
             return "control characters"
-        return "leak" if leaks(text, request) else None
+        check = request.check or LeakCheck(request.trace)
+        return "leak" if check.leak(text, request) else None
 
 
 # -- leak check --------------------------------------------------------------------------------------------------------
 
 _WINDOW = 32
 _TOKEN = re.compile(r"[\w./:@-]{5,}")
+_WORD = re.compile(r"\w+")
+
+
+class LeakCheck:
+    """What a trace's agent had seen when, for telling whether hints give away more.
+
+    The messages are brought into one normal form and indexed by their words once; a part of a hint is then looked for
+    only where its rarest word stands.
+
+    Attributes:
+        searched: characters looked through so far; the cost that must stay linear in the trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.searched = 0
+        self._observed = _Index(
+            (i, m.content) for i, m in enumerate(trace.messages) if m.role in ("tool", "user") and not m.is_ack
+        )
+        schemas = [(-1, json.dumps(trace.tools, ensure_ascii=False))] if trace.tools else []
+        self._seen = _Index([*schemas, *((i, " ".join(_texts(m))) for i, m in enumerate(trace.messages))])
+        self._digests = [""]
+
+    def digest(self, count: int) -> str:
+        """Identity of the first ``count`` messages."""
+        while len(self._digests) <= count:
+            message = self.trace.messages[len(self._digests) - 1]
+            body = message.model_dump(mode="json", exclude_defaults=True)
+            self._digests.append(content_hash([self._digests[-1], body]))
+        return self._digests[count]
+
+    def leak(self, hint: str, request: HintRequest) -> str | None:
+        """The part of a hint that stands only in later observations; None where there is none."""
+        text, own = _normal(hint), _normal(request.error_text)
+        for word in re.finditer(r"\S+", text):
+            window = text[word.start() : word.start() + _WINDOW]
+            # The last word may be cut, and the first may end a longer one.
+            if len(window) == _WINDOW and self._is_later(window.rstrip(), _WORD.findall(window)[1:-1], own, request):
+                return window
+        for match in _TOKEN.finditer(text):
+            token = match[0].strip(".:/-")
+            named = len(token) >= 5 and re.search(r"[\d/_]", token) is not None
+            if named and self._is_later(token, _WORD.findall(token), own, request):
+                return token
+        return None
+
+    def _is_later(self, needle: str, words: Sequence[str], own: str, request: HintRequest) -> bool:
+        """Whether a text stands in an observation after the target, and in nothing that was seen until then."""
+        if needle in own:
+            return False
+        target = request.target
+        later = (i for i in self._observed.candidates(words) if i > target and i != request.cause)
+        if not self._found(self._observed, needle, later):
+            return False
+        return not self._found(self._seen, needle, (i for i in self._seen.candidates(words) if i <= target))
+
+    def _found(self, index: _Index, needle: str, messages: Iterable[int]) -> bool:
+        for message in messages:
+            self.searched += len(index.texts[message])
+            if needle in index.texts[message]:
+                return True
+        return False
+
+
+class _Index:
+    """Texts of messages in normal form, and in which of them a word stands."""
+
+    def __init__(self, texts: Iterable[tuple[int, str]]) -> None:
+        self.texts = {message: _normal(text) for message, text in texts}
+        self._places: dict[str, list[int]] = {}
+        for message, text in self.texts.items():
+            for word in set(_WORD.findall(text)):
+                self._places.setdefault(word, []).append(message)
+
+    def candidates(self, words: Sequence[str]) -> Iterable[int]:
+        """Messages that can hold a text with these words, in order: those that hold the rarest of them."""
+        if not words:
+            return self.texts
+        return min((self._places.get(word, []) for word in words), key=len)
 
 
 def leaks(hint: str, request: HintRequest) -> str | None:
@@ -306,38 +422,12 @@ def leaks(hint: str, request: HintRequest) -> str | None:
     characters or a name-like token (with a digit, a slash or an underscore) that a later tool or user message contains
     is taken as a leak. White space and case are ignored.
     """
-    trace = request.trace
-    later = _normal(" ".join(_observations(trace.messages, request.target + 1, request.cause)))
-    if not later:
-        return None
-    fair = _normal(" ".join(_fair_texts(request)))
-    text = _normal(hint)
-    for word in re.finditer(r"\S+", text):
-        window = text[word.start() : word.start() + _WINDOW]
-        if len(window) == _WINDOW and window.rstrip() in later and window.rstrip() not in fair:
-            return window
-    for match in _TOKEN.finditer(text):
-        token = match[0].strip(".:/-")
-        if len(token) >= 5 and re.search(r"[\d/_]", token) and token in later and token not in fair:
-            return token
-    return None
+    return LeakCheck(request.trace).leak(hint, request)
 
 
-def _observations(messages: list[Message], start: int, cause: int) -> list[str]:
-    return [
-        message.content
-        for index, message in enumerate(messages[start:], start)
-        if index != cause and message.role in ("tool", "user") and not message.is_ack
-    ]
-
-
-def _fair_texts(request: HintRequest) -> list[str]:
-    trace = request.trace
-    texts = [json.dumps(trace.tools, ensure_ascii=False) if trace.tools else "", request.error_text]
-    for message in trace.messages[: request.target + 1]:
-        texts += [message.content, message.reasoning or ""]
-        texts += [f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}" for call in message.tool_calls]
-    return texts
+def _texts(message: Message) -> list[str]:
+    calls = [f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}" for call in message.tool_calls]
+    return [message.content, message.reasoning or "", *calls]
 
 
 def _normal(text: str) -> str:

@@ -195,6 +195,18 @@ class Trace(_Model):
                     return earlier, position
         return None
 
+    def callers(self) -> dict[int, tuple[int, int]]:
+        """``caller_of`` for every tool message that answers a call, in one pass."""
+        latest: dict[str, tuple[int, int]] = {}
+        found: dict[int, tuple[int, int]] = {}
+        for index, message in enumerate(self.messages):
+            if message.tool_call_id is not None and message.tool_call_id in latest:
+                found[index] = latest[message.tool_call_id]
+            # Of two calls of one message with one id the first counts.
+            for position in reversed(range(len(message.tool_calls))):
+                latest[message.tool_calls[position].id] = (index, position)
+        return found
+
     def to_messages(self) -> list[dict[str, Any]]:
         """The messages in the chat-template form, one for one, so indices stay valid.
 

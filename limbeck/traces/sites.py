@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from limbeck.traces.hints import HintRequest, LayeredHints
+from limbeck.traces.hints import HintRequest, LayeredHints, LeakCheck
+from limbeck.traces.mistakes import no_mistake
 from limbeck.traces.schema import Message, Trace
 
 _EXCERPT = 200
@@ -59,6 +60,7 @@ class SiteFinder:
         hints: Where the hints come from; asked once per site.
         recovery_weight: Weight of the recovery message as a second target.
         ignored_kinds: Failures that say nothing about the call: by default those cancelled because a sibling failed.
+        all_failures: Whether checks that did their work and interruptions by the user count as mistakes too.
 
     Attributes:
         dropped: Reason -> failed results that did not become sites.
@@ -74,6 +76,7 @@ class SiteFinder:
     hints: LayeredHints = field(default_factory=LayeredHints)
     recovery_weight: float = 0.0
     ignored_kinds: frozenset[str] = frozenset({"cancelled"})
+    all_failures: bool = False
     dropped: Counter[str] = field(default_factory=Counter)
     by_kind: Counter[str] = field(default_factory=Counter)
     by_hint_source: Counter[str] = field(default_factory=Counter)
@@ -81,16 +84,27 @@ class SiteFinder:
     def find(self, trace: Trace) -> list[Site]:
         """The sites of one trace, in order of their causes."""
         sites: list[Site] = []
-        for index, message in trace.new_messages():
-            if message.role == "tool" and message.is_error:
-                site = self._site(trace, index, message)
-                if site is not None:
-                    sites.append(site)
+        failed = [(i, m) for i, m in trace.new_messages() if m.role == "tool" and m.is_error]
+        if not failed:
+            return sites
+        callers, check = trace.callers(), LeakCheck(trace)
+        recoveries = find_recoveries(trace) if self.recovery_weight > 0 else {}
+        for index, message in failed:
+            site = self._site(trace, index, message, callers.get(index), recoveries.get(index), check)
+            if site is not None:
+                sites.append(site)
         shared = Counter(site.target for site in sites)
         return [site.model_copy(update={"weight": site.weight / shared[site.target]}) for site in sites]
 
-    def _site(self, trace: Trace, cause: int, message: Message) -> Site | None:
-        caller = trace.caller_of(cause)
+    def _site(
+        self,
+        trace: Trace,
+        cause: int,
+        message: Message,
+        caller: tuple[int, int] | None,
+        recovery: int | None,
+        check: LeakCheck,
+    ) -> Site | None:
         reason = self._unusable(trace, caller, message)
         if caller is None or reason is not None:
             self.dropped[reason or "no_call"] += 1
@@ -98,14 +112,13 @@ class SiteFinder:
         target, position = caller
         call = trace.messages[target].tool_calls[position]
         leaked = self._leaks()
-        hint = self.hints(HintRequest(trace, target, cause, call))
+        hint = self.hints(HintRequest(trace, target, cause, call, check))
         if hint is None:
             self.dropped["hint_leaks" if self._leaks() > leaked else "no_hint"] += 1
             return None
         kind = message.error_kind or "environment"
         self.by_kind[kind] += 1
         self.by_hint_source[hint.source] += 1
-        recovery = find_recovery(trace, cause) if self.recovery_weight > 0 else None
         return Site(
             trace_id=trace.id,
             target=target,
@@ -132,9 +145,10 @@ class SiteFinder:
             return f"kind_{message.error_kind}"
         if caller[0] < trace.context_until:
             return "target_in_shared_context"
-        if trace.messages[caller[0]].weight == 0:
+        target, position = caller
+        if trace.messages[target].weight == 0:
             return "unsupervised_target"
-        return None
+        return None if self.all_failures else no_mistake(trace.messages[target].tool_calls[position], message)
 
     def _leaks(self) -> int:
         return sum(count for name, count in self.hints.problems.items() if name.endswith(": leak"))
@@ -149,26 +163,29 @@ class SiteFinder:
         }
 
 
+def find_recoveries(trace: Trace) -> dict[int, int]:
+    """Message -> the first one after it, and before the user speaks, that makes calls of which none fails."""
+    found: dict[int, int] = {}
+    ahead: int | None = None
+    answers: list[Message] = []
+    for index in range(len(trace.messages) - 1, -1, -1):
+        if ahead is not None:
+            found[index] = ahead
+        message = trace.messages[index]
+        if message.role == "tool":
+            answers.append(message)
+            continue
+        if message.role == "user":
+            ahead = None
+        elif message.tool_calls and answers and not any(answer.is_error for answer in answers):
+            ahead = index
+        answers = []
+    return found
+
+
 def find_recovery(trace: Trace, cause: int) -> int | None:
     """The first message after a failed result, and before the user speaks, that makes calls of which none fails."""
-    for index in range(cause + 1, len(trace.messages)):
-        message = trace.messages[index]
-        if message.role == "user":
-            return None
-        if message.role == "assistant" and message.tool_calls:
-            answers = _answers(trace, index)
-            if answers and not any(answer.is_error for answer in answers):
-                return index
-    return None
-
-
-def _answers(trace: Trace, index: int) -> list[Message]:
-    answers: list[Message] = []
-    for message in trace.messages[index + 1 :]:
-        if message.role != "tool":
-            break
-        answers.append(message)
-    return answers
+    return find_recoveries(trace).get(cause)
 
 
 def _excerpt(text: str) -> str:

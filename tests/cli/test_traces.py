@@ -141,7 +141,7 @@ def test_sites_prints_the_agreed_object_and_writes_an_auditable_file(tmp_path: P
     assert "error kind" in limbeck("sites", WORKSHOP).stdout
 
 
-def test_hook_and_judge_stand_first_and_last(tmp_path: Path) -> None:
+def test_the_hook_stands_first_and_the_judge_is_asked_where_templates_are_weak(tmp_path: Path) -> None:
     here = "tests.cli.test_traces"
     summary = as_json(
         "sites",
@@ -155,8 +155,8 @@ def test_hook_and_judge_stand_first_and_last(tmp_path: Path) -> None:
         "--cache",
         tmp_path,
     )
-    assert summary["by_hint_source"] == {"template": 11, "hook": 1, f"judge:{here}:judge": 1}
-    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert summary["by_hint_source"] == {f"judge:{here}:judge": 8, "template": 4, "hook": 1}
+    assert len(list(tmp_path.rglob("*.json"))) == 8
 
 
 def test_a_failing_hook_is_counted_and_reported() -> None:
@@ -337,3 +337,18 @@ def test_real_logs_of_four_formats_in_one_call(tmp_path: Path) -> None:
     assert {**again, "skipped": summary["skipped"]} == summary
     wider = as_json("ingest", *files, "--detectors", "extended")
     assert wider["errors"] == 140 + 24
+
+
+def test_without_rewards_the_policy_channel_is_off_until_a_judge_scores_the_traces(tmp_path: Path) -> None:
+    logs, out = write_lines(tmp_path / "talk.jsonl", [TALK]), tmp_path / "traces.jsonl"
+    assert "the policy channel is off" in limbeck("ingest", logs, "-o", out).output
+    assert read(out)[0][0].final_reward is None
+    assert "the policy channel is off" not in limbeck("ingest", WORKSHOP).output
+    with endpoint(lambda number, body: (200, completion("0.5"))) as server:
+        result = limbeck("ingest", logs, "-o", out, "--judge", f"wise@{server.url}/v1")
+    assert result.exit_code == 0, result.output
+    assert "the policy channel is off" not in result.output
+    assert read(out)[0][0].final_reward == 0.5
+    result = limbeck("ingest", logs, "--judge", "nothing")
+    assert isinstance(result.exception, LimbeckError)
+    assert "expected MODEL@http" in str(result.exception)

@@ -14,8 +14,8 @@ from tests.traces.material import real_logs
 EXPECTED = {
     "taubench_gpt4o_airline": {},
     "swe_agent_trajs": {},
-    "openhands_multi_swe_output": {"no_call": 2},
-    "claude_code_session_8463c716": {"kind_cancelled": 1},
+    "openhands_multi_swe_output": {"healthy_check": 2, "no_call": 2},
+    "claude_code_session_8463c716": {"healthy_check": 6, "kind_cancelled": 1},
 }
 """Failed results that become no row, by reason; everything else must."""
 

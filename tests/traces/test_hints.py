@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -335,4 +336,5 @@ def test_shipped_traces_take_their_hints_on_templates_with_tools() -> None:
         for site in SiteFinder().find(trace):
             messages = insert_hint(trace.to_messages(), site.target, site.hint, probe_placement(tokenizer))
             text = tokenizer.apply_chat_template(messages, tools=trace.tools, tokenize=False)
-            assert text.count(site.hint) == 1
+            # gpt-oss writes results, and what is appended to them, as JSON
+            assert text.count(site.hint) + text.count(json.dumps(site.hint)[1:-1]) * ("\n" in site.hint) == 1

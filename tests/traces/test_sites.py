@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from limbeck.errors import TraceError
 from limbeck.traces.files import read_sites
-from limbeck.traces.hints import LayeredHints
+from limbeck.traces.hints import LayeredHints, LeakCheck
 from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace
 from limbeck.traces.sites import Site, SiteFinder, find_recovery
@@ -137,9 +137,9 @@ def test_site_files_read_back_and_name_a_bad_line(tmp_path: Path) -> None:
     ("pattern", "sites", "dropped"),
     [
         ("taubench_*.jsonl", 73, {}),
-        ("openhands_*.jsonl", 19, {"no_call": 2}),
+        ("openhands_*.jsonl", 17, {"healthy_check": 2, "no_call": 2}),
         ("swe_agent_*.jsonl", 21, {}),
-        ("claude_code_*.jsonl", 24, {"kind_cancelled": 1}),
+        ("claude_code_*.jsonl", 14, {"user_interruption": 1, "healthy_check": 9, "kind_cancelled": 1}),
     ],
 )
 def test_sites_of_real_logs_target_the_failed_call(pattern: str, sites: int, dropped: dict[str, int]) -> None:
@@ -154,3 +154,127 @@ def test_sites_of_real_logs_target_the_failed_call(pattern: str, sites: int, dro
             assert failed.tool_call_id == target.tool_calls[site.call].id == site.tool_call_id
             assert all(m.role == "tool" for m in trace.messages[site.target + 1 : site.cause])
     assert (len(found), dict(finder.dropped)) == (sites, dropped)
+
+
+# -- what is no mistake ------------------------------------------------------------------------------------------------
+
+
+def command_failed(command: str, code: int, text: str = "") -> Trace:
+    made = call("c", "Bash", command=command)
+    return trace_of(say("user", "?"), say("assistant", "", made), answer(made, f"Exit code {code}\n{text}", True))
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("pytest -q tests", 1),
+        ("cd /repo && python -m pytest -x tests/test_a.py 2>&1 | tail -5", 1),
+        ("export CI=1; uv run ruff check . && mypy src", 1),
+        ("npm run lint", 2),
+        ("cargo test --all", 101),
+        ("mix test test/a_test.exs 2>&1", 2),
+        ("PYTHONPATH=. python3.11 manage.py test shop", 1),
+        ('grep -rn "needle|thread" src', 1),
+        ("diff a.txt b.txt", 1),
+        ("timeout 60 make -j4 test", 2),
+    ],
+)
+def test_a_check_that_finds_something_is_no_mistake(command: str, code: int) -> None:
+    finder = SiteFinder()
+    assert finder.find(command_failed(command, code)) == []
+    assert finder.dropped == Counter(healthy_check=1)
+    assert len(SiteFinder(all_failures=True).find(command_failed(command, code))) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("pytest --no-such-option", 4),
+        ("pytest tests/nothing_here", 5),
+        ("grep -r needle /no/such/place", 2),
+        ("git push", 128),
+        ("make", 2),
+        ("pip install nothing && pytest", 1),
+        ("rm -rf build && make test", 2),
+        ("python setup.py build", 1),
+        ("cat a | python -c 'import pytest'", 1),
+    ],
+)
+def test_a_check_that_could_not_do_its_work_is_a_mistake(command: str, code: int) -> None:
+    assert len(SiteFinder().find(command_failed(command, code))) == 1
+
+
+def test_what_the_user_stopped_is_no_mistake() -> None:
+    made = call("c", "Bash", command="rm -rf /")
+    for text in ("[Request interrupted by user for tool use]", "The user doesn't want to proceed with this tool use."):
+        finder = SiteFinder()
+        assert finder.find(trace_of(say("user", "?"), say("assistant", "", made), answer(made, text, True))) == []
+        assert finder.dropped == Counter(user_interruption=1)
+
+
+def test_the_hint_for_a_failed_command_says_what_the_environment_said() -> None:
+    message = "fatal: The current branch x has no upstream branch.\n    git push --set-upstream origin x"
+    (site,) = SiteFinder().find(command_failed("git push", 128, message))
+    assert "exit code 128" in site.hint
+    assert "git push --set-upstream origin x" in site.hint
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+def failing(turns: int) -> Trace:
+    """Every fourth call fails, each with a message of its own."""
+    messages = [say("user", "Go.")]
+    for i in range(turns // 2):
+        made = call(f"c{i}", "bash", command=f"run part_{i} of the work in /srv/data/{i}")
+        failed = i % 4 == 0
+        text = f"Exit code 3\npart_{i} cannot be found in /srv/data/{i}" if failed else f"total {i} in /srv/data/{i}"
+        messages += [say("assistant", f"Part {i}.", made), answer(made, text, failed)]
+    return Trace(id=f"t{turns}", messages=messages)
+
+
+def test_sites_cost_grows_with_the_turns_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: characters that are searched, and messages that are looked at."""
+    from limbeck.traces import sites as module
+
+    checks: list[LeakCheck] = []
+
+    class Counted(LeakCheck):
+        def __init__(self, trace: Trace) -> None:
+            super().__init__(trace)
+            checks.append(self)
+
+    monkeypatch.setattr(module, "LeakCheck", Counted)
+    work: dict[int, int] = {}
+    for turns in (250, 500, 1000):
+        checks.clear()
+        found = SiteFinder(recovery_weight=0.5).find(failing(turns))
+        assert len(found) == len(range(0, turns // 2, 4))
+        (check,) = checks
+        work[turns] = check.searched
+    assert work[500] < 2.5 * work[250] + 1000
+    assert work[1000] < 2.5 * work[500] + 1000
+
+
+def test_a_trace_is_walked_once_for_callers_and_recoveries() -> None:
+    trace = failing(400)
+    looked = 0
+
+    class Watched(list):  # type: ignore[type-arg]
+        def __getitem__(self, index):
+            nonlocal looked
+            looked += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+    watched = trace.model_copy(update={"messages": Watched(trace.messages)})
+    finder = SiteFinder(recovery_weight=0.5)
+    sites = finder.find(watched)
+    assert len(sites) == 50
+    assert looked < 12 * len(trace.messages)
+    assert {site.cause: site.recovery for site in sites} == {s.cause: find_recovery(trace, s.cause) for s in sites}
+    assert {s.cause: (s.target, s.call) for s in sites} == {s.cause: trace.caller_of(s.cause) for s in sites}
