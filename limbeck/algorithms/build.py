@@ -54,7 +54,7 @@ def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:
     return train, val
 
 
-def make_collator(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerCollator:
+def make_collator(config: MasterConfig, student_tokenizer: object, foreign: list[Any]) -> CrossTokenizerCollator:
     """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer."""
     data, teachers = config.data, config.all_teachers
     return CrossTokenizerCollator(

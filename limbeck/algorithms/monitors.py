@@ -57,7 +57,7 @@ class CollapseMonitor:
     Token classes: special tokens; format (punctuation and white space, what structures a call); numbers; words; other.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, config: MonitorConfig) -> None:
+    def __init__(self, tokenizer: object, vocab_size: int, config: MonitorConfig) -> None:
         self.config = config
         vocab = ByteVocab.from_tokenizer(tokenizer)
         kinds = ["special" if s else _OF_BYTES.get(token_class(b), "other") for s, b in _tokens(vocab)]

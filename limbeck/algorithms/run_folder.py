@@ -165,7 +165,9 @@ def save_failed_batch(run_dir: str | Path, step: int, batch: BatchedDataDict) ->
     return folder
 
 
-def write_alignment_sample(run_dir: str | Path, student_tokenizer: Any, teacher_tokenizer: Any, dataset: Any) -> None:
+def write_alignment_sample(
+    run_dir: str | Path, student_tokenizer: object, teacher_tokenizer: object, dataset: Any
+) -> None:
     """Keep one aligned record, so that a reader of the run sees what the loss compared."""
     record = flatten_documents([dataset[0]])[0]
     try:

@@ -180,7 +180,12 @@ def _fresh_state() -> TraceSaveState:
 
 
 def _open_folder(
-    config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any, dataset: TraceDataset, *, has_checkpoint: bool
+    config: TraceMasterConfig,
+    tokenizer: object,
+    teacher_tokenizer: object,
+    dataset: TraceDataset,
+    *,
+    has_checkpoint: bool,
 ) -> None:
     if Comm.world().rank != 0:
         return
@@ -194,7 +199,7 @@ def _open_folder(
     run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=has_checkpoint, versions=facts)
 
 
-def _foreign(tokenizer: Any, teacher_tokenizer: Any | None) -> Any | None:
+def _foreign(tokenizer: object, teacher_tokenizer: object | None) -> Any | None:
     """The teacher's tokenizer where it is another one than the student's."""
     if teacher_tokenizer is None:
         return None
@@ -229,7 +234,7 @@ def _check_lengths(config: TraceMasterConfig, *, foreign: bool) -> None:
         check_length(config.teacher, rows.teacher, name="teacher", keys="traces.max_teacher_seq_length")
 
 
-def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -> ServerTeacher | None:
+def _server(config: TraceMasterConfig, tokenizer: object, teacher_tokenizer: object) -> ServerTeacher | None:
     """The hinted teacher behind a server, connected before any model is loaded."""
     if config.teacher is None or config.teacher.server is None or not config.uses("hint"):
         return None
@@ -239,7 +244,11 @@ def _server(config: TraceMasterConfig, tokenizer: Any, teacher_tokenizer: Any) -
 
 
 def _teacher(
-    config: TraceMasterConfig, student: Policy, tokenizer: Any, teacher_tokenizer: Any, server: ServerTeacher | None
+    config: TraceMasterConfig,
+    student: Policy,
+    tokenizer: object,
+    teacher_tokenizer: object,
+    server: ServerTeacher | None,
 ) -> HintTeacher | None:
     seed, hint = config.distillation.seed, config.loss.hint
     if not config.uses("hint"):
@@ -260,7 +269,7 @@ def _teacher(
 
 
 def _hint_loss(
-    config: TraceMasterConfig, teacher: HintTeacher | None, tokenizer: Any, foreign: Any | None
+    config: TraceMasterConfig, teacher: HintTeacher | None, tokenizer: object, foreign: Any | None
 ) -> HintDistillationLossFn:
     hint = config.loss.hint
     projection = None

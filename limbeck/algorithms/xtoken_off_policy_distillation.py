@@ -103,8 +103,8 @@ def _default_off_policy_distillation_save_state() -> OffPolicyDistillationSaveSt
 
 def setup(
     master_config: MasterConfig,
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     train_dataset: Any,
     val_dataset: Any | None,
 ) -> tuple[
@@ -202,7 +202,7 @@ def _caches(teachers: Sequence[Teacher]) -> dict[str, dict[str, Any]]:
     return {f"teacher_{t.number}.cache": t.reader.spec.to_dict() for t in teachers if isinstance(t, CachedTeacher)}
 
 
-def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list[Any]) -> None:
+def _check_models(config: MasterConfig, student_tokenizer: object, tokenizers: list[Any]) -> None:
     """Refuse a layout or a length that does not fit one of the models before any of them is loaded."""
     check_settings(config.policy, student_tokenizer, name="student", trained=True)
     check_length(config.policy, student_length(config), name="student")
@@ -213,7 +213,7 @@ def _check_models(config: MasterConfig, student_tokenizer: Any, tokenizers: list
             check_length(own, lengths[index], name=f"teacher_{index}")
 
 
-def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:
+def _make_loss(config: MasterConfig, student_tokenizer: object, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:
     paths = config.loss_fn.projection_matrix_path
     per_teacher = paths if isinstance(paths, list) else [paths] * len(foreign)
     if len(per_teacher) != len(foreign):
@@ -226,7 +226,7 @@ def _make_loss(config: MasterConfig, student_tokenizer: Any, foreign: list[Any])
     return CrossTokenizerDistillationLossFn(config.loss_fn, projections=projections)
 
 
-def live_teacher(config: MasterConfig, index: int, tokenizer: Any) -> Policy:
+def live_teacher(config: MasterConfig, index: int, tokenizer: object) -> Policy:
     """The frozen model of one teacher; random weights depend on the run's seed and the teacher's number."""
     own, seed = config.all_teachers[index], config.distillation.seed + 1 + index
     return Policy(own, tokenizer, name=f"teacher_{index}", init_optimizer=False, seed=seed)

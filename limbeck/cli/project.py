@@ -148,8 +148,8 @@ def _check_options(rule: Rule, corpus: list[Path] | None, convert: Path | None, 
 
 
 def _build(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
+    student_tokenizer: object,
+    teacher_tokenizer: object,
     rule: Rule,
     reverse: bool,
     k: int | None,
@@ -175,7 +175,7 @@ def _build(
 
 
 def _count(
-    student_tokenizer: Any, teacher_tokenizer: Any, corpus: list[Path], trees: VocabTrees, shown: Progress
+    student_tokenizer: object, teacher_tokenizer: object, corpus: list[Path], trees: VocabTrees, shown: Progress
 ) -> PairCounter:
     from limbeck.projection.counted import count_pairs, iter_texts
 

@@ -46,7 +46,7 @@ class DatumSpec(TypedDict, total=False):
 class Side:
     """One model's view of the text: its tokenizer, how long a sequence may be, and how a conversation is rendered."""
 
-    tokenizer: Any
+    tokenizer: object
     ctx_length: int
     make_seq_div_by: int = 1
     template: str | None = None
@@ -60,7 +60,7 @@ class Side:
             raise ConfigError(f"make_seq_div_by of the {self.name} is {self.make_seq_div_by}; expected 1 or more.")
         self.encoder = TextEncoder.for_tokenizer(self.tokenizer)
         # Padding is told by lengths, never by ids, so any valid id will do.
-        self.pad_id = next((i for i in (self.tokenizer.pad_token_id, self.encoder.eos_id) if i is not None), 0)
+        self.pad_id = next((i for i in (self.encoder.pad_id, self.encoder.eos_id) if i is not None), 0)
 
     def render_texts(self, texts: Sequence[str], *, append_eos: bool) -> list[Rendering]:
         return self.encoder.encode_batch(texts, bos=self.encoder.adds_bos, eos=append_eos)
@@ -136,8 +136,8 @@ class CrossTokenizerCollator:
     def __init__(
         self,
         *,
-        student_tokenizer: Any,
-        teacher_tokenizer: Any,
+        student_tokenizer: object,
+        teacher_tokenizer: object,
         aligner: TokenAligner | Sequence[TokenAligner | None] | None = None,
         ctx_length_student: int,
         ctx_length_teacher: int | Sequence[int],
@@ -323,7 +323,7 @@ class CrossTokenizerCollator:
 
     def _require_templates(self) -> None:
         for side in (self.student, *self.teachers):
-            if side is not None and not (side.template or side.tokenizer.chat_template):
+            if side is not None and not (side.template or TextEncoder.for_tokenizer(side.tokenizer).templates):
                 raise TokenizerError(
                     f"the {side.name}'s tokenizer has no chat template, which mode='chat' needs; give one "
                     "(student_template or teacher_template) or use mode='text'."
@@ -331,7 +331,7 @@ class CrossTokenizerCollator:
 
     @staticmethod
     def _tokenize_batch(
-        texts: list[str], tokenizer: Any, ctx_length: int, make_seq_div_by: int
+        texts: list[str], tokenizer: object, ctx_length: int, make_seq_div_by: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and attention mask of texts, cut at ``ctx_length`` and padded to a multiple of ``make_seq_div_by``."""
         side = Side(tokenizer, ctx_length, make_seq_div_by)

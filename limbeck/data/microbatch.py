@@ -230,7 +230,7 @@ def _room_together(lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
 
 def make_processed_microbatch_iterator(
     raw_iterator: Iterable[BatchedDataDict],
-    tokenizer: Any,
+    tokenizer: object,
     cfg: Config,
     cp_size: int,
     *,
@@ -267,7 +267,7 @@ def get_microbatch_iterator(
     cfg: Config,
     mbs: int,
     dp_mesh: Any,
-    tokenizer: Any,
+    tokenizer: object,
     cp_size: int = 1,
     *,
     key_prefix: str = "",
@@ -314,7 +314,7 @@ def get_microbatch_iterator(
 
 def process_microbatch(
     mb: BatchedDataDict,
-    tokenizer: Any,
+    tokenizer: object,
     enable_seq_packing: bool,
     cfg: Config,
     cp_size: int,
@@ -466,7 +466,7 @@ def _multimodal(mb: Any, prefix: str, device: torch.device | str | None) -> dict
     return dict(mb.get_multimodal_dict(as_tensors=True, device=device))
 
 
-def _pad_id(tokenizer: Any) -> int:
+def _pad_id(tokenizer: object) -> int:
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int):

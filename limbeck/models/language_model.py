@@ -62,7 +62,7 @@ class LanguageModel:
     def __init__(
         self,
         cfg: ModelConfig | Mapping[str, Any],
-        tokenizer: Any,
+        tokenizer: object,
         *,
         name: str = "model",
         device: torch.device | str | None = None,

@@ -341,7 +341,7 @@ def model_identity(model: nn.Module) -> dict[str, str]:
 # -- one model of a policy, on one rank or all -------------------------------------------------------------------------
 
 
-def tokenizer_size(tokenizer: Any) -> int | None:
+def tokenizer_size(tokenizer: object) -> int | None:
     """Number of token ids of a tokenizer, holes included; None without one."""
     if tokenizer is None:
         return None
@@ -412,7 +412,7 @@ def check_length(
         )
 
 
-def check_settings(settings: ModelConfig | Mapping[str, Any], tokenizer: Any, *, name: str, trained: bool) -> None:
+def check_settings(settings: ModelConfig | Mapping[str, Any], tokenizer: object, *, name: str, trained: bool) -> None:
     """Refuse what a policy of these settings would refuse, without making it: before the first of several is loaded."""
     cfg = resolve(ModelConfig, settings)
     refuse_unsupported(cfg, name, trained)

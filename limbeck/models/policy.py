@@ -51,7 +51,7 @@ class Policy(LanguageModel):
     def __init__(
         self,
         cfg: PolicyConfig | Mapping[str, Any],
-        tokenizer: Any,
+        tokenizer: object,
         *,
         name: str = "policy",
         device: torch.device | str | None = None,

@@ -90,7 +90,7 @@ class PairRule:
         return int(self.left.size)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, token_bytes: Sequence[bytes]) -> PairRule | None:
+    def from_tokenizer(cls, tokenizer: object, token_bytes: Sequence[bytes]) -> PairRule | None:
         """The rule of a byte-pair tokenizer; None for unigram and WordPiece models, which have no merges."""
         model = backend_spec(tokenizer)["model"]
         if model.get("type", "BPE") != "BPE" or not model.get("merges"):

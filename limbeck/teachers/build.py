@@ -78,7 +78,7 @@ def connect_servers(
 
 
 def connect(
-    server: ServerConfig, tokenizer: Any, student: ByteVocab, *, longest: int, readers: Comm, number: int = 0
+    server: ServerConfig, tokenizer: object, student: ByteVocab, *, longest: int, readers: Comm, number: int = 0
 ) -> ServerTeacher:
     """A connected server, or the same error on all processes. Collective. readers: ranks that read the same rows."""
     with Comm.world().fail_together():
@@ -99,7 +99,7 @@ def same_rows(layout: ParallelConfig) -> Comm:
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()
 
 
-def make_teacher(own: TeacherConfig, number: int, tokenizer: Any, student: ByteVocab, *, seed: int) -> Teacher:
+def make_teacher(own: TeacherConfig, number: int, tokenizer: object, student: ByteVocab, *, seed: int) -> Teacher:
     """A teacher without a server: its cache where it has one, otherwise its frozen model."""
     if own.cache is not None:
         return CachedTeacher(

@@ -133,7 +133,7 @@ def _start(student: Policy, config: PolicyConfig, seed: int) -> Policy:
     return Policy(settings, student.tokenizer, name="start", device=student.device, init_optimizer=False, seed=seed)
 
 
-def make_other_teacher(config: PolicyConfig, tokenizer: Any, student: ByteVocab, *, seed: int) -> HintTeacher:
+def make_other_teacher(config: PolicyConfig, tokenizer: object, student: ByteVocab, *, seed: int) -> HintTeacher:
     """Another model as the hinted teacher, of whatever family."""
     policy = Policy(config, tokenizer, name="teacher", init_optimizer=False, seed=seed)
     return HintTeacher([LiveTeacher(policy, student_fingerprint=student.fingerprint)])

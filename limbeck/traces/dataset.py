@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,7 +18,7 @@ from limbeck.errors import ConfigError, LossError, TraceError
 from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
 from limbeck.models.loading import ModelConfig
 from limbeck.tokens.chat import Placement
-from limbeck.traces import CollatorConfig, ComposerDataCollator
+from limbeck.traces import CollatorConfig, ComposerDataCollator, TokenizerLike
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.collate.examples import to_example
 from limbeck.traces.files import (
@@ -252,8 +252,8 @@ def make_collator(
     traces: TracesConfig,
     policy: ModelConfig,
     teacher: ModelConfig | None,
-    tokenizer: Any,
-    teacher_tokenizer: Any | None,
+    tokenizer: TokenizerLike,
+    teacher_tokenizer: TokenizerLike | None,
     *,
     hint: bool,
     preference: bool,

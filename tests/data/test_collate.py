@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from limbeck.data.layout import aligned_chunks
 from limbeck.data.sources import DataConfig
 from limbeck.errors import ConfigError, DataError, TokenizerError
 from limbeck.tokens import ByteVocab, TextEncoder
+from tests.helpers.tokenizers import tiny
 from tests.texts import TEXTS, unicode_text
 from tests.zoo import tokenizer
 
@@ -121,6 +123,20 @@ def test_cut_at_the_last_shared_boundary(text: str, s: int, t: int) -> None:
         ]
         assert ends[0] > s or ends[1] > t
         assert cut["dropped"][0]["truncated"] == 1
+
+
+def test_the_house_s_own_tokenizers_give_the_same_batch() -> None:
+    theirs = [tiny(300), tiny(340)]
+    own = [TextEncoder(json.loads(t.backend_tokenizer.to_str()), named={"eos_token": "<eos>"}) for t in theirs]
+    batches = [
+        CrossTokenizerCollator(
+            student_tokenizer=s, teacher_tokenizer=t, ctx_length_student=32, ctx_length_teacher=32, append_eos=True
+        )(records(list(TEXTS.values())[:4]))
+        for s, t in (theirs, own)
+    ]
+    assert batches[0].keys() == batches[1].keys()
+    for key, value in batches[0].items():
+        assert torch.equal(value, batches[1][key]) if isinstance(value, torch.Tensor) else value == batches[1][key], key
 
 
 def test_batch_does_not_depend_on_neighbours() -> None:

@@ -212,13 +212,13 @@ class ServerFacts:
     max_length: int | None
 
 
-def probe_server(client: ServerClient, config: ServerConfig, tokenizer: Any) -> ServerFacts:
+def probe_server(client: ServerClient, config: ServerConfig, tokenizer: object) -> ServerFacts:
     """Ask the server everything that a run depends on; a ``ServerError`` says what does not fit."""
     return _Probe(client, config, tokenizer).run()
 
 
 class _Probe:
-    def __init__(self, client: ServerClient, config: ServerConfig, tokenizer: Any) -> None:
+    def __init__(self, client: ServerClient, config: ServerConfig, tokenizer: object) -> None:
         self.client, self.config, self.tokenizer = client, config, tokenizer
         self.where = f"the server {client.url}"
         self.vocab = ByteVocab.from_tokenizer(tokenizer)

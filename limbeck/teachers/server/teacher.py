@@ -67,7 +67,7 @@ class ServerTeacher(Teacher):
     def __init__(
         self,
         config: ServerConfig,
-        tokenizer: Any,
+        tokenizer: object,
         *,
         student_fingerprint: str | None = None,
         longest: int | None = None,
@@ -102,7 +102,7 @@ class ServerTeacher(Teacher):
         """Learn which processes read the same rows. Collective."""
         self._readers = student.rows
 
-    def _probe(self, tokenizer: Any) -> ServerFacts:
+    def _probe(self, tokenizer: object) -> ServerFacts:
         def ask() -> bytes:
             return json.dumps(asdict(probe_server(self.client, self.config, tokenizer))).encode()
 
