@@ -11,7 +11,7 @@ import torch
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy
 from tests.distributed.cases import together
-from tests.models.tiny import LLAMA, config, tokenizer
+from tests.helpers.tiny import LLAMA, config, tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import DataError
 from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
 from limbeck.models.policy import Policy
-from tests.models.tiny import LLAMA, config, student, tokenizer
+from tests.helpers.tiny import LLAMA, config, student, tokenizer
 
 PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7]), torch.tensor([5, 9, 40])]
 
