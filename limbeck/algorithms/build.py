@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -12,6 +13,7 @@ from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.sources import build_dataset
 from limbeck.errors import ConfigError, DataError
 from limbeck.models.loading import ModelConfig
+from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
 from limbeck.tokens.begin import set_begin
 from limbeck.tokens.tokenizer import read_template
@@ -54,8 +56,14 @@ def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:
     return train, val
 
 
-def make_collator(config: MasterConfig, student_tokenizer: object, foreign: list[Any]) -> CrossTokenizerCollator:
-    """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer."""
+def make_collator(
+    config: MasterConfig,
+    student_tokenizer: object,
+    foreign: list[Any],
+    conditions: Sequence[Conditions | None] | None = None,
+) -> CrossTokenizerCollator:
+    """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer, ``conditions`` the
+    loss's, one per teacher."""
     data, teachers = config.data, config.all_teachers
     return CrossTokenizerCollator(
         student_tokenizer=student_tokenizer,
@@ -72,6 +80,7 @@ def make_collator(config: MasterConfig, student_tokenizer: object, foreign: list
         template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         teacher_template_kwargs=[t.tokenizer.chat_template_kwargs for t in teachers],
         chunks_as="layout",
+        conditions=conditions,
     )
 
 

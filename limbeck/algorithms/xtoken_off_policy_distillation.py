@@ -151,9 +151,10 @@ def setup(
             seed=config.distillation.seed, student_fingerprint=vocab.fingerprint, teacher_fingerprints=prints
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
-    collator = make_collator(config, student_tokenizer, foreign)
-    loader, val_loader = make_loaders(config, collator, train_dataset, val_dataset)
     loss_fn = _make_loss(config, student_tokenizer, foreign)
+    conditions = [objective.conditions for objective in loss_fn.objectives]
+    collator = make_collator(config, student_tokenizer, foreign, conditions)
+    loader, val_loader = make_loaders(config, collator, train_dataset, val_dataset)
     student = Policy(
         config.policy,
         student_tokenizer,

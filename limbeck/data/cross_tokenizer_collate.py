@@ -21,6 +21,7 @@ from limbeck.data.layout import ChunkLayout
 from limbeck.data.readers import BadRecord
 from limbeck.data.sources import as_record, flatten_documents
 from limbeck.errors import ConfigError, DataError, LimbeckError, TokenizerError
+from limbeck.projection.events import Conditions, Facts, Runs
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
 
@@ -126,6 +127,8 @@ class CrossTokenizerCollator:
         template_kwargs, teacher_template_kwargs: arguments for the templates (the latter may be one per teacher).
         chunks_as: ``keys`` writes each alignment as the published ``alignment_*`` tensors, ``layout`` as the
             `ChunkLayout` that training makes of them (``chunks_{i}``), already here in the worker.
+        conditions: with ``layout``, the loss's conditions of each teacher (or None); what a batch needs of them is
+            found here and travels with it (``conditions_{i}``, an entry per sample).
 
     Batch keys: ``input_ids, input_lengths, token_mask, target_bytes, sample_mask, idx, dropped``; per teacher *i*
     ``teacher_{i}_input_ids, ..._input_lengths, ..._token_mask, ..._target_bytes`` and ``alignment_{i}_*`` or
@@ -153,6 +156,7 @@ class CrossTokenizerCollator:
         template_kwargs: dict[str, Any] | None = None,
         teacher_template_kwargs: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
         chunks_as: Literal["keys", "layout"] = "keys",
+        conditions: Sequence[Conditions | None] | None = None,
     ) -> None:
         teachers = _as_list(teacher_tokenizer)
         n = len(teachers)
@@ -177,6 +181,7 @@ class CrossTokenizerCollator:
         self.mode, self.append_eos, self.train_on = mode, append_eos, train_on
         self.pad_to_max, self.skip_errors = pad_to == "max", on_error == "skip"
         self.as_layout = chunks_as == "layout"
+        self.conditions = _per_teacher(conditions, n, "conditions")
         if mode == "chat":
             self._require_templates()
 
@@ -209,7 +214,10 @@ class CrossTokenizerCollator:
         self, i: int, chunks: list[Chunks], student_ids_BT: torch.Tensor, teacher_ids_BT: torch.Tensor
     ) -> dict[str, Any]:
         if self.as_layout:
-            return {f"chunks_{i}": ChunkLayout.of_chunks(chunks, student_ids_BT, teacher_ids_BT)}
+            layout = ChunkLayout.of_chunks(chunks, student_ids_BT, teacher_ids_BT)
+            if self.conditions[i] is None:
+                return {f"chunks_{i}": layout}
+            return {f"chunks_{i}": layout, f"conditions_{i}": _facts(self.conditions[i], layout)}
         published = AlignmentBatch.from_chunks(chunks, student_ids_BT.shape[1], teacher_ids_BT.shape[1])
         return published.as_dict(f"alignment_{i}_") | (published.as_dict() if i == 0 else {})
 
@@ -339,6 +347,14 @@ class CrossTokenizerCollator:
         tensors = side.padded(rows, pad_to_max=False)
         width = tensors["input_ids"].shape[1]
         return tensors["input_ids"], (torch.arange(width)[None] < tensors["input_lengths"][:, None]).long()
+
+
+def _facts(conditions: Conditions, layout: ChunkLayout) -> list[Facts]:
+    """What a batch needs of conditions and was not sent before, with its first sample."""
+    student = layout.student_ids_M, layout.student_first_C, layout.student_count_C, layout.student_last_C
+    teacher = layout.teacher_ids_Q, layout.teacher_first_C, layout.teacher_count_C, layout.teacher_last_C
+    sides = (Runs(*(tensor.numpy() for tensor in side)) for side in (student, teacher))
+    return [conditions.news(*sides), *({} for _ in range(len(layout) - 1))][: len(layout)]
 
 
 def _shared_limit(chunks: Chunks, student_length: int, teacher_length: int) -> int:

@@ -292,8 +292,14 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
     # ---- counting and layouts (CPU) ----
 
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read."""
-        return with_chunks(batch, self._chunks(batch))
+        """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read. What its
+        collator found out about conditions is learnt and taken out."""
+        out = with_chunks(batch, self._chunks(batch))
+        for i, objective in enumerate(self.objectives):
+            for facts in out.pop(f"conditions_{i}", ()):
+                if objective.conditions is not None:
+                    objective.conditions.learn(facts)
+        return out
 
     def _chunks(self, batch: Batch) -> list[ChunkLayout]:
         inexact = self.cfg.keeps_inexact

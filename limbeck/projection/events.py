@@ -18,16 +18,20 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from limbeck.projection.pairs import PairRule
-from limbeck.projection.trees import SpellingTree
+from limbeck.projection.trees import SpellingTree, VocabTrees
 
 IdArray = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+MOST_NODES = 8192
+"""Nodes whose outcomes are kept; beyond them the oldest are forgotten, and found again when they are needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +62,15 @@ class NodeEvents:
 
     def __init__(self, tree: SpellingTree, mirror: SpellingTree, fine: PairRule, coarse: PairRule) -> None:
         self.tree, self.mirror, self.fine, self.coarse = tree, mirror, fine, coarse
-        self._found: dict[int, NodeBuckets] = {}
+        self.found: dict[int, NodeBuckets] = {}
         self._heads: dict[bytes, int] = {}
 
     def __getitem__(self, node: int) -> NodeBuckets:
-        if node not in self._found:
-            self._found[node] = _Search(self, node).buckets()
-        return self._found[node]
+        if node not in self.found:
+            if len(self.found) >= MOST_NODES:
+                del self.found[next(iter(self.found))]
+            self.found[node] = _Search(self, node).buckets()
+        return self.found[node]
 
     def head(self, data: bytes) -> int:
         """First coarse token of the spelling of some bytes, -1 where they have none."""
@@ -250,3 +256,88 @@ class _Search:
                 for end, follows in self.follows.items():
                     if follows[ids].any():
                         self.join(unit, end)
+
+
+class LastTokens:
+    """What a side's last token rules out at a root; each token's list is made once.
+
+    exact: ids of this side that cannot follow. Otherwise (the cheap form) ids of the other side whose spelling begins
+    with such a token. rule None: nothing is known of this side.
+    """
+
+    def __init__(self, rule: PairRule | None, tree: SpellingTree, *, exact: bool) -> None:
+        self.rule, self.tree, self.exact, self.found = rule, tree, exact, dict[int, IdArray]()
+
+    def __getitem__(self, last: int) -> IdArray:
+        """int32, ascending: ids that `last` (-1: unknown) rules out."""
+        if last not in self.found:
+            ids = np.zeros(0, np.int32) if self.rule is None or last < 0 else self.rule.forbidden(last)
+            if not self.exact:
+                top = self.tree.children(np.zeros_like(ids), ids)
+                ranges = [self.tree.order[self.tree.start[n] : self.tree.stop[n]] for n in top[top >= 0].tolist()]
+                ids = np.sort(np.concatenate([np.zeros(0, np.int32), *ranges]))
+            self.found[last] = ids
+        return self.found[last]
+
+
+Facts = dict[str, dict[int, Any]]
+"""What `Conditions` has found, by table and key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """One side's tokens of some chunks: ids, the first of each chunk in them and how many there are; last: the token
+    before each chunk, -1 where it is unknown."""
+
+    ids: IntArray
+    first: IntArray
+    count: IntArray
+    last: IntArray
+
+
+class Conditions:
+    """All that conditioning asks of one pair of vocabularies, in the cheap or the exact form.
+
+    Answers are found when they are first asked for, and kept. `news` finds those that some chunks will need, so that a
+    data loader's process can do it ahead and send them; `learn` takes them.
+
+    Attributes:
+        student, teacher: what the sides' last tokens rule out at a root.
+        events: of the student tree and of the teacher tree; None in the cheap form, and where a side has no merges.
+    """
+
+    def __init__(self, trees: VocabTrees, *, exact: bool) -> None:
+        self.student = LastTokens(trees.student_pairs, trees.student_tree, exact=exact)
+        self.teacher = LastTokens(trees.teacher_pairs, trees.teacher_tree, exact=exact)
+        self.events: tuple[NodeEvents, NodeEvents] | None = None
+        if exact and trees.student_pairs is not None and trees.teacher_pairs is not None:
+            mine, theirs = (trees.student_tree, trees.student_pairs), (trees.teacher_tree, trees.teacher_pairs)
+            self.events = (
+                NodeEvents(mine[0], theirs[0], mine[1], theirs[1]),
+                NodeEvents(theirs[0], mine[0], theirs[1], mine[1]),
+            )
+
+    def _tables(self) -> dict[str, LastTokens | NodeEvents]:
+        tables: dict[str, LastTokens | NodeEvents] = {"student": self.student, "teacher": self.teacher}
+        if self.events is not None:
+            tables |= {"student_nodes": self.events[0], "teacher_nodes": self.events[1]}
+        return tables
+
+    def news(self, student: Runs, teacher: Runs) -> Facts:
+        """What these chunks need and was not known here before."""
+        wanted = {"student": set(student.last.tolist()), "teacher": set(teacher.last.tolist())}
+        if self.events is not None:
+            for name, events, fine, coarse in (
+                ("student_nodes", self.events[0], student, teacher),
+                ("teacher_nodes", self.events[1], teacher, student),
+            ):
+                wanted[name] = set(events.tree.inner_nodes(fine.ids, fine.first, fine.count, coarse.ids[coarse.first]))
+        return {
+            name: {key: table[key] for key in sorted(wanted[name] - table.found.keys())}
+            for name, table in self._tables().items()
+        }
+
+    def learn(self, facts: Facts) -> None:
+        """Take what `news` found elsewhere."""
+        for name, table in self._tables().items():
+            table.found.update(facts.get(name, {}))

@@ -169,6 +169,22 @@ class SpellingTree:
             start, end, node, coarse = start[longer], end[longer], node[longer], coarse[longer]
         return inner, on_tree
 
+    def inner_nodes(self, ids: IntArray, first: IntArray, count: IntArray, coarse: IntArray) -> list[int]:
+        """Nodes at which runs of fine tokens stand before a token that is not their first and still spells their coarse
+        token. first, count: the runs in `ids`; coarse: one coarse id each."""
+        found = list[IntArray]()
+        node, depth = np.zeros(first.size, np.int64), 0
+        while first.size:
+            following = self.children(node, ids[first + depth])
+            place = self.place[coarse]
+            on_tree = (following >= 0) & (place >= self.start[following]) & (place < self.stop[following])
+            if depth:
+                found.append(node[on_tree])
+            depth += 1
+            longer = on_tree & (count > depth)
+            first, count, node, coarse = first[longer], count[longer], following[longer], coarse[longer]
+        return [int(node) for node in np.concatenate([np.zeros(0, np.int64), *found])]
+
     def members(self, node: int) -> IdArray:
         """Coarse ids below a node, those spelled exactly so first."""
         return self.order[self.start[node] : self.stop[node]]

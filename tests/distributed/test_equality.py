@@ -39,6 +39,9 @@ MODES: dict[str, dict[str, Any]] = {
     "p_kl": {"mode": "p_kl", "vocab_topk": 64},
     "gold": {"mode": "gold", "uncommon_topk": 50},
     "h_kl": {"mode": "h_kl", "temperature": 2.0},
+    "tree_kl": {"mode": "tree_kl", "gate": "soft", "first_weight": 1.0},
+    "tree_kl, cheap": {"mode": "tree_kl", "condition": "cheap"},
+    "tree_kl, exact": {"mode": "tree_kl", "condition": "exact"},
 }
 TEACHERS: dict[str, tuple[str, ...]] = {"one teacher": ("cross",), "two teachers": ("cross", "same")}
 BATCHES: dict[str, dict[str, Any]] = {"rows of 1": {"mbs": 1}, "rows of 4": {"mbs": 4}, "packed": {"packed": True}}
@@ -47,7 +50,12 @@ BATCHES: dict[str, dict[str, Any]] = {"rows of 1": {"mbs": 1}, "rows of 4": {"mb
 OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
     "data": (2, {}, {}, ["packed, tied Qwen3", "stored top-k", "cross-entropy alone", *EMPTY]),
     "fsdp": (2, FSDP, FSDP, ["one row at a time", "packed, tied Qwen3", "two teachers", "alm", *EMPTY]),
-    "tensor": (2, TENSOR, TENSOR, ["packed, tied Qwen3", "same vocabulary", "same vocabulary, top-k", "stored top-k"]),
+    "tensor": (
+        2,
+        TENSOR,
+        TENSOR,
+        ["packed, tied Qwen3", "same vocabulary", "same vocabulary, top-k", "stored top-k", "tree_kl, stored top-k"],
+    ),
     "tensor, whole teachers": (2, TENSOR, {}, ["boundary_kl", "gold"]),
     "context": (2, CONTEXT, CONTEXT, ["same vocabulary", "stored top-k", "cross-entropy alone"]),
     "context, whole teachers": (2, CONTEXT, {}, ["boundary_kl"]),

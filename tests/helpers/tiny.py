@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
-from limbeck.projection import build_rules
+from limbeck.projection import build_rules, build_trees
 from tests.helpers.tokenizers import TEXTS as TEXTS
 from tests.helpers.tokenizers import tiny as tokenizer
 
@@ -65,7 +66,7 @@ def batch(rows: list[int] | None = None, cross: bool = True) -> BatchedDataDict:
 
 @functools.cache
 def projection() -> Any:
-    return build_rules(tokenizer(300), tokenizer(340))
+    return replace(build_rules(tokenizer(300), tokenizer(340)), trees=build_trees(tokenizer(300), tokenizer(340)))
 
 
 def loss_fn(cross: bool = True, **settings: Any) -> CrossTokenizerDistillationLossFn:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from limbeck.projection.events import NodeBuckets, NodeEvents
+from limbeck.projection import events as module
+from limbeck.projection.events import Conditions, NodeBuckets, NodeEvents, Runs
 from tests.projection import worlds
 from tests.projection.worlds import TinyVocab, trees_of
 
@@ -70,3 +71,44 @@ def test_the_rules_spelling_is_the_tokenizers(pair: Pair) -> None:
         for u in vocab.written():
             assert [v for v in range(vocab.size) if not rule.allowed(u, v)] == rule.forbidden(u).tolist()
     assert pair[0].rule().spell(b"z") == ()
+
+
+def runs_of(pair: Pair, texts: list[bytes]) -> tuple[Runs, Runs]:
+    """Both sides of texts that are one chunk each."""
+    sides = []
+    for vocab in pair:
+        spelled = [vocab.spell(text) for text in texts]
+        count = np.array([len(ids) for ids in spelled])
+        last = np.array([vocab.end, *(ids[-1] for ids in spelled[:-1])])
+        sides.append(Runs(np.concatenate(spelled), np.cumsum(count) - count, count, last))
+    return sides[0], sides[1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_one_process_finds_another_learns(exact: bool) -> None:
+    pair = tuple(vocab.all_written() for vocab in worlds.random_pair(5))
+    runs = runs_of(pair, [data for vocab in pair for data in vocab.data if data])
+    finder, learner = (Conditions(trees_of(*pair), exact=exact) for _ in range(2))
+    facts = finder.news(*runs)
+    assert facts["student"]
+    assert bool(facts.get("student_nodes")) == exact
+    assert not any(finder.news(*runs).values())  # sent once
+    learner.learn(facts)
+    assert not any(learner.news(*runs).values())
+    for last, ids in facts["student"].items():
+        np.testing.assert_array_equal(learner.student[last], Conditions(trees_of(*pair), exact=exact).student[last])
+        np.testing.assert_array_equal(learner.student[last], ids)
+
+
+def test_the_oldest_outcomes_are_forgotten_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_NODES", 2)
+    events = events_of(tuple(vocab.all_written() for vocab in worlds.random_pair(5)))
+    nodes = [
+        n for n in range(1, events.tree.num_nodes) if events.tree.child_offsets[n + 1] > events.tree.child_offsets[n]
+    ]
+    first = events[nodes[0]]
+    for node in nodes[1:]:
+        assert events[node].count >= 0
+    assert len(events.found) == 2
+    again = events[nodes[0]]
+    np.testing.assert_array_equal(again.coarse, first.coarse)

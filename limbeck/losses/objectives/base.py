@@ -18,6 +18,7 @@ from limbeck.losses.divergences import DivergenceSpec
 from limbeck.losses.signals import TeacherRows, TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike, ShardedMap, VocabMap
+from limbeck.projection.events import Conditions
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics of one block: named (sum, count) pairs, detached."""
@@ -184,6 +185,7 @@ class Objective(nn.Module, ABC):
         needs_trees: works on the cells and trees of the two vocabularies, so the projection must hold them.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
         vocab: the map between the vocabularies; None where both sides share one.
+        conditions: what the sides' last tokens rule out; None where the objective does not ask.
     """
 
     mode: ClassVar[str]
@@ -196,6 +198,7 @@ class Objective(nn.Module, ABC):
     def __init__(self, options: ObjectiveOptions) -> None:
         super().__init__()
         self.vocab = None
+        self.conditions: Conditions | None = None
         self.options, self.temperature, self.spec = options, options.temperature, options.spec
 
     @property

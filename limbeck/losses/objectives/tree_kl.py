@@ -54,8 +54,7 @@ from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.projection import SpellingTree, VocabTrees
-from limbeck.projection.events import NodeEvents
-from limbeck.projection.pairs import PairRule
+from limbeck.projection.events import Conditions, LastTokens, NodeEvents
 
 logger = logging.getLogger(__name__)
 
@@ -259,47 +258,21 @@ class Barred:
         return (at < keys.numel()) & (F.pad(keys, (0, 1), value=-1)[at] == wanted)
 
 
-class LastTokens:
-    """What a side's last token rules out at a root; each token's list is made once.
-
-    exact: ids of this side that cannot follow. Otherwise (the cheap form) ids of the other side whose spelling begins
-    with such a token. rule None: nothing is known of this side.
-    """
-
-    def __init__(self, rule: PairRule | None, tree: SpellingTree, *, exact: bool) -> None:
-        self.rule, self.tree, self.exact, self.found = rule, tree, exact, dict[int, np.ndarray]()
-
-    def barred_by(self, last: int) -> np.ndarray:
-        """int64, ascending: ids that `last` (-1: unknown) rules out."""
-        if last not in self.found:
-            ids = np.zeros(0, np.int64) if self.rule is None or last < 0 else self.rule.forbidden(last).astype(np.int64)
-            if not self.exact:
-                top = self.tree.children(np.zeros_like(ids), ids)
-                ranges = [self.tree.order[self.tree.start[n] : self.tree.stop[n]] for n in top[top >= 0].tolist()]
-                ids = np.sort(np.concatenate([np.zeros(0, np.int64), *ranges]))
-            self.found[last] = ids
-        return self.found[last]
-
-    def barred(self, last_C: Tensor, realised_C: Tensor, size: int) -> Barred:
-        """At roots whose last token and realised token, of this side, are these; only ids below `size`."""
-        lasts, row = last_C.unique(return_inverse=True)
-        lists = [self.barred_by(last) for last in lasts.tolist()]
-        lists = [ids[: np.searchsorted(ids, size)] for ids in lists]
-        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *lists])).to(last_C.device)
-        ends = torch.tensor([0, *np.cumsum([ids.size for ids in lists]).tolist()], device=last_C.device)
-        at, chunk = _ranges(ends[row], ends[row + 1])
-        return Barred(chunk, flat[at], self._contradicted(lasts, row, realised_C))
-
-    def _contradicted(self, lasts: Tensor, row: Tensor, realised_C: Tensor) -> Tensor:
-        """bool `[C]`: the realised token is one that the rule forbids."""
-        wrong = torch.zeros_like(row, dtype=torch.bool)
-        if self.rule is None:
-            return wrong
-        pairs = torch.stack((lasts[row], realised_C), 1)
-        distinct, which = pairs.unique(dim=0, return_inverse=True)
-        rule = self.rule
-        answers = [last >= 0 and not rule.allowed(last, token) for last, token in distinct.tolist()]
-        return torch.tensor(answers, device=row.device)[which]
+def barred_at(table: LastTokens, last_C: Tensor, realised_C: Tensor, size: int) -> Barred:
+    """What is ruled out at roots whose last token and realised token, of the table's side, are these; only ids below
+    `size`."""
+    lasts, row = last_C.unique(return_inverse=True)
+    lists = [table[last] for last in lasts.tolist()]
+    lists = [ids[: np.searchsorted(ids, size)] for ids in lists]
+    flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *lists])).to(last_C.device).long()
+    ends = torch.tensor([0, *np.cumsum([ids.size for ids in lists]).tolist()], device=last_C.device)
+    at, chunk = _ranges(ends[row], ends[row + 1])
+    wrong_C = torch.zeros_like(row, dtype=torch.bool)
+    if table.rule is not None:
+        pairs, which = torch.stack((last_C, realised_C), 1).unique(dim=0, return_inverse=True)
+        answers = [last >= 0 and not table.rule.allowed(last, token) for last, token in pairs.tolist()]
+        wrong_C = torch.tensor(answers, dtype=torch.bool, device=row.device)[which]
+    return Barred(chunk, flat[at], wrong_C)
 
 
 @dataclass(frozen=True)
@@ -466,25 +439,17 @@ class TreeKL(ProjectedObjective):
         self.first_levels = nn.ModuleList(
             FirstLevel(trees, student_is_fine=fine) for fine in (True, False) if options.first_weight
         )
+        if options.condition == "none":
+            return
         exact = options.condition == "exact"
-        self.last_tokens = (
-            LastTokens(trees.student_pairs, trees.student_tree, exact=exact),
-            LastTokens(trees.teacher_pairs, trees.teacher_tree, exact=exact),
-        )
-        without = [side for side, own in zip(("student", "teacher"), self.last_tokens, strict=True) if own.rule is None]
-        if options.condition != "none" and without:
+        self.conditions = Conditions(trees, exact=exact)
+        rules = {"student": trees.student_pairs, "teacher": trees.teacher_pairs}
+        if without := [side for side, rule in rules.items() if rule is None]:
             logger.warning(
                 "condition %r: the %s tokenizer has no merges, so its last token rules nothing out%s",
                 options.condition,
                 " and ".join(without),
                 " and positions inside tokens are not conditioned" if exact else "",
-            )
-        self.events: tuple[NodeEvents, NodeEvents] | None = None
-        if exact and trees.student_pairs is not None and trees.teacher_pairs is not None:
-            sides = (trees.student_tree, trees.student_pairs), (trees.teacher_tree, trees.teacher_pairs)
-            self.events = (
-                NodeEvents(sides[0][0], sides[1][0], sides[0][1], sides[1][1]),
-                NodeEvents(sides[1][0], sides[0][0], sides[1][1], sides[0][1]),
             )
 
     def fit(self, student_size: int, teacher_size: int) -> None:
@@ -576,13 +541,14 @@ class TreeKL(ProjectedObjective):
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         count = chunks.count(probs_NV)
         tail_C = (1 - probs_CU.sum(-1)).clamp(min=0) if listed else None
-        barred = None if options.condition == "none" else self._barred(chunks)
+        barred = None if self.conditions is None else self._barred(chunks)
+        events = None if self.conditions is None else self.conditions.events
         if barred is None:
             root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
         else:
             root = self._conditioned(probs_CV, probs_CU, axes, barred, tail_C)
             metrics["excluded_mass_student"] = ((1 - root.kept_s).sum(), count)
-            metrics["excluded_mass_teacher"] = ((probs_CU.sum(-1) - root.sum_t).sum(), count)
+            metrics["excluded_mass_teacher"] = ((axes[1].sum(probs_CU) - root.sum_t).sum(), count)
             metrics["unconditioned"] = (barred[0].wrong_C.to(count).sum(), count)
 
         inner_s, done_s = self._inside_student(chunks)
@@ -591,13 +557,13 @@ class TreeKL(ProjectedObjective):
             self.student_tree,
             (probs_CU, teacher.axis),
             (probs_NV, student.axis),
-            None if barred is None or self.events is None else (self.events[0], barred[1]),
+            None if barred is None or events is None else (events[0], barred[1]),
         )
         inside_teacher = _InsideTeacher(
             self.teacher_tree,
             (probs_CV, student.axis),
             (probs_QU, teacher.axis),
-            None if barred is None or self.events is None else (self.events[1], barred[0]),
+            None if barred is None or events is None else (events[1], barred[0]),
         )
         student_C = inside_student.sums(inner_s, chunks, self.spec, metrics, listed=listed)
         teacher_C = inside_teacher.sums(inner_t, chunks, self.spec, metrics, listed=listed)
@@ -647,8 +613,9 @@ class TreeKL(ProjectedObjective):
         first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
         sizes = self.student_cell.numel(), self.teacher_cell.numel()
         mine, theirs = sizes if self.options.condition == "exact" else sizes[::-1]
-        by_student = self.last_tokens[0].barred(chunks.student_last_C, first_s, mine)
-        by_teacher = self.last_tokens[1].barred(chunks.teacher_last_C, first_t, theirs)
+        assert self.conditions is not None
+        by_student = barred_at(self.conditions.student, chunks.student_last_C, first_s, mine)
+        by_teacher = barred_at(self.conditions.teacher, chunks.teacher_last_C, first_t, theirs)
         wrong_C = by_student.wrong_C | by_teacher.wrong_C
         return by_student.without(wrong_C), by_teacher.without(wrong_C)
 
