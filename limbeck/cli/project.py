@@ -51,6 +51,10 @@ WidthOption = Annotated[
 SmoothingOption = Annotated[
     float | None, typer.Option(help="Pseudo-count with which `counted` leans on `rules` (default: 10).")
 ]
+EpsilonOption = Annotated[
+    float | None,
+    typer.Option("--cell-epsilon", help="Finer cells for tree_kl: cut links below this share of --corpus; try 0.001."),
+]
 ConvertOption = Annotated[
     Path | None, typer.Option(help="Convert this published .pt matrix instead of building one; code in it is refused.")
 ]
@@ -66,6 +70,7 @@ def project_command(
     k: WidthOption = None,
     smoothing: SmoothingOption = None,
     convert: ConvertOption = None,
+    cell_epsilon: EpsilonOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Build, audit and store the projection from the student's vocabulary to the teacher's.
@@ -79,6 +84,8 @@ def project_command(
     """
     started = time.perf_counter()
     _check_options(rule, corpus, convert, reverse, k)
+    if cell_epsilon is not None and not corpus:
+        raise ConfigError("--cell-epsilon needs text to count: add --corpus FILE (text or .jsonl).")
     if out is not None:
         from limbeck.utils.files import refuse_inputs
 
@@ -104,6 +111,9 @@ def project_command(
             projection = conversion.projection
         else:
             projection = _build(student_tokenizer, teacher_tokenizer, rule, reverse, k, smoothing, counter, shown)
+    if cell_epsilon is not None and counter is not None:
+        trees = trees.refined(*counter.pairs(), cell_epsilon)
+        projection = replace(projection, details={**projection.details, "cell_epsilon": repr(cell_epsilon)})
     projection = replace(projection, trees=trees)
     vocabularies = ByteVocab.from_tokenizer(student_tokenizer), ByteVocab.from_tokenizer(teacher_tokenizer)
     tokens = None if counter is None else counter.student_tokens

@@ -13,7 +13,7 @@ tokens `a` that begin some spelling, the teacher's next-token distribution says 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -249,6 +249,41 @@ class VocabTrees:
         """[cells] each: student and teacher ids in every cell."""
         return _cell_sizes(self.student_cell), _cell_sizes(self.teacher_cell)
 
+    def refined(self, students: IntArray, teachers: IntArray, counts: IntArray, epsilon: float) -> VocabTrees:
+        """These trees with finer cells: without the links that a corpus hardly uses.
+
+        students, teachers, counts: first tokens of the two sides at shared boundaries and how often (`PairCounter`).
+        A link from a token to the one that its spelling begins with is used by the boundaries at which exactly one
+        side's token hangs below it; where these are less than a share `epsilon` of the cell's boundaries, it is cut. A
+        part that then has tokens of one side only belongs to no cell. The error is the share of boundaries whose
+        tokens no longer share a cell. Cells that the corpus does not hold stay as they are.
+        """
+        if not 0 <= epsilon < 1:
+            raise ProjectionError(f"epsilon is {epsilon}; a share of a cell's boundaries lies in [0, 1)")
+        sizes = self.student_cell.size, self.teacher_cell.size
+        up = _links(self.teacher_tree.first, self.student_tree.first)
+        depth, root = _depths(up)
+        cell = np.concatenate([self.student_cell, self.teacher_cell])
+        used, total = np.zeros(up.size, np.int64), np.zeros(self.num_cells + 1, np.int64)
+        pair = np.stack([students, teachers + sizes[0]])
+        same = (root[pair[0]] == root[pair[1]]) & (cell[pair[0]] >= 0)
+        pair, counts = pair[:, same], counts[same]
+        np.add.at(total, cell[pair[0]], counts)
+        while pair.size:  # both tokens climb to where they meet
+            first = depth[pair[0]] >= depth[pair[1]]
+            climbing = np.where(first, pair[0], pair[1])
+            np.add.at(used, climbing, counts)
+            pair = np.where(np.stack([first, ~first]), up[pair], pair)
+            apart = pair[0] != pair[1]
+            pair, counts = pair[:, apart], counts[apart]
+        own = np.arange(up.size)
+        # a root and its partner of equal bytes stay together
+        partner = own == _partners(self.teacher_tree.first, self.student_tree.first)[root]
+        cut = (up != own) & ~partner & (cell >= 0) & (used < epsilon * total[cell])
+        _, root = _depths(np.where(cut, own, up))
+        student_cell, teacher_cell = _numbered(root, sizes[0])
+        return replace(self, student_cell=student_cell, teacher_cell=teacher_cell)
+
     def tensors(self) -> dict[str, npt.NDArray[np.int32]]:
         """All arrays, as a projection's file holds them."""
         out = {"student_cell": self.student_cell, "teacher_cell": self.teacher_cell}
@@ -295,23 +330,44 @@ class VocabTrees:
 
 def find_cells(sigma: Sequence[Spelling], tau: Sequence[Spelling]) -> tuple[IdArray, IdArray]:
     """Cell of every student id and of every teacher id, -1 for ids without a partner; see the module's text."""
-    students, teachers = len(tau), len(sigma)
-    total = students + teachers  # student ids first
-    parent = np.arange(total)
-    for owner, spelling in enumerate(tau):
-        if spelling:
-            parent[owner] = students + spelling[0]
-    for owner, spelling in enumerate(sigma):
-        if spelling:
-            parent[students + owner] = spelling[0]
-    mutual = parent[parent] == np.arange(total)
-    up = np.where(mutual, np.minimum(np.arange(total), parent), parent)
-    root = up
-    for _ in range(total.bit_length()):
-        root = root[root]
+    firsts = [
+        np.fromiter((spelling[0] if spelling else -1 for spelling in side), dtype=np.int64, count=len(side))
+        for side in (tau, sigma)
+    ]
+    up = _links(*firsts)
+    _, root = _depths(up)
+    return _numbered(root, len(tau))
+
+
+def _partners(student_first: npt.NDArray[np.integer], teacher_first: npt.NDArray[np.integer]) -> IntArray:
+    """The token that each one's spelling begins with, student ids first; itself where it has no spelling."""
+    size = student_first.size
+    out = np.arange(size + teacher_first.size)
+    out[:size][student_first >= 0] = size + student_first[student_first >= 0]
+    out[size:][teacher_first >= 0] = teacher_first[teacher_first >= 0]
+    return out
+
+
+def _links(student_first: npt.NDArray[np.integer], teacher_first: npt.NDArray[np.integer]) -> IntArray:
+    """`_partners`, with the first of two tokens that point at each other as the root of both."""
+    parent = _partners(student_first, teacher_first)
+    own = np.arange(parent.size)
+    return np.where(parent[parent] == own, np.minimum(own, parent), parent)
+
+
+def _depths(up: IntArray) -> tuple[IntArray, IntArray]:
+    """How many links lie above each token, and its root."""
+    depth, root = (up != np.arange(up.size)).astype(np.int64), up
+    for _ in range(up.size.bit_length()):
+        depth, root = depth + depth[root], root[root]
     if (up[root] != root).any():
         raise ProjectionError("the spellings of the two vocabularies run in circles; they are not those of tokenizers")
-    has_student, has_teacher = np.zeros(total, dtype=bool), np.zeros(total, dtype=bool)
+    return depth, root
+
+
+def _numbered(root: IntArray, students: int) -> tuple[IdArray, IdArray]:
+    """Cells by root, for student and teacher ids: those with tokens of both sides; -1 elsewhere."""
+    has_student, has_teacher = np.zeros(root.size, dtype=bool), np.zeros(root.size, dtype=bool)
     has_student[root[:students]] = True
     has_teacher[root[students:]] = True
     number = np.where(has_student & has_teacher, np.cumsum(has_student & has_teacher) - 1, -1).astype(np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from limbeck.errors import ProjectionError
 from limbeck.projection.pairs import PairRule
@@ -157,3 +158,40 @@ def test_a_tree_of_nothing_has_one_node() -> None:
     tree = SpellingTree.from_spellings([(), ()], 3)
     assert (tree.num_nodes, tree.order.size, tree.first.tolist()) == (1, 0, [-1, -1])
     assert tree.find((1,)) == -1
+
+
+@few
+@given(pair=worlds.vocab_pairs(), seed=st.integers(0, 100), epsilon=st.sampled_from([0.0, 0.01, 0.2, 0.9]))
+def test_finer_cells_cut_what_a_corpus_hardly_uses(pair: Pair, seed: int, epsilon: float) -> None:
+    trees, rng = trees_of(*pair), np.random.default_rng(seed)
+    students, teachers = rng.integers(0, pair[0].size, 40), rng.integers(0, pair[1].size, 40)
+    counts = rng.integers(1, 9, 40)
+    finer = trees.refined(students, teachers, counts, epsilon)
+    if epsilon == 0:
+        np.testing.assert_array_equal(finer.student_cell, trees.student_cell)
+        np.testing.assert_array_equal(finer.teacher_cell, trees.teacher_cell)
+    # a finer cell is a part of one of before, and holds a pair of both sides
+    for now, before in ((finer.student_cell, trees.student_cell), (finer.teacher_cell, trees.teacher_cell)):
+        for cell in range(finer.num_cells):
+            assert len(set(before[now == cell].tolist())) == 1
+    lost = counts[
+        (trees.student_cell[students] == trees.teacher_cell[teachers])
+        & (finer.student_cell[students] != finer.teacher_cell[teachers])
+    ].sum()
+    # every cut link loses less than epsilon of its cell, and there are no more links than tokens
+    assert lost <= epsilon * counts.sum() * (pair[0].size + pair[1].size)
+
+
+def test_a_link_that_is_used_stays() -> None:
+    student = tiny_vocab("ab", [(0, 1)])  # a b ab
+    teacher = tiny_vocab("ab", [(0, 0), (2, 1)])  # a b aa aab
+    trees = trees_of(student, teacher)
+    a, ab, aa = 0, 2, 2
+    pairs = np.array([a, a, ab]), np.array([a, aa, a])
+    counts = np.array([90, 9, 1])
+    finer = trees.refined(*pairs, counts, 0.05)
+    assert finer.student_cell[ab] == -1  # one of a hundred boundaries
+    assert finer.teacher_cell[aa] == finer.student_cell[a] == finer.teacher_cell[a]
+    assert trees.refined(*pairs, counts, 0.005).student_cell[ab] == finer.student_cell[a]
+    with pytest.raises(ProjectionError, match="epsilon"):
+        trees.refined(*pairs, counts, 1.0)

@@ -592,6 +592,9 @@ class TreeKL(ProjectedObjective):
             + options.chunk_weight * chunk_C
         )
         number = count.new_tensor
+        first_s = self.student_cell[chunks.student_ids_M.index_select(0, chunks.student_first_C)]
+        first_t = self.teacher_cell[chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)]
+        metrics["cell_error"] = ((first_s != first_t).to(count).sum(), count)
         return self.out(
             rows_C,
             chunks,
