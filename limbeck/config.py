@@ -277,7 +277,8 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
         return message
     if is_marked(model, loc, SECRET):
         return f"{dotted!r}: {message}"
-    return f"{dotted!r} is {error.get('input')!r}: {message}"
+    shown = repr(error.get("input"))
+    return f"{dotted!r} is {shown if len(shown) <= 300 else shown[:300] + '...'}: {message}"
 
 
 def resolve(model: type[ModelT], data: ModelT | Mapping[str, Any]) -> ModelT:

@@ -117,6 +117,12 @@ def test_aliases_that_stand_for_too_much(tmp_path, item):
     }
 
 
+def test_a_long_value_is_shown_by_its_beginning():
+    with pytest.raises(ConfigError, match=r"'policy.steps' is 'x{299}\.\.\.: Input should be") as caught:
+        resolve(Master, {"policy": {"steps": "x" * 20_000}})
+    assert len(str(caught.value)) < 500
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"none.yaml' cannot be read"):
         load_config(tmp_path / "none.yaml")

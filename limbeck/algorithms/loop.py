@@ -239,8 +239,9 @@ def stored_counters(checkpointer: CheckpointManager, checkpoint: Checkpoint, nam
     for name, value in found.items():
         counts = list(value.values()) if name == "dropped" and isinstance(value, dict) else [value]
         if not all(type(n) in ((int, float) if name == "val_loss" else (int,)) for n in counts):
+            shown = repr(value)[:100]
             raise CheckpointError(
-                f"{name!r} of the checkpoint {str(checkpoint.folder)!r} is {value!r}, no count; take another checkpoint"
+                f"{name!r} of the checkpoint {str(checkpoint.folder)!r} is {shown}, no count; take another checkpoint"
             )
     return found
 

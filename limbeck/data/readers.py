@@ -203,10 +203,11 @@ class ArrowReader:
             except pa.ArrowInvalid:
                 source.seek(0)
                 table = pa.ipc.open_stream(source).read_all()
-        except (pa.ArrowException, OSError, MemoryError) as error:
+            names = table.column_names
+        except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path} is not a readable Arrow file: {one_line(error)}.") from error
-        _require_column(self.path, self._key, table.column_names)
-        self._table = table.select([self._key, *(name for name in self._optional if name in table.column_names)])
+        _require_column(self.path, self._key, names)
+        self._table = table.select([self._key, *(name for name in self._optional if name in names)])
         return self._table
 
     def __len__(self) -> int:

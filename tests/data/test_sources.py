@@ -460,6 +460,17 @@ def test_an_arrow_file_that_asks_for_more_memory_than_there_is(tmp_path: Path, m
         RecordDataset(str(path)).prepare()
 
 
+def test_an_arrow_file_whose_columns_have_no_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+        writer.write_table(pa.table({"text": ["a"]}))
+    whole = path.read_bytes()
+    assert whole.count(b"text") == 1
+    path.write_bytes(whole.replace(b"text", b"te\xfft"))
+    with pytest.raises(DataError, match="is not a readable Arrow file: 'utf-8' codec can't decode"):
+        RecordDataset(str(path)).prepare()
+
+
 def test_a_damaged_arrow_file_is_an_error(tmp_path: Path) -> None:
     """Offsets that point outside of the buffers: Arrow would follow them."""
     path = tmp_path / "a.arrow"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import limbeck
 from limbeck.align.view import view_text
 from limbeck.report.alignment import alignment_page
 from limbeck.report.page import Page
@@ -48,6 +49,19 @@ def test_the_policy_allows_the_pages_own_style_and_script_by_their_hashes(tmp_pa
             assert f"{rule} 'sha256-{digest}'" in policy
         body = page.partition("<body>")[2]
         assert not re.search(r"<\w[^<>]*\sstyle=", body.partition("<script>")[0]), "the policy would block it"
+
+
+def test_there_is_no_page_without_the_policy() -> None:
+    package = Path(limbeck.__file__).parent
+    sources = [path for kind in ("*.py", "*.html", "*.js") for path in package.rglob(kind)]
+    whole = [path for path in sources if re.search(r"<html|<!doctype", path.read_text(encoding="utf-8"), re.IGNORECASE)]
+    base = package / "report" / "templates" / "base.html"
+    assert whole == [base]
+    assert 'http-equiv="Content-Security-Policy" content="{{ policy }}"' in base.read_text(encoding="utf-8")
+    for path in base.parent.glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\son\w+=|javascript:|<iframe|<object|<link", text), path
+        assert "|safe" not in text.replace(" ", ""), path
 
 
 def test_one_look(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ class CacheSpec:
         for name, kind in known.items():
             want = {"str": str, "int": int}.get(str(kind), dict)
             if not isinstance(data[name], want) or isinstance(data[name], bool):
-                raise CacheError(f"{where}: {name} is {data[name]!r}, expected {want.__name__}; the file is damaged")
+                raise CacheError(
+                    f"{where}: {name} is {_short(data[name])}, expected {want.__name__}; the file is damaged"
+                )
         return cls(**data)
 
     def check_same(self, other: CacheSpec, where: str) -> None:
