@@ -31,8 +31,8 @@ class DivergenceSpec:
 
     forward: KL(T||S); reverse: KL(S||T); jsd: beta KL(T||M) + (1 - beta) KL(S||M) with M = (1 - beta) S + beta T.
     beta 0 and 1 *are* forward and reverse. `rescale` divides JSD by beta (1 - beta), which makes it continuous with
-    them. `entry_clip` caps what one vocabulary entry may add. `topk` keeps that many tokens, chosen by `chosen_by`,
-    and puts the others into one tail bucket (same-vocabulary teachers).
+    them. `entry_clip` caps what one vocabulary entry may add, in a form of which no entry is negative. `topk` keeps
+    that many tokens, chosen by `chosen_by`, and puts the others into one tail bucket (same-vocabulary teachers).
     """
 
     direction: Direction = "forward"
@@ -80,7 +80,14 @@ def divergence_entries(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Te
         entries = beta * _weighted(log_t, log_m) + (1 - beta) * _weighted(log_s, log_m)
         if spec.rescale:
             entries = entries / (beta * (1 - beta))
-    return entries if spec.entry_clip is None else entries.clamp(max=spec.entry_clip)
+    if spec.entry_clip is None:
+        return entries
+    if spec.kind != "jsd":
+        # p (log p - log q) is negative where p < q: with the large ones capped, the sum would fall below 0 and reward
+        # distance. p log(p / q) - p + q adds up to the same, and no entry of it is negative.
+        less, more = (log_t, log_s) if spec.kind == "forward" else (log_s, log_t)
+        entries = entries - less.exp() + more.exp()
+    return entries.clamp(max=spec.entry_clip)
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -97,11 +98,29 @@ def test_bad_specs(bad: dict) -> None:
         DivergenceSpec(**bad)
 
 
-def test_entry_clip_caps_each_entry() -> None:
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_entry_clip_caps_each_entry(direction: Any) -> None:
     student, teacher = pair(4, 12, 3)
-    p_s, p_t = student.softmax(-1), teacher.softmax(-1)
-    got, _ = divergence(student, teacher, DivergenceSpec(entry_clip=0.05))
-    torch.testing.assert_close(got, (p_t * (p_t / p_s).log()).clamp(max=0.05).sum())
+    s, t = torch.softmax(student, -1), torch.softmax(teacher, -1)
+    m = (s + t) / 2
+    entries = {
+        "forward": t * (t / s).log() - t + s,
+        "reverse": s * (s / t).log() - s + t,
+        "jsd": 0.5 * t * (t / m).log() + 0.5 * s * (s / m).log(),
+    }[direction]
+    assert (entries >= 0).all()
+    got, _ = divergence(student, teacher, DivergenceSpec(direction, entry_clip=0.05))
+    assert float(got) == pytest.approx(float(entries.clamp(max=0.05).sum()), rel=1e-9)
+    assert float(entries.sum()) == pytest.approx(float(divergence(student, teacher, DivergenceSpec(direction))[0]))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@given(st.integers(0, 10_000), st.sampled_from([0.001, 0.05, 0.5]), st.sampled_from([0.1, 1.0, 8.0]))
+def test_a_clipped_divergence_is_never_negative(direction: Any, seed: int, clip: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (scale * torch.randn(2, 5, 17, generator=generator, dtype=torch.float64)).unbind(0)
+    rows = divergence_rows(student.log_softmax(-1), teacher.log_softmax(-1), DivergenceSpec(direction, entry_clip=clip))
+    assert (rows >= -1e-12).all()
 
 
 def test_disjoint_distributions_reach_ln_2() -> None:

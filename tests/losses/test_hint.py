@@ -100,7 +100,11 @@ def reference(student: Tensor, teacher: Tensor, weights: Tensor, spec: HintSpec)
                 "forward": q * (q / p).log(),
                 "jsd": 0.5 * p * (p / m).log() + 0.5 * q * (q / m).log(),
             }[div.kind]
-            site = site + (entries if div.entry_clip is None else entries.clamp(max=div.entry_clip)).sum()
+            if div.entry_clip is not None:
+                # both add up to 1, so that this changes no sum; no entry is negative
+                entries = entries + {"reverse": q - p, "forward": p - q, "jsd": 0 * p}[div.kind]
+                entries = entries.clamp(max=div.entry_clip)
+            site = site + entries.sum()
         total = total + weights[n] * site / k
     return total / weights.sum() * spec.temperature**2
 

@@ -74,7 +74,7 @@ def target_divergence(
         absent = -torch.inf if spec.kind == "forward" else math.log(TINY)
         log_t = (target / mass[:, None]).clamp(min=TINY**2).log().masked_fill(~member, absent)
         rows = axis.sum(divergence_entries(log_s, log_t, spec))
-    if rest_t is not None or spec.kind != "forward":
+    if rest_t is not None or spec.kind != "forward" or spec.entry_clip is not None:
         share = torch.zeros_like(mass) if rest_t is None else rest_t / mass
         log_rest_t = (share + floor).log()
         log_rest_s = (rest_s.clamp(min=0) + floor).log() - normaliser
