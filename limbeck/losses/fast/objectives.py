@@ -158,7 +158,7 @@ def boundary(
         rows, unreached = out.rows, (1 - out.kept).sum()
         right = (out.argmax == teacher.stats.argmax[:count]).sum()
         slope_coef = weight * (term.factor * tau)
-        prob_coef, residual = slope_coef * out.student_term, teacher.logits
+        prob_coef, residual = slope_coef * out.student_term, out.ratio
     owner = torch.arange(num_lanes, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
     result = FastOut(
         (rows * weight).sum() * tau**2,

@@ -67,6 +67,14 @@ def test_bfloat16_within_its_rounding(mode: str) -> None:
     assert_same(both({"mode": mode, "vocab_topk": 12}, make_batch(samples=5, seed=3), dtype=torch.bfloat16), 1e-2)
 
 
+@pytest.mark.parametrize("mode", ["boundary_kl", "p_kl", "alm", "gold", "h_kl"])
+@pytest.mark.parametrize("sizes", [(V_S, V_T), (37, 65)])
+def test_float16_within_its_rounding(mode: str, sizes: tuple[int, int]) -> None:
+    options = {"mode": mode, "vocab_topk": 12, "uncommon_topk": 4}
+    batch = make_batch(samples=3, seed=1, v_s=sizes[0], v_t=sizes[1])
+    assert_same(both(options, batch, dtype=torch.float16, v_s=sizes[0], v_t=sizes[1]), 1e-2)
+
+
 @pytest.mark.parametrize(("mode", "seed"), [("gold", 1), ("h_kl", 2)])
 def test_common_pairs_and_sorted_rest(mode: str, seed: int) -> None:
     # a short list, so that the entries lie further apart than a bin is wide

@@ -27,12 +27,13 @@ TINY = tl.constexpr(TINY_VALUE)
 
 class BoundaryOut(NamedTuple):
     """Per column `[C]`: the divergence, the teacher mass on reachable columns, `sum_v q r`, and the projected
-    student's best column."""
+    student's best column; ratio `[U, L_t]`: r where a column is reachable, in the memory of the teacher's logits."""
 
     rows: Tensor
     kept: Tensor
     student_term: Tensor
     argmax: Tensor
+    ratio: Tensor
 
 
 @triton.jit
@@ -47,10 +48,10 @@ def _student_mass(s_ptr, q_ptr, source, place, lanes, col, width, scale, base):
 # Reads the teacher's logits at reachable columns once and overwrites them with r; reads a student logit, or a row of
 # `multi_mass`, for each. Over the teacher's columns and not the student's tokens: then q is whole when it is needed,
 # and the sums stay in registers. Programs split the columns, since there are too few tiles of lanes to fill a GPU;
-# their parts are added outside.
+# their parts are added outside. r_ptr is t_ptr, by a type whose range r needs.
 @triton.jit
 def _boundary_kernel(
-    s_ptr, t_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
+    s_ptr, t_ptr, r_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
     number, lanes_s, lanes_t, width, per_split, inv_tau,
     SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +89,8 @@ def _boundary_kernel(
         p1 = tl.exp2(log1)
         r0 = tl.exp2(gap0)
         r1 = tl.exp2(gap1)
-        tl.store(at0, r0.to(t_ptr.dtype.element_ty), mask=inside)
-        tl.store(at1, r1.to(t_ptr.dtype.element_ty), mask=also)
+        tl.store(r_ptr + v0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
+        tl.store(r_ptr + v1.to(tl.int64) * lanes_t + col, r1.to(r_ptr.dtype.element_ty), mask=also)
         kept += p0 + p1
         cross += p0 * gap0 + p1 * gap1
         student += q0 * r0 + tl.where(also, q1 * r1, 0.0)
@@ -120,12 +121,14 @@ def boundary_divergence(
     are overwritten with r there. lse_* `[L]` at the temperature; multi_mass `[c, L_s]`: `project_columns` of
     `tables.multi_source`."""
     size, number = teacher.shape[0], tables.reached.numel()
+    # r reaches 1 / TINY: float16 would make it infinite, bfloat16 has the same size and holds it
+    ratio = teacher.view(torch.bfloat16) if teacher.dtype == torch.float16 else teacher
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(splits, width, dtype=torch.int32, device=student.device)
     _boundary_kernel[(-(-width // WIDE), splits)](
-        student, teacher, multi_mass, lse_student, lse_teacher, tables.reached, tables.source,
+        student, teacher, ratio, multi_mass, lse_student, lse_teacher, tables.reached, tables.source,
         tables.place, sums, arg, number, student.shape[1], teacher.shape[1], width, -(-number // splits),
         1 / temperature, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
@@ -133,4 +136,4 @@ def boundary_divergence(
     best = sums[3, :, :chunks].max(0)
     normaliser = math.log1p(size * TINY_VALUE + TINY_VALUE)
     rows = cross * math.log(2) - kept * (kept.clamp(min=TINY_VALUE).log() - normaliser)
-    return BoundaryOut(rows, kept, term, arg[:, :chunks].gather(0, best.indices[None]).squeeze(0))
+    return BoundaryOut(rows, kept, term, arg[:, :chunks].gather(0, best.indices[None]).squeeze(0), ratio)
