@@ -69,6 +69,10 @@ def eval_command(
         list[Path] | None,
         typer.Option("--traces", help="Agent traces: log p of failed messages and of better ones; repeatable."),
     ] = None,
+    generate: Annotated[
+        int, typer.Option(min=0, help="With --traces: failed states at which each model writes an answer; 0 for none.")
+    ] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     chat_template: Annotated[
         str | None, typer.Option(help="Template (.jinja) for models without tool calls in theirs; with --traces.")
     ] = None,
@@ -122,7 +126,13 @@ def eval_command(
             from limbeck.traces.files import find_files
 
             result["traces"] = evaluate_traces(
-                models, find_files(traces), options, chat_template=chat_template, begin=begin
+                models,
+                find_files(traces),
+                options,
+                chat_template=chat_template,
+                generate=generate,
+                max_new_tokens=max_new_tokens,
+                begin=begin,
             )
         if lm_eval:
             result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)

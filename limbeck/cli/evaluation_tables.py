@@ -152,12 +152,36 @@ def print_traces(result: Mapping[str, Any], names: Mapping[str, str], console: C
     for key, (label, higher) in _TRACE_FIGURES.items():
         table.add_row(label, *_cells([result[m][key] for m in models], higher))
     console.print(table)
+    if "behaviour" in first:
+        console.print(_behaviour(result, models, names))
     console.print(_places(result, models, names))
     for model in models:
         dropped = result[model]["dropped"]
         if dropped:
             listed = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
             console.print(f"{names.get(model, model)}: left out {listed}.".replace("\n", " "), style="dim")
+
+
+_BEHAVIOUR = {
+    "calls": ("makes a call that parses", True),
+    "repeated": ("makes the failed call again", False),
+    "known_tool": ("names existing tools", True),
+    "valid": ("fits the tools' schemas", True),
+    "recovered": ("makes the calls that put it right", True),
+    "unended": ("does not end in time", False),
+}
+
+
+def _behaviour(result: Mapping[str, Any], models: list[str], names: Mapping[str, str]) -> Table:
+    states = result[models[0]]["behaviour"]["states"]
+    title = f"what is written at {states} failed states: share of answers"
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("the answer")
+    for model in models:
+        table.add_column(Text(names.get(model, model)), justify="right")
+    for key, (label, higher) in _BEHAVIOUR.items():
+        table.add_row(label, *_cells([result[m]["behaviour"][key] for m in models], higher, digits=2))
+    return table
 
 
 def _places(result: Mapping[str, Any], models: list[str], names: Mapping[str, str]) -> Table:

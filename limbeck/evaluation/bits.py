@@ -141,17 +141,18 @@ class EvalModel:
             "allow_missing": options.allow_missing,
         }
         self.policy = Policy(settings, self.tokenizer, name=source.spec, device=device, init_optimizer=False)
-        self.context = options.context or min(self._limit(), DEFAULT_CONTEXT)
+        self.context = options.context or min(self.limit(), DEFAULT_CONTEXT)
         self.stride = options.stride or self.context // 2
         check_window(self.context, self.stride)
-        if self.context > self._limit():
+        if self.context > self.limit():
             raise ConfigError(
                 f"a context of {self.context} tokens is more than {source.spec!r} was made for; "
-                f"give at most {self._limit()}."
+                f"give at most {self.limit()}."
             )
         self.bos_id = self.encoder.bos_id if self.encoder.adds_bos else None
 
-    def _limit(self) -> int:
+    def limit(self) -> int:
+        """Positions that the model was made for."""
         config = self.policy.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         return int(limit) if isinstance(limit, int) and limit > 0 else 1 << 30

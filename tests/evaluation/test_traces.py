@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from limbeck.algorithms.trace_distillation import run
-from limbeck.errors import TraceError
+from limbeck.errors import ConfigError, TraceError
 from limbeck.evaluation.bits import EvalOptions
 from limbeck.evaluation.traces import evaluate_traces, with_better
 from limbeck.traces.dataset import load_traces
+from limbeck.traces.readers import read_traces
 from tests.helpers.tokenizers import WORKSHOP
 from tests.helpers.trace_runs import config
 
@@ -53,13 +55,13 @@ def test_the_command_prints_a_table_or_json(
 
     models, traces = trained
     monkeypatch.setenv("COLUMNS", "200")
-    options = ["--traces", traces, "--context", "1024"]
+    options = ["--traces", traces, "--context", "1024", "--max-new-tokens", "4"]
     for command in (["eval", *models, *options], ["eval", models[0], *options, "--json"]):
         with pytest.raises(SystemExit) as ended:
             main(command)
         assert ended.value.code == 0
     shown = capsys.readouterr().out.splitlines()
-    for text in ("failed message", "better message", "store-count-2", "unknown_tool"):
+    for text in ("failed message", "better message", "makes the failed call again", "store-count-2", "unknown_tool"):
         assert any(text in line for line in shown)
     assert json.loads(shown[-1])["traces"][models[0]]["pairs"] == 2
 
@@ -100,3 +102,51 @@ def test_a_model_without_a_tool_template_reads_text_or_is_given_one(
     empty.write_text("")
     with pytest.raises(TraceError, match="no trace"):
         evaluate_traces(models[:1], [empty])
+
+
+class Scripted:
+    """Stands in for the sampler: writes these answers."""
+
+    def __init__(self, model, config, end_ids) -> None:
+        self.model, self.end_ids = model, end_ids
+
+    def sample(self, prompts, *, n=1, seed=0):
+        from limbeck.models.generate import Sample
+
+        found = []
+        for number, text in zip(range(len(prompts)), ANSWERS, strict=False):
+            ids = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = torch.tensor([*ids, self.end_ids[-1]])
+            found.append(Sample(number, ids, torch.zeros(len(ids)), ended=number == 0))
+        return found
+
+
+ANSWERS: list[str] = []
+
+
+def test_answers_at_failed_states_are_held_against_the_trace(
+    trained: tuple[list[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, traces = trained
+    (found,) = evaluate_traces(models[:1], [traces], EvalOptions(context=512), generate=5, max_new_tokens=4).values()
+    assert found["behaviour"]["states"] == 2
+    assert all(len(answer["text"].encode()) <= 4 * 16 for answer in found["behaviour"]["answers"])
+    monkeypatch.setattr("limbeck.evaluation.traces.LocalSampler", Scripted)
+    loaded = {trace.id: trace for trace in read_traces([Path(traces)])}
+    first = loaded[found["behaviour"]["answers"][0]["trace"]]
+    place = found["behaviour"]["answers"][0]["message"]
+    wrong, right = first.messages[place].tool_calls[0], with_better(first).preference_pairs[0].chosen.tool_calls[0]
+    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in (wrong, right)]
+    for answers, expected in (
+        ((f"<tool_call>{written[0]}</tool_call>", "I give up."), {"calls": 0.5, "repeated": 0.5, "known_tool": 0.0}),
+        ((f"Well. {written[1]}", written[1]), {"calls": 1.0, "repeated": 0.0, "known_tool": 1.0, "unended": 0.5}),
+    ):
+        ANSWERS[:] = answers
+        (found,) = evaluate_traces(models[:1], [traces], EvalOptions(context=512), generate=5).values()
+        assert {name: found["behaviour"][name] for name in expected} == expected
+
+
+def test_answers_that_leave_no_room_are_refused(trained: tuple[list[str], str]) -> None:
+    models, traces = trained
+    with pytest.raises(ConfigError, match="leave no room"):
+        evaluate_traces(models[:1], [traces], EvalOptions(context=512), generate=1, max_new_tokens=100_000)
