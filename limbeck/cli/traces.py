@@ -1,4 +1,4 @@
-"""``limbeck traces ...``: agent logs to canonical traces, their secrets, error sites and preference pairs."""
+"""``limbeck traces ...``: agent logs to canonical traces, their secrets, error sites, preference pairs, and a page of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from limbeck.cli.options import JsonOption, console, note, print_json
 from limbeck.errors import PartlyDone, TraceError, one_line
 
 if TYPE_CHECKING:
+    from limbeck.traces import ComposerDataCollator
     from limbeck.traces.endpoint import Budget
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from limbeck.traces.redact import Redactor
     from limbeck.traces.replay import Proposer, Replayer
     from limbeck.traces.schema import Trace
+    from limbeck.traces.sites import Site
     from limbeck.utils.files import JsonCache
 
 _MODEL_AT_URL = r"(?P<model>.+?)@(?P<url>https?://.+)"
@@ -327,6 +329,107 @@ def pairs_command(
     _require_traces(stats, found)
     if silent:
         raise PartlyDone(f"{len(silent)} of {len(teachers)} teachers never answered: {', '.join(silent)}")
+
+
+@traces_app.command("view")
+def view_command(
+    files: FilesArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("traces.html"),
+    format: FormatOption = None,
+    student: Annotated[
+        str | None, typer.Option(help="Tokenizer whose template writes the traces: folder, file, hub id or run folder.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Tokenizer of a hinted teacher of another family.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Template (.jinja) of the student.")] = None,
+    sites: Annotated[Path | None, typer.Option(help="Site file; by default sites and hints are found here.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run folder: log-probabilities at its start and at its best checkpoint.")
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="Traces shown, those with the most failed calls first.")] = 50,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Window in tokens.")] = 4096,
+    redact: RedactOption = True,
+    redact_pii: PiiOption = False,
+    redact_rules: RulesOption = None,
+    detectors: DetectorsOption = DetectorSet.standard,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Show the page in a browser.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Write a page of traces: what failed, the hints, what student and teacher read, and what is compared.
+
+    Example: limbeck traces view session.jsonl --student ./SmolLM2-135M-Instruct -o traces.html
+    """
+    from limbeck.report.trace_page import TraceView
+    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.utils.files import refuse_inputs
+
+    refuse_inputs(out, files)
+    stats = IngestStats()
+    options = IngestOptions(format, redact, False, detectors.value, _redactor(redact_pii, redact_rules))
+    traces = list(ingest(files, options, stats))
+    _require_traces(stats, files)
+    shown = sorted(traces, key=lambda trace: -sum(m.is_error for _, m in trace.new_messages()))[:most]
+    reader = student or (None if run is None else str(run))
+    collator, names = _view_collator(reader, teacher, chat_template, max_seq_len)
+    view = TraceView(
+        shown,
+        collator,
+        None if sites is None else _by_trace(sites),
+        {} if run is None else _view_scores(run, files, max_seq_len),
+        names,
+        [f"{len(traces) - len(shown):,} further traces are not shown."] if len(shown) < len(traces) else [],
+    )
+    page = view.page(", ".join(path.name for path in files[:3])).write(out)
+    if json_output:
+        print_json({"page": str(page), "traces": len(shown)})
+    else:
+        typer.echo(f"page: {page}")
+    _warn(stats.log)
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _view_collator(
+    student: str | None, teacher: str | None, chat_template: str | None, limit: int
+) -> tuple[ComposerDataCollator | None, tuple[str, str]]:
+    if student is None:
+        if teacher is not None or chat_template is not None:
+            raise TraceError("--teacher and --chat-template need --student, whose tokens are shown")
+        return None, ("", "")
+    from limbeck.evaluation.models import find_model
+    from limbeck.tokens import load_tokenizer
+    from limbeck.tokens.tokenizer import read_template
+    from limbeck.traces import CollatorConfig, ComposerDataCollator
+
+    tokenizers = [None if spec is None else load_tokenizer(find_model(spec).tokenizer) for spec in (student, teacher)]
+    if chat_template is not None:
+        tokenizers[0].chat_template = read_template(chat_template)
+    config = CollatorConfig(max_seq_len=limit, enable_replay_dpo=False)
+    collator = ComposerDataCollator(tokenizers[0], config, teacher_tokenizer=tokenizers[1])
+    return collator, (Path(student).name, Path(teacher or student).name)
+
+
+def _view_scores(run: Path, files: list[Path], limit: int) -> dict[str, Any]:
+    """Rows of log-probabilities by model: the start of a run, where it was stored, and its best checkpoint."""
+    from limbeck.evaluation.bits import EvalOptions
+    from limbeck.evaluation.traces import evaluate_traces
+
+    start = run / "checkpoints" / "step_0"
+    if not start.is_dir():
+        note(f"{run} has no checkpoints/step_0 (distillation.save_start), so the page shows the end of the run alone")
+    models = {"before": str(start), "after": str(run)} if start.is_dir() else {"after": str(run)}
+    found = evaluate_traces(list(models.values()), files, EvalOptions(context=limit))
+    return {name: found[spec]["rows"] for name, spec in models.items()}
+
+
+def _by_trace(path: Path) -> dict[str, list[Site]]:
+    from limbeck.traces.files import read_sites
+
+    found: dict[str, list[Site]] = {}
+    for site in read_sites(path):
+        found.setdefault(site.trace_id, []).append(site)
+    return found
 
 
 async def _replay(

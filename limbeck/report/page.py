@@ -33,7 +33,7 @@ class Page:
 
     def render(self) -> str:
         """The page as a string."""
-        style, script = _static("style.css"), _static("charts.js") + _static("page.js")
+        style, script = _static("style.css"), _static("charts.js") + _static("page.js") + _static("traces.js")
         policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
         template = _environment().get_template(f"{self.template}.html")
         # both are files of this package, not data

@@ -66,6 +66,7 @@ class SiteFinder:
         dropped: Reason -> failed results that did not become sites.
         by_kind: Error kind -> sites.
         by_hint_source: Generator -> sites.
+        reasons: Of the trace that was searched last: failed result -> why it became no site.
 
     Example:
         >>> finder = SiteFinder()
@@ -80,10 +81,12 @@ class SiteFinder:
     dropped: Counter[str] = field(default_factory=Counter)
     by_kind: Counter[str] = field(default_factory=Counter)
     by_hint_source: Counter[str] = field(default_factory=Counter)
+    reasons: dict[int, str] = field(default_factory=dict)
 
     def find(self, trace: Trace) -> list[Site]:
         """The sites of one trace, in order of their causes."""
         sites: list[Site] = []
+        self.reasons = {}
         failed = [(i, m) for i, m in trace.new_messages() if m.role == "tool" and m.is_error]
         if not failed:
             return sites
@@ -107,15 +110,13 @@ class SiteFinder:
     ) -> Site | None:
         reason = self._unusable(trace, caller, message)
         if caller is None or reason is not None:
-            self.dropped[reason or "no_call"] += 1
-            return None
+            return self._drop(cause, reason or "no_call")
         target, position = caller
         call = trace.messages[target].tool_calls[position]
         leaked = self._leaks()
         hint = self.hints(HintRequest(trace, target, cause, call, check))
         if hint is None:
-            self.dropped["hint_leaks" if self._leaks() > leaked else "no_hint"] += 1
-            return None
+            return self._drop(cause, "hint_leaks" if self._leaks() > leaked else "no_hint")
         kind = message.error_kind or "environment"
         self.by_kind[kind] += 1
         self.by_hint_source[hint.source] += 1
@@ -137,6 +138,10 @@ class SiteFinder:
             target_excerpt=_excerpt(f"{trace.messages[target].content} -> {call.name}({call.arguments})"),
             error_excerpt=_excerpt(message.content),
         )
+
+    def _drop(self, cause: int, reason: str) -> None:
+        self.dropped[reason] += 1
+        self.reasons[cause] = reason
 
     def _unusable(self, trace: Trace, caller: tuple[int, int] | None, message: Message) -> str | None:
         if caller is None:

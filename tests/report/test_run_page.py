@@ -16,7 +16,7 @@ from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page, write_comparison, write_report
 from tests.report.runs import config, rows, write_run
 
-_VOID = {"meta", "br", "line", "circle", "polyline"}
+_VOID = {"meta", "br", "line", "circle", "polyline", "input"}
 
 
 class _Checker(HTMLParser):

@@ -21,7 +21,7 @@ import numpy as np
 
 from limbeck.errors import LimbeckError, TemplateError, TraceError
 from limbeck.tokens import Tokenizer
-from limbeck.tokens.chat import ChatRenderer, Conversation
+from limbeck.tokens.chat import ChatRenderer, Conversation, Placement
 from limbeck.traces.collate.config import CollatorConfig, TokenizerLike
 from limbeck.traces.collate.examples import Example, HintTarget, to_example
 from limbeck.traces.collate.rows import HintSide, PairRow, PolicyRow, SiteRow, TargetInContext, pair_row, site_row
@@ -175,22 +175,38 @@ class ComposerDataCollator:
         dropped.update(self.finder.dropped - before)
         if not targets:
             return []
-        _check_targets(targets, example.trace)
-        side = self._side()
-        tools = example.trace.tools or None
-        try:
-            theirs = plain if side.renderer is self.student else side.renderer.conversation(plain.messages, tools)
-        except TemplateError:
-            dropped["teacher_template_refused"] += len(targets)
-            return []
         rows: list[SiteRow] = []
-        for target, hinted in zip(targets, side.hinted(theirs, tools, targets), strict=True):
-            found = hinted if isinstance(hinted, str) else self._site(target, plain, hinted)
+        for _, found in self._outcomes(example.trace, plain, targets):
             if isinstance(found, str):
                 dropped[found] += 1
             else:
                 rows.append(found)
         return rows
+
+    def _outcomes(
+        self, trace: Trace, plain: Conversation, targets: Sequence[HintTarget]
+    ) -> list[tuple[HintTarget, SiteRow | str]]:
+        _check_targets(targets, trace)
+        side = self._side()
+        tools = trace.tools or None
+        try:
+            theirs = plain if side.renderer is self.student else side.renderer.conversation(plain.messages, tools)
+        except TemplateError:
+            return [(target, "teacher_template_refused") for target in targets]
+        return [
+            (target, hinted if isinstance(hinted, str) else self._site(target, plain, hinted))
+            for target, hinted in zip(targets, side.hinted(theirs, tools, targets), strict=True)
+        ]
+
+    def site_outcomes(self, trace: Trace, sites: Sequence[Site]) -> list[tuple[HintTarget, SiteRow | str]]:
+        """Every target of a trace's sites with its row in the hint channel, or the reason why it has none."""
+        example = to_example(trace, self.config.rlvr_reward_key)
+        plain = self.student.conversation(trace.to_messages(), trace.tools or None)
+        return self._outcomes(trace, plain, example.targets(self.finder, sites))
+
+    def placement(self) -> Placement:
+        """Where the hinted teacher's template shows a hint."""
+        return self._side().placement
 
     def _site(self, target: HintTarget, plain: Conversation, hinted: TargetInContext) -> SiteRow | str:
         own = self.student.target(plain, target.message)
