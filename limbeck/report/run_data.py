@@ -87,6 +87,19 @@ class RunData:
         listed = [one] if isinstance(one, Mapping) else many if isinstance(many, list) else []
         return [self._model(teacher) for teacher in listed]
 
+    @property
+    def on_traces(self) -> bool:
+        """Whether the run learns from agent traces."""
+        return self.setting("algorithm") == "trace_distillation" or isinstance(self.setting("traces"), Mapping)
+
+    @property
+    def self_teacher(self) -> str | None:
+        """How the student teaches itself behind hints; None where another model teaches, or none does."""
+        off = self.setting("traces.channels.hint", True) is False or self.setting("loss.alpha", 1) == 0
+        if not self.on_traces or self.teachers or off:
+            return None
+        return str(self.setting("loss.hint.self_teacher", "frozen"))
+
     @staticmethod
     def _model(section: Any) -> str:
         if not isinstance(section, Mapping):

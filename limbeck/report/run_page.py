@@ -33,6 +33,29 @@ _SHOWN = {
     "val/bpb",
 }
 _TEACHER_BITS = r"val/teacher_(\d+_)?bpb"
+_LOG_PROBS = {
+    "val/erroneous_logprob": "failed messages",
+    "val/erroneous_logprob_hinted": "the same behind hints",
+    "val/chosen_logprob": "chosen of pairs",
+    "val/rejected_logprob": "rejected of pairs",
+}
+_CHANNELS = {"train/policy/loss": "policy", "train/hint/loss": "hint", "train/preference/loss": "preference"}
+_MONITORS = {
+    "Entropy": {"train/monitor/policy/entropy": "policy", "train/monitor/hint/entropy": "hint"},
+    "Mass on format tokens": {"train/monitor/policy/format_mass": "policy", "train/monitor/hint/format_mass": "hint"},
+    "Mass on an early end": {
+        "train/monitor/policy/early_end_mass": "policy",
+        "train/monitor/hint/early_end_mass": "hint",
+    },
+    "KL to the hinted teacher by token class": {
+        f"train/monitor/hint/kl_{name}": name for name in ("special", "format", "number", "word", "other")
+    },
+    "JSD to the hinted teacher": {"train/monitor/hint/jsd": "at most ln 2 = 0.693"},
+    "Length of answers": {"val/response_length": "tokens"},
+    "Bytes compared with the hinted teacher": {"val/hint_compared": "share"},
+}
+"""Figures of a run on traces: log-probabilities, losses of channels, and what shows a collapse early."""
+_OF_TRACES = {*_LOG_PROBS, *_CHANNELS, *(key for keys in _MONITORS.values() for key in keys)}
 _VALIDATION = {
     "val/bpb": ("bits per byte", False),
     "val/teacher_bpb": ("teacher's", None),
@@ -41,6 +64,11 @@ _VALIDATION = {
     "val/accuracy": ("accuracy", True),
     "val/coverage": ("coverage", None),
     "val/loss": ("loss", False),
+    "val/erroneous_logprob": ("log p, failed messages", False),
+    "val/erroneous_logprob_hinted": ("behind hints", None),
+    "val/chosen_logprob": ("log p, chosen", True),
+    "val/rejected_logprob": ("log p, rejected", False),
+    "val/preference_accuracy": ("pairs right", True),
 }
 """Column title, and whether more is better (None: no matter of better)."""
 
@@ -72,6 +100,7 @@ def run_page(run: RunData) -> Page:
         "name": run.name,
         "student": _short(run.student) if known else None,
         "teachers": [_short(teacher) for teacher in run.teachers],
+        "self_teacher": run.self_teacher,
         "facts": _facts(run),
         "notes": _notes(run),
         "cards": _cards(run),
@@ -86,7 +115,8 @@ def run_page(run: RunData) -> Page:
         "versions": [(name, _plain(value)) for name, value in sorted(run.versions.items())],
         "footer": " ".join(filter(None, ("limbeck", str(run.versions.get("limbeck", ""))))),
     }
-    return Page("run", f"{run.name}: distillation run", data)
+    kind = "run on agent traces" if run.on_traces else "distillation run"
+    return Page("run", f"{run.name}: {kind}", data)
 
 
 # -- head --------------------------------------------------------------------------------------------------------------
@@ -124,15 +154,16 @@ def _notes(run: RunData) -> list[str]:
     return notes
 
 
-def _course(title: str, points: Points) -> dict[str, str]:
-    """A card that tells where a metric began, where it stands, and the change."""
+def _course(title: str, points: Points, *, higher: bool = False) -> dict[str, str]:
+    """A card that tells where a metric began, where it stands, and the change; ``higher`` is better, or less is."""
     (start, first), (_, last) = points[0], points[-1]
     if len(points) == 1:
         return {"title": title, "value": format_number(first), "below": ""}
     card = {"title": title, "first": format_number(first), "value": format_number(last), "below": ""}
     if first != 0:
         change = (last - first) / abs(first)
-        kind = "good" if change < 0 else "bad" if change > 0 else ""
+        better = change > 0 if higher else change < 0
+        kind = "" if change == 0 else "good" if better else "bad"
         card |= {"change": f"{change:+.1%}", "kind": kind, "below": f"since step {start:,}"}
     return card
 
@@ -153,6 +184,10 @@ def _cards(run: RunData) -> list[dict[str, str]]:
     if kl:
         where = "validation" if run.points("val/kl_loss") else "training"
         cards.append(_course(f"KL to the teacher, {where}", kl))
+    if failed := run.points("val/erroneous_logprob"):
+        cards.append(_course("log p of failed messages, nats", failed))
+    if chosen := run.points("val/chosen_logprob"):
+        cards.append(_course("log p of chosen messages, nats", chosen, higher=True))
     if not bpb and (loss := run.points("train/loss")):
         cards.append(_course("Training loss", loss))
     speed = run.points("train/tokens_per_s")
@@ -214,6 +249,8 @@ def _curves(run: RunData) -> list[dict[str, Any]]:
     bits += [Series(n, _level(p, run), 1 + i, dashed=True) for i, (n, p) in enumerate(teacher_levels(run))]
     note = "on the validation set; less is better"
     charts = [chart("Bits per byte", bits, width=WIDE, height=300, note=note)] if bits[0].points else []
+    if run.on_traces:
+        charts += _trace_curves(run)
     for title, train, val in (
         ("Loss", "train/loss", "val/loss"),
         ("KL to the teacher", "train/kl_loss", "val/kl_loss"),
@@ -230,6 +267,19 @@ def _curves(run: RunData) -> list[dict[str, Any]]:
     ]
     charts.append(chart("Accuracy and coverage", shares, note="validation"))
     return [found for found in charts if found]
+
+
+def _trace_curves(run: RunData) -> list[dict[str, Any] | None]:
+    """What a run on traces is judged by, and what shows early when it collapses."""
+    four = [Series(name, run.points(key), i, markers=True) for i, (key, name) in enumerate(_LOG_PROBS.items())]
+    note = "nats per message, validation; failed and rejected should fall, chosen should rise"
+    losses = [Series(name, run.points(key), i, smooth=True) for i, (key, name) in enumerate(_CHANNELS.items())]
+    charts = [chart("Log-probability of messages", four, width=WIDE, height=300, note=note)]
+    charts.append(chart("Losses of the channels", losses, note="training"))
+    for title, keys in _MONITORS.items():
+        watched = [Series(name, run.points(key), i, markers=True) for i, (key, name) in enumerate(keys.items())]
+        charts.append(chart(title, watched))
+    return charts
 
 
 def _machine(run: RunData) -> list[dict[str, Any]]:
@@ -249,7 +299,8 @@ def _machine(run: RunData) -> list[dict[str, Any]]:
 
 def _further(run: RunData) -> list[dict[str, Any]]:
     """All other metrics, small and folded away."""
-    rest = [key for key in run.metric_names() if key not in _SHOWN and not re.fullmatch(_TEACHER_BITS, key)]
+    shown = _SHOWN | _OF_TRACES if run.on_traces else _SHOWN
+    rest = [key for key in run.metric_names() if key not in shown and not re.fullmatch(_TEACHER_BITS, key)]
     charts = []
     for key in rest:
         points = run.points(key)
