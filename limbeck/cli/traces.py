@@ -1,4 +1,4 @@
-"""``limbeck traces ...``: agent logs to canonical traces, their secrets, error sites, preference pairs, and a page of them."""
+"""``limbeck traces ...``: agent logs to canonical traces, secrets, error sites, preference pairs, and a page of all."""
 
 from __future__ import annotations
 
@@ -359,14 +359,15 @@ def view_command(
     Example: limbeck traces view session.jsonl --student ./SmolLM2-135M-Instruct -o traces.html
     """
     from limbeck.report.trace_page import TraceView
-    from limbeck.traces.files import IngestOptions, IngestStats, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
     from limbeck.utils.files import refuse_inputs
 
-    refuse_inputs(out, files)
+    found = find_files(files)
+    refuse_inputs(out, found)
     stats = IngestStats()
     options = IngestOptions(format, redact, False, detectors.value, _redactor(redact_pii, redact_rules))
-    traces = list(ingest(files, options, stats))
-    _require_traces(stats, files)
+    traces = list(ingest(found, options, stats))
+    _require_traces(stats, found)
     shown = sorted(traces, key=lambda trace: -sum(m.is_error for _, m in trace.new_messages()))[:most]
     reader = student or (None if run is None else str(run))
     collator, names = _view_collator(reader, teacher, chat_template, max_seq_len)
@@ -374,11 +375,11 @@ def view_command(
         shown,
         collator,
         None if sites is None else _by_trace(sites),
-        {} if run is None else _view_scores(run, files, max_seq_len),
+        {} if run is None else _view_scores(run, found, max_seq_len),
         names,
         [f"{len(traces) - len(shown):,} further traces are not shown."] if len(shown) < len(traces) else [],
     )
-    page = view.page(", ".join(path.name for path in files[:3])).write(out)
+    page = view.page(", ".join(path.name for path in found[:3])).write(out)
     if json_output:
         print_json({"page": str(page), "traces": len(shown)})
     else:
@@ -397,17 +398,27 @@ def _view_collator(
         if teacher is not None or chat_template is not None:
             raise TraceError("--teacher and --chat-template need --student, whose tokens are shown")
         return None, ("", "")
-    from limbeck.evaluation.models import find_model
-    from limbeck.tokens import load_tokenizer
     from limbeck.tokens.tokenizer import read_template
     from limbeck.traces import CollatorConfig, ComposerDataCollator
 
-    tokenizers = [None if spec is None else load_tokenizer(find_model(spec).tokenizer) for spec in (student, teacher)]
+    own = _view_tokenizer(student)
+    other = None if teacher is None else _view_tokenizer(teacher)
     if chat_template is not None:
-        tokenizers[0].chat_template = read_template(chat_template)
+        own.chat_template = read_template(chat_template)
     config = CollatorConfig(max_seq_len=limit, enable_replay_dpo=False)
-    collator = ComposerDataCollator(tokenizers[0], config, teacher_tokenizer=tokenizers[1])
+    collator = ComposerDataCollator(own, config, teacher_tokenizer=other)
     return collator, (Path(student).name, Path(teacher or student).name)
+
+
+def _view_tokenizer(spec: str) -> Any:
+    """A tokenizer by its folder, file or hub id, or that of a run's best checkpoint."""
+    from limbeck.tokens import load_tokenizer
+
+    if not (Path(spec) / "checkpoints").is_dir():
+        return load_tokenizer(spec)
+    from limbeck.evaluation.models import find_model
+
+    return load_tokenizer(find_model(spec).tokenizer)
 
 
 def _view_scores(run: Path, files: list[Path], limit: int) -> dict[str, Any]:

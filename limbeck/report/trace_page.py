@@ -81,7 +81,8 @@ class TraceView:
             shown = self._site(trace, number, site, outcome)
             outcomes[shown["reason"] or "trained on"] += 1
             sites.setdefault(site.target, []).append(shown)
-        for cause, reason in finder.reasons.items() if self.sites is None else ():
+        left_out = finder.reasons if self.sites is None else {}
+        for cause, reason in left_out.items():
             outcomes[reason] += 1
             target = callers.get(cause, (cause, 0))[0]
             sites.setdefault(target, []).append(_left_out(trace, number, target, cause, reason))
