@@ -8,13 +8,15 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 
 from limbeck.tokens.chat import ChatRenderer
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.schema import Message, ToolCall, Trace
+from limbeck.utils.metrics import Metrics
 from tests import zoo
 from tests.helpers.chats import answer, asked, call, result, said
-from tests.helpers.tokenizers import ROOT
+from tests.helpers.tokenizers import ROOT, workshop
 from tests.traces.collator_cases import student_text, teacher_text
 
 FAMILIES = ("qwen3", "llama3_2", "deepseek_v3", "mistral_nemo", "smollm2")
@@ -129,3 +131,26 @@ def test_arguments_that_are_no_json_stay_as_the_model_wrote_them() -> None:
         batch = collator(student, teacher)([Trace(id="t", messages=messages)])
         compared, said_ = batch["site_compared"][0].tolist()
         assert 0 < compared <= said_
+
+
+class Silent:
+    """A policy that finds everything certain."""
+
+    def response_log_probs(self, channel: Any, prefix: str = "") -> torch.Tensor:
+        return torch.zeros(channel.size)
+
+
+@pytest.mark.parametrize("other", [None, 500])
+def test_the_compared_share_is_a_metric_of_teachers_of_another_family(other: int | None) -> None:
+    from limbeck.algorithms.validation import TraceValidation
+    from limbeck.traces.dataset import TraceCollate
+
+    teacher = None if other is None else workshop(other)
+    collate = TraceCollate(ComposerDataCollator(workshop(), CollatorConfig(), teacher_tokenizer=teacher))
+    sums = Metrics()
+    TraceValidation(Silent(), None, collate, None)._add(sums, collate([(0, trace())]))  # type: ignore[arg-type]
+    found = sums.pairs()
+    assert ("hint_compared" in found) == (other is not None)
+    if other is not None:
+        compared, said_ = found["hint_compared"]
+        assert 0.9 * said_ <= compared <= said_

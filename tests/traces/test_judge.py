@@ -98,3 +98,15 @@ def test_a_question_is_known_by_all_that_was_seen() -> None:
     requests = [HintRequest(t, 3, 4, t.messages[3].tool_calls[0]) for t in (one, trace(), other)]
     keys = [request.key() for request in requests]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_run_without_rewards_says_that_the_policy_channel_is_off() -> None:
+    import torch
+
+    from limbeck.algorithms.trace_distillation import _policy_line
+    from limbeck.losses.policy_gradient import PolicyGradientSpec
+    from limbeck.traces.dataset import PolicyPlan
+
+    for counted, said_ in ((False, "the policy channel is off"), (True, "policy mode reward_weighted")):
+        plan = PolicyPlan(PolicyGradientSpec(mode="reward_weighted"), torch.zeros(2), torch.tensor([False, counted]))
+        assert said_ in _policy_line(plan)
