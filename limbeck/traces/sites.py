@@ -110,13 +110,15 @@ class SiteFinder:
     ) -> Site | None:
         reason = self._unusable(trace, caller, message)
         if caller is None or reason is not None:
-            return self._drop(cause, reason or "no_call")
+            self._drop(cause, reason or "no_call")
+            return None
         target, position = caller
         call = trace.messages[target].tool_calls[position]
         leaked = self._leaks()
         hint = self.hints(HintRequest(trace, target, cause, call, check))
         if hint is None:
-            return self._drop(cause, "hint_leaks" if self._leaks() > leaked else "no_hint")
+            self._drop(cause, "hint_leaks" if self._leaks() > leaked else "no_hint")
+            return None
         kind = message.error_kind or "environment"
         self.by_kind[kind] += 1
         self.by_hint_source[hint.source] += 1
