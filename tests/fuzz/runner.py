@@ -127,7 +127,7 @@ def _work(target: Target, todo: Any, out: Any) -> None:
                 judge(target, case, folder)
                 verdict = None
             except BaseException as error:  # whatever it is, it is the finding
-                verdict = "".join(traceback.format_exception(error)[-3:])
+                verdict = "".join(traceback.format_exception(error)[-6:])
             signal.setitimer(signal.ITIMER_PROF, 0)
             out.send(verdict)
 

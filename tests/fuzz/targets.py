@@ -38,7 +38,7 @@ def spoil_file(rng: random.Random, path: Path) -> None:
     raw = path.read_bytes()
     try:
         changed = _spoilt_text(rng, path.suffix, raw) if rng.random() < 0.7 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         changed = None  # spoilt before
     path.write_bytes(spoilt_bytes(rng, raw) if changed is None else changed.encode("utf-8", "surrogatepass"))
 
