@@ -46,8 +46,8 @@ class SequencePackingArgs(_DynamicBatchingRequired, total=False):
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Dict of tensors (dim 0 = samples) and lists (one entry per sample).
 
-    A value may also be any object with ``__len__``, ``slice(indices)`` and, for joining, a class method ``concat``
-    (media of a multimodal sample); with ``as_tensor(device)`` it counts as a multimodal input.
+    A value may also be any object with ``__len__``, ``slice(indices)`` and, for joining, a class method ``concat`` (a
+    `ChunkLayout`, media of a multimodal sample); with ``as_tensor(device)`` it counts as a multimodal input.
 
     Example:
         >>> batch = BatchedDataDict(input_ids=torch.zeros(4, 8, dtype=torch.long), idx=[0, 1, 2, 3])

@@ -7,7 +7,7 @@ packed batches alike, and only rows named in a layout ever reach a head.
 An alignment has three shapes. An aligner gives `Chunks` of one sample; a batch holds the chunks of all its samples as
 one `ChunkLayout` per teacher, under `chunks_<i>`, which is cut with its rows; a loss cuts what a micro-batch has of it
 into the `ChunkBlock`s of its row blocks. Batches may hold the published `alignment_*` keys instead, never both: the
-first one to ask (`Loss.annotate`) makes the layout of them.
+first one to ask (`Loss.annotate`) makes the layout of them, and `with_alignments` is the way back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limbeck.align import Chunks
+from limbeck.align import AlignmentBatch, Chunks
 from limbeck.errors import LossError
 
 BatchT = TypeVar("BatchT", bound=MutableMapping[str, Any])
@@ -198,6 +198,29 @@ class ChunkLayout:
             return at - 1, ids_BT[sample, at], count_C, last_C
 
         return cls(student[2].shape[0], sample_C, *side(*student), *side(*teacher), exact_C)
+
+    def alignment(self, student_width: int, teacher_width: int) -> AlignmentBatch:
+        """The published form of a layout that is neither placed nor `usable` yet, for ids of these widths."""
+        if self.exact_C is None:
+            raise LossError("only the chunks that carry loss are left of this layout; take the collator's")
+        number_C = torch.arange(self.num_chunks) - _starts(self.chunks_B)[self.sample_C]
+        pairs = max(int(self.chunks_B.max()) if self.num_samples else 0, 1)
+        valid_BP = torch.arange(pairs) < self.chunks_B[:, None]
+        exact_BP = torch.zeros_like(valid_BP)
+        exact_BP[self.sample_C, number_C] = self.exact_C
+        single_C = self.exact_C & (self.student_count_C == 1) & (self.teacher_count_C == 1)
+
+        def side(rows: Tensor, chunk: Tensor, width: int) -> tuple[Tensor, Tensor]:
+            """(whether each token is one half of an exact 1:1 chunk, its label)."""
+            at = self.sample_C[chunk], rows + 1
+            single_BT = torch.zeros(self.num_samples, width, dtype=torch.bool).index_put_(at, single_C[chunk])
+            return single_BT, torch.full((self.num_samples, width), -1).index_put_(at, number_C[chunk])
+
+        student_single, student_label = side(self.student_rows_M, self.student_chunk_M, student_width)
+        teacher_single, teacher_label = side(self.teacher_rows_Q, self.teacher_chunk_Q, teacher_width)
+        return AlignmentBatch(
+            valid_BP, exact_BP, student_single, teacher_single, student_label, teacher_label, self.chunks_B
+        )
 
     def names(self, student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> bool:
         """Whether a layout that is not placed names the tokens of these ids."""
@@ -455,6 +478,17 @@ def with_chunks(batch: BatchT, layouts: Sequence[ChunkLayout]) -> BatchT:
     for key in [key for key in out if key.startswith("alignment_")]:
         del out[key]
     out.update({f"chunks_{i}": layout for i, layout in enumerate(layouts)})
+    return out
+
+
+def with_alignments(batch: BatchT) -> BatchT:
+    """A collated batch with the published `alignment_*` keys in place of its layouts."""
+    out = copy(batch)
+    for key in [key for key in batch if key.startswith("chunks_")]:
+        teacher = key.removeprefix("chunks_")
+        widths = batch["input_ids"].shape[1], batch[f"teacher_{teacher}_input_ids"].shape[1]
+        published = out.pop(key).alignment(*widths)
+        out.update(published.as_dict(f"alignment_{teacher}_") | (published.as_dict() if teacher == "0" else {}))
     return out
 
 

@@ -80,6 +80,14 @@ def test_layouts_may_change_on_resume_of_one_teacher_or_several():
     assert differences({"policy": run(1, 2)}, {"policy": run(2, 4)}) == ["policy.logprob_batch_size: 2 -> 4"]
 
 
+def test_a_run_that_packed_by_an_algorithm_of_earlier_versions_goes_on():
+    before, now = (
+        {"policy": {"sequence_packing": {"algorithm": name}}}
+        for name in ("modified_first_fit_decreasing", "first_fit_decreasing")
+    )
+    assert not run_folder.differences(MasterConfig, before, now)
+
+
 def test_the_configuration_is_stored_as_it_was_used(tmp_path):
     opened(Run(), tmp_path / "deep" / "run", has_checkpoint=False)
     stored = (tmp_path / "deep" / "run" / "config.yaml").read_text()

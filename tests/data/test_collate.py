@@ -21,7 +21,7 @@ from limbeck.align import TokenAligner
 from limbeck.cli.project import peak_rss_mb
 from limbeck.config import resolve
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
-from limbeck.data.layout import aligned_chunks
+from limbeck.data.layout import aligned_chunks, with_alignments
 from limbeck.data.sources import DataConfig
 from limbeck.errors import ConfigError, DataError, TokenizerError
 from limbeck.tokens import ByteVocab, TextEncoder
@@ -58,6 +58,10 @@ def test_a_layout_holds_the_chunks_of_the_published_keys(options: dict) -> None:
     for f in fields(found):
         value, other = getattr(found, f.name), getattr(want, f.name)
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, f.name
+    read = with_alignments(layout)
+    assert set(read) == set(keys)
+    for key in (key for key in keys if key.startswith("alignment_")):
+        assert torch.equal(read[key], keys[key]), key
     assert collator(**options, chunks_as="layout")([])["chunks_0"].num_chunks == 0
 
 
