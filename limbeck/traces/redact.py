@@ -189,10 +189,13 @@ _FORMS = (
     ),
 )
 _VALUE = re.compile(
-    r"[bBrRuU@]?(?P<quote>\\?[\"'`])(?P<quoted>(?:(?!(?P=quote))[^\n]){1,2048})"
-    r"|(?P<bare>[^\s\"'`,;&<>(){}\[\]|\\]{1,2048})(?P<after>[(\[{]?)"
+    r"[bBrRuU@]?(?P<quote>\\?[\"'`])(?P<quoted>(?:(?!(?P=quote))[^\n]){1,512})"
+    r"|(?P<bare>[^\s\"'`,;&<>(){}\[\]|\\]{1,512})(?P<after>[(\[{]?)"
 )
+_SPACE = re.compile(r"\s")
 _HEX = re.compile(r"[0-9a-fA-F-]+")
+# what is left of a value that is longer than the part it is judged by
+_REST = {"quoted": re.compile(r"[^\n\"'`\\]*"), "bare": re.compile(r"[^\s\"'`,;&<>(){}\[\]|\\]*")}
 _EXPORTING = re.compile(r"(?:\bexport|\benv|(?<!\S)-e|--set|\bset)\s+\Z")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ASSIGNED = "assigned_secret"
@@ -307,7 +310,7 @@ class Redactor:
         return all(checks[name](secret) for name in rule.checks)
 
     def _is_allowed(self, value: str) -> bool:
-        return len(value) <= 512 and any(pattern.fullmatch(value) for pattern in self._allow)
+        return len(value) <= 128 and any(pattern.fullmatch(value) for pattern in self._allow)
 
     def _is_placeholder(self, value: str) -> bool:
         word = value.casefold().strip("-_.:!?\"'")
@@ -338,16 +341,17 @@ class Redactor:
             # only a space: what follows is the next word of a sentence, or a commit, unless it looks like nothing else
             found = value["bare"] or ""
             other = len(found) >= 16 and not _HEX.fullmatch(found)
-            return value.span("bare") if other and self._is_secret("token", found, False) else None
+            return _whole(text, value, "bare") if other and self._is_secret("token", found, False) else None
         if value["quoted"] is not None:
-            return value.span("quoted") if self._is_secret(strength, value["quoted"], match["sign"] != ",") else None
+            any_word = match["sign"] != ","
+            return _whole(text, value, "quoted") if self._is_secret(strength, value["quoted"], any_word) else None
         if value["after"]:
             return None
         # DB_PASSWORD=x, export password=x, --password x and ENV PASSWORD x are shell, where any word is a value
         plain = match["sign"] == "=" and not match["gap"]
         exported = plain and _EXPORTING.search(text, max(0, match.start() - 12), match.start()) is not None
         shell = (plain and name == name.upper()) or exported or match["sign"][0] in "-EsSc"
-        return value.span("bare") if self._is_secret(strength, value["bare"], shell) else None
+        return _whole(text, value, "bare") if self._is_secret(strength, value["bare"], shell) else None
 
     def _strength(self, name: str) -> Strength | None:
         if name not in self._strengths:
@@ -368,7 +372,7 @@ class Redactor:
     def _is_secret(self, strength: Strength, value: str, any_word: bool) -> bool:
         """Whether a value can be a secret. ``any_word``: it is quoted or stands where no code can."""
         value = value.strip()
-        if len(value) < 4 or any(c.isspace() for c in value) or "[REDACTED:" in value or "${" in value or "{{" in value:
+        if len(value) < 4 or _SPACE.search(value) or "[REDACTED:" in value or "${" in value or "{{" in value:
             return False
         if self._is_placeholder(value) or _FILE_LIKE.fullmatch(value):
             return False
@@ -436,6 +440,11 @@ class Redactor:
             "preference_pairs": [clean_pair(pair) for pair in trace.preference_pairs],
         }
         return trace.model_copy(update=update)
+
+
+def _whole(text: str, value: re.Match[str], group: str) -> tuple[int, int]:
+    rest = _REST[group].match(text, value.end(group))
+    return value.start(group), value.end(group) if rest is None else rest.end()
 
 
 def _counting(counts: Counter[str] | None) -> Note:
