@@ -50,6 +50,10 @@ def test_the_comparison_sees_what_is_missing_new_or_no_number() -> None:
     assert differences(record, less, "float32", exact=False) != []
     for loss in (float("nan"), float("inf"), 2.0 + 1e-5):
         assert len(differences({**record, "0/loss": (loss,)}, record, "float32", exact=False)) == 1
+    assert len(differences({**record, "0/loss": (2.0 + 4e-6,)}, record, "float32", exact=False)) == 1
+    alone = {"0/train/loss": (2.0,), "0/train/preference/loss": (2.0,)}
+    for loss, wrong in ((2.0 + 4e-6, 0), (2.0 + 8e-6, 1)):
+        assert len(differences({**alone, "0/train/loss": (loss,)}, alone, "float32", exact=False)) == wrong
     last_bit = {**record, "0/loss": (2.0 + 2**-51,)}
     assert len(differences(last_bit, record, "float64", exact=True)) == 1
     assert differences(last_bit, record, "float64", exact=False) == []
