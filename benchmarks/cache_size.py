@@ -37,10 +37,13 @@ def arrays(spec: CacheSpec, rng: np.random.Generator) -> dict[str, Any]:
         "logsumexp": rng.random(rows, dtype=np.float32),
     }
     if spec.kind == "topk":
-        out["topk_ids"] = rng.integers(0, spec.vocab_size, (rows, spec.k))
+        # k different ids a row
+        first, step = rng.integers(0, spec.vocab_size, (rows, 1)), spec.vocab_size // spec.k
+        out["topk_ids"] = (first + step * np.arange(spec.k)) % spec.vocab_size
         out["topk_logprobs"] = -rng.random((rows, spec.k), dtype=np.float32)
     else:
-        out["hidden"] = rng.integers(0, 1 << 16, (rows, spec.hidden_size)).astype(np.uint16)
+        # the bits of finite bfloat16 numbers
+        out["hidden"] = rng.integers(0, 0x7F80, (rows, spec.hidden_size)).astype(np.uint16)
     return out
 
 
