@@ -26,7 +26,7 @@ INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-wa
 # How long `make fuzz` looks for faults, over all of its targets.
 MINUTES ?= 10
 
-.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz clean
+.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz wheels clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
@@ -66,6 +66,17 @@ machines: $(READY)
 # Spoilt input, at random, for everything that reads what others wrote; see tests/fuzz.
 fuzz: $(READY)
 	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 "$(BIN)/python" -m tests.fuzz --minutes $(MINUTES)
+
+# What a GPU machine that has torch and transformers, but no network, lacks of limbeck's dependencies and tests. There:
+#   pip install --no-index --no-deps .carry/wheels/*.whl
+WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions torchdata datasets dill multiprocess \
+	xxhash gguf tensorboard tensorboard-data-server absl-py grpcio markdown protobuf werkzeug sentencepiece \
+	typer rich shellingham markdown-it-py mdurl pygments httpx httpcore \
+	pytest pytest-timeout pytest-xdist execnet iniconfig pluggy hypothesis attrs sortedcontainers
+wheels: $(READY)
+	$(PIP) download --disable-pip-version-check --progress-bar off -c constraints.txt -d .carry/wheels --no-deps \
+		--only-binary=:all: --implementation cp --python-version 3.12 --abi cp312 --abi abi3 --abi none \
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform any $(WHEELS)
 
 setup: $(READY)
 
