@@ -136,6 +136,7 @@ def versions(**more: Any) -> dict[str, Any]:
 
 def write_dropped(run_dir: str | Path, dropped: Counter[str]) -> Counter[str]:
     """Store and return everything that all ranks have left out so far, by reason. Collective."""
+    # all ranks, once per epoch: some names and counts as JSON
     total = Comm.world().sum_counter(dropped)
     if Comm.world().rank == 0:
         write_atomic(Path(run_dir) / "dropped.json", json.dumps(dict(sorted(total.items())), indent=1) + "\n")

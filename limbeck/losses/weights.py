@@ -109,6 +109,7 @@ def sample_scores(
         total.index_add_(0, layout.sample_C[layout.teacher_chunk_Q], torch.cat(rows))
         owner = layout.student_chunk_M if kind == "ce" else layout.teacher_chunk_Q
         count.index_add_(0, layout.sample_C[owner], torch.ones_like(owner, dtype=total.dtype))
+    # context-parallel ranks, per micro-batch and teacher: two numbers per sample
     total, count = comm.sum(torch.stack((total, count))).unbind()
     return (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf)
 

@@ -159,6 +159,7 @@ class CheckpointManager:
         period = self.config.save_period
         by_time = False
         if self.config.save_every_minutes is not None:
+            # all ranks, per step: clocks differ, the decision must not
             by_time = Comm.world().any(time.monotonic() - self._last_save >= 60 * self.config.save_every_minutes)
         return last or stop or by_time or (period > 0 and step % period == 0)
 
@@ -291,6 +292,7 @@ class CheckpointManager:
             if self.config.enabled and world.rank == 0:
                 whole = self._latest_whole()
                 name = None if whole is None else whole.name
+        # rank 0 to all, once per run: a name; the others may see another state of the folder
         name = world.broadcast_json(name)
         return None if name is None else self.checkpoint_dir / name
 

@@ -81,6 +81,7 @@ class Metrics(Mapping[str, Pair]):
         names = comm.all_names(self._pairs)
         none: Pair = (0.0, 0.0)
         own = _stacked([*(value for name in names for value in self._pairs.get(name, none)), *more])
+        # a step's ranks, once: two numbers per metric and what the host must know besides
         summed = comm.sum(own)
         numbers = torch.cat((summed, *(value.detach().to(summed).reshape(1) for value in same))).tolist()
         out = Metrics()

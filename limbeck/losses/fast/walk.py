@@ -89,6 +89,7 @@ class _Pass:
             some = torch.cat((some, some[-1:].expand(padded(some.numel()) - some.numel())))
             inputs = signal.hidden.detach().index_select(0, some).to(weight.dtype)
             best = torch.maximum(best, self._product("teacher", weight, inputs).amax(1).float())
+        # context-parallel ranks, per micro-batch: one number per teacher token; all must choose the same ones
         best = self.work.comm.max(best)
         return best.topk(min(term.objective.options.vocab_topk, best.numel())).indices.sort().values
 

@@ -44,6 +44,7 @@ class PKL(ProjectedObjective):
         for _, scores in teacher.blocks(block_rows):
             assert scores.logits is not None
             best_U = torch.maximum(best_U, scores.logits.amax(0))
+        # context-parallel ranks, per micro-batch: one number per teacher token; all must choose the same ones
         return none.axis.topk(comm.max(best_U)[None], self.options.vocab_topk)[1][0].sort().values
 
     def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:

@@ -152,6 +152,7 @@ class ShardedAxis(VocabAxis):
         return self.size
 
     def total(self, part: Tensor) -> Tensor:
+        # tensor-parallel ranks, per block: one number per row (or per row and chosen column)
         return self.comm.sum_same_loss(part)
 
     def log_softmax(self, logits: Tensor) -> Tensor:

@@ -363,6 +363,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         plan = ctx.plan
+        # the way back: gradients of the columns to the ranks that they came from, as many numbers
         back = plan.comm.all_to_all(grads[0].t().contiguous(), plan.received, plan.sent)
         out = grads[0].new_zeros(grads[0].shape[0], ctx.width)
         return out.index_add_(1, plan.send, back.t()), None

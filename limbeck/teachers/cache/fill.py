@@ -130,6 +130,7 @@ class _Scorer:
         ranks = Comm.world() if self.policy.sharding.is_sharded else Comm.alone()
         while True:
             documents = next(wanted, None)
+            # ranks of a split teacher, per batch: one flag, since none may stop before its peers
             if not ranks.any(documents is not None):
                 return
             yield documents or []

@@ -106,6 +106,7 @@ class ServerTeacher(Teacher):
         def ask() -> bytes:
             return json.dumps(asdict(probe_server(self.client, self.config, tokenizer))).encode()
 
+        # ranks that read the same rows, once per run: some hundred bytes; the server is asked once for all of them
         return ServerFacts(**json.loads(self._readers.first_only(ask)))
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -130,6 +131,7 @@ class ServerTeacher(Teacher):
             found = self.score(documents)
             return pack_scores(found, retries=self.client.counts["retries"] - before)
 
+        # ranks that read the same rows, per batch: the packed scores, so that a row is asked for (and paid) once
         found, facts = unpack_scores(self._readers.first_only(ask))
         self._retries += facts["retries"]
         return found

@@ -39,6 +39,7 @@ class ColumnStats(NamedTuple):
     argmax: Tensor
 
 
+# A tile of logits, -inf beyond the vocabulary's end.
 @triton.jit
 def _load(x_ptr, at, end, lanes, col):
     offset = at.to(tl.int64)[:, None] * lanes + col[None, :]
@@ -145,6 +146,7 @@ def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnSt
     return ColumnStats(lse, lse_tau, wide.argmax(0).int())
 
 
+# One entry of a column's list: its weight, and its student token's logits; weight 0 behind the list's end.
 @triton.jit
 def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, lanes, col, scale, base):
     some = entry < last
