@@ -56,14 +56,14 @@ class Reader(Protocol):
         ...
 
 
-class JsonlReader:
-    """One JSON object per line; empty lines are no records."""
+class _Stretches:
+    """Records that are stretches of bytes of one file: where each starts, how long it is, and on which line."""
 
-    def __init__(self, path: str, cache_dir: str | None) -> None:
-        self.path = path
-        self._plain = _lines_of(unpacked(path, cache_dir), path, cache_dir)
-        self._file = RandomAccessFile(self._plain)
-        self._starts, self._lengths, self._lines = index_lines(self._plain)
+    path: str
+    _file: RandomAccessFile
+    _starts: np.ndarray
+    _lengths: np.ndarray
+    _lines: np.ndarray
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -74,8 +74,21 @@ class JsonlReader:
     def location(self, number: int) -> str:
         return f"{self.path}:{self._lines[number]}"
 
+    def _bytes(self, number: int) -> bytes:
+        return self._file.read(int(self._starts[number]), int(self._lengths[number]))
+
+
+class JsonlReader(_Stretches):
+    """One JSON object per line; empty lines are no records."""
+
+    def __init__(self, path: str, cache_dir: str | None) -> None:
+        self.path = path
+        self._plain = _lines_of(unpacked(path, cache_dir), path, cache_dir)
+        self._file = RandomAccessFile(self._plain)
+        self._starts, self._lengths, self._lines = index_lines(self._plain)
+
     def row(self, number: int) -> dict[str, Any]:
-        raw = self._file.read(int(self._starts[number]), int(self._lengths[number]))
+        raw = self._bytes(number)
         try:
             line = raw.decode("utf-8-sig" if self._starts[number] == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -110,7 +123,7 @@ def _lines_of(plain: str, path: str, cache_dir: str | None) -> str:
     return cached_copy(plain, "lines", cache_dir, fill)
 
 
-class TextReader:
+class TextReader(_Stretches):
     """Plain text: a document per file or per paragraph; long ones are cut into pieces of ``limit`` bytes."""
 
     def __init__(self, path: str, key: str, cache_dir: str | None, *, paragraphs: bool, limit: int | None) -> None:
@@ -147,17 +160,8 @@ class TextReader:
                 lines.append(line)
             return spans, lines
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def sizes(self) -> np.ndarray:
-        return self._lengths
-
-    def location(self, number: int) -> str:
-        return f"{self.path}:{self._lines[number]}"
-
     def row(self, number: int) -> dict[str, Any]:
-        raw = self._file.read(int(self._starts[number]), int(self._lengths[number]))
+        raw = self._bytes(number)
         try:
             return {self._key: raw.decode("utf-8")}
         except UnicodeDecodeError as error:

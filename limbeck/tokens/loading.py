@@ -10,9 +10,10 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -22,6 +23,8 @@ from limbeck.tokens.sentencepiece import describe_model, read_model
 from limbeck.tokens.tokenizer import Tokenizer, require_transformers
 from limbeck.tokens.vocab import Spec
 from limbeck.utils.files import cache_dir, package_file
+
+T = TypeVar("T")
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _HUB_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -34,17 +37,8 @@ def read_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Toke
     ``package:NAME/FILE`` names a file inside an installed Python package. Folders without a ``tokenizer.json``, GGUF
     and tekken files are converted by transformers; the result of a GGUF file is kept in the cache folder.
     """
-    path = _local(spec)
-    try:
-        if path is not None and path.is_dir():
-            return _read_folder(path, trust_remote_code)
-        if path is not None:
-            return _read_file(path)
-    except TokenizerError:
-        raise
-    except Exception as error:  # the backend raises bare exceptions for malformed files
-        raise TokenizerError(f"no tokenizer can be read from {spec}: {one_line(error)}") from error
-    return _read_hub(str(spec), trust_remote_code)
+    found = _from_disk(spec, partial(_read_folder, trust_remote_code=trust_remote_code), _read_file)
+    return _read_hub(str(spec), trust_remote_code) if found is None else found
 
 
 def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -52,17 +46,21 @@ def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     A folder's ``tokenizer.json`` is read as it is: rebuilding a tokenizer from its class name can change ids.
     """
+    found = _from_disk(spec, partial(_load_folder, trust_remote_code=trust_remote_code), _load_file)
+    return _load_hub(str(spec), trust_remote_code) if found is None else found
+
+
+def _from_disk(spec: str | Path, folder: Callable[[Path], T], file: Callable[[Path], T]) -> T | None:
+    """What a reader of folders or of files finds at a local path; None for a hub id."""
     path = _local(spec)
+    if path is None:
+        return None
     try:
-        if path is not None and path.is_dir():
-            return _load_folder(path, trust_remote_code)
-        if path is not None:
-            return _load_file(path)
+        return folder(path) if path.is_dir() else file(path)
     except TokenizerError:
         raise
     except Exception as error:  # the backend raises bare exceptions for malformed files
         raise TokenizerError(f"no tokenizer can be read from {spec}: {one_line(error)}") from error
-    return _load_hub(str(spec), trust_remote_code)
 
 
 def _local(spec: str | Path) -> Path | None:
