@@ -79,6 +79,22 @@ def test_counting_from_a_corpus(folders: tuple[str, str], tmp_path: Path) -> Non
     assert "share a cell 100.0%" in " ".join(shown.split())
 
 
+def test_finer_cells_need_a_corpus_and_are_stored(folders: tuple[str, str], tmp_path: Path) -> None:
+    corpus, out = tmp_path / "c.txt", tmp_path / "w.safetensors"
+    corpus.write_text("the 2 and the 2 " * 50)
+    with pytest.raises(ConfigError, match="--corpus"):
+        run(folders, "--cell-epsilon", "0.01")
+    options = ["--corpus", str(corpus), "-o", str(out), "--json"]
+    coarse = json.loads(run(folders, *options).stdout)
+    finer = json.loads(run(folders, *options, "--cell-epsilon", "0.01").stdout)
+    assert finer["details"]["cell_epsilon"] == "0.01"
+    assert finer["largest_cell"] < coarse["largest_cell"]  # 20 and 201, which the corpus does not hold, leave the 2
+    assert finer["cell_agreement"] == coarse["cell_agreement"] == 1.0
+    trees = Projection.load(out).trees
+    assert trees is not None
+    assert trees.student_cell[STUDENT.get_vocab()["201"]] == -1
+
+
 def test_the_reverse_pass_is_an_option(folders: tuple[str, str]) -> None:
     assert json.loads(run(folders, "--reverse", "--json").stdout)["rule"] == "rules+reverse"
 

@@ -24,6 +24,8 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.layout import aligned_chunks, with_alignments
 from limbeck.data.sources import DataConfig
 from limbeck.errors import ConfigError, DataError, TokenizerError
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.projection import load_or_build
 from limbeck.tokens import ByteVocab, TextEncoder
 from tests.helpers.tokenizers import tiny
 from tests.texts import TEXTS, unicode_text
@@ -41,6 +43,37 @@ def collator(student: str = "llama3_2", teacher: str = "qwen3", **options) -> Cr
     s, t = tokenizer(student), tokenizer(teacher)
     options = {"ctx_length_student": 256, "ctx_length_teacher": 256, "aligner": TokenAligner(s, t)} | options
     return CrossTokenizerCollator(student_tokenizer=s, teacher_tokenizer=t, **options)
+
+
+def test_what_a_loss_needs_of_conditions_comes_with_the_batch() -> None:
+    sides = tiny(300), tiny(340)
+    made = [
+        CrossTokenizerDistillationLossFn(
+            {"mode": "tree_kl", "condition": "exact"}, projections=[load_or_build(*sides, trees=True)]
+        )
+        for _ in range(2)
+    ]
+    worker, loss = (fn.objectives[0].conditions for fn in made)
+    assert worker is not None
+    assert loss is not None
+    collate = CrossTokenizerCollator(
+        student_tokenizer=sides[0],
+        teacher_tokenizer=sides[1],
+        ctx_length_student=64,
+        ctx_length_teacher=64,
+        chunks_as="layout",
+        conditions=[worker],
+    )
+    batch = pickle.loads(pickle.dumps(collate(records(["the quick brown fox", "jumps over it"]))))
+    assert len(batch["conditions_0"]) == 2
+    annotated = made[1].annotate(batch)
+    assert "conditions_0" not in annotated
+    assert loss.student.found.keys() == worker.student.found.keys() != set()
+    assert loss.events is not None
+    assert worker.events is not None
+    assert loss.events[0].found.keys() == worker.events[0].found.keys()
+    again = collate(records(["the quick brown fox"]))["conditions_0"]
+    assert not any(again[0].values())  # sent once
 
 
 def records(texts) -> list[dict]:

@@ -781,21 +781,20 @@ class _Inside(ABC):
         # the text has a pair that the rule forbids: it is wrong there
         wrong = torch.tensor([token in events[node].own for node, token in pairs], device=at.node.device)
         wrong |= barred.wrong_C[at.chunk]
-        kept = torch.zeros_like(total[:0])
-        for chosen in (wrong.nonzero().squeeze(1), (~wrong).nonzero().squeeze(1)):
-            own = at.at(chosen)
-            if not own.count:
-                continue
-            if bool(wrong[chosen[0]]):
-                parts = self.plain(own, spec, listed=listed)
-            else:
-                parts, kept = self.conditioned(own, spec, listed=listed)
-            total = total.index_add(0, own.chunk, parts)
-        old = metrics.get("excluded_mass_inner", (total.new_zeros(()), total.new_zeros(())))
-        left_out = (1 - kept).sum()
-        metrics["excluded_mass_inner"] = (old[0] + left_out, old[1] + kept.numel())
-        old = metrics.get("unconditioned_inner", (total.new_zeros(()), total.new_zeros(())))
-        metrics["unconditioned_inner"] = (old[0] + wrong.sum().to(total), old[1] + at.count)
+        plain, exact = at.at(wrong.nonzero().squeeze(1)), at.at((~wrong).nonzero().squeeze(1))
+        if plain.count:
+            total = total.index_add(0, plain.chunk, self.plain(plain, spec, listed=listed))
+        left_out = total.new_zeros(())
+        if exact.count:
+            parts, kept = self.conditioned(exact, spec, listed=listed)
+            total = total.index_add(0, exact.chunk, parts)
+            left_out = (1 - kept).sum()
+        for name, value, count in (
+            ("excluded_mass_inner", left_out, exact.count),
+            ("unconditioned_inner", wrong.sum().to(left_out), at.count),
+        ):
+            old = metrics.get(name, (torch.zeros_like(left_out), torch.zeros_like(left_out)))
+            metrics[name] = (old[0] + value, old[1] + count)
         return total
 
 
