@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "limbeck"
@@ -80,6 +81,44 @@ def test_raw_collectives_are_found(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.py"
         path.write_text(code)
         assert _raw_collectives(path) == names
+
+
+def _modules() -> dict[str, ast.Module]:
+    paths = {".".join(("limbeck", *p.relative_to(ROOT).with_suffix("").parts)): p for p in ROOT.rglob("*.py")}
+    return {name.removesuffix(".__init__"): ast.parse(p.read_text(encoding="utf-8")) for name, p in paths.items()}
+
+
+def _own_imports(tree: ast.Module) -> list[tuple[ast.ImportFrom, bool]]:
+    """Imports from limbeck, and whether they stand inside a function."""
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    late = {id(node) for function in functions for node in ast.walk(function)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [(node, id(node) in late) for node in found if (node.module or "").split(".")[0] == "limbeck"]
+
+
+def test_no_cycle_between_modules() -> None:
+    modules = _modules()
+    graph: dict[str, set[str]] = {}
+    for name, tree in modules.items():
+        wanted = [(n.module, a.name) for n, late in _own_imports(tree) if not late for a in n.names]
+        found = {f"{module}.{part}" if f"{module}.{part}" in modules else str(module) for module, part in wanted}
+        graph[name] = found - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+# Modules that may import others of ours late, and why.
+LATE = {
+    "limbeck.doctor": "looks at extras that need not be installed",
+    "limbeck.losses.fast": "kernels need Triton",
+    "limbeck.tokens.vocab": "a tokenizer is made of a vocabulary",
+    "limbeck.traces.collate": "traces are read without torch",
+}
+
+
+def test_no_late_imports_of_our_own() -> None:
+    """But for commands, which must start quickly."""
+    found = {name for name, tree in _modules().items() if any(late for _, late in _own_imports(tree))}
+    assert {name for name in found if not name.startswith("limbeck.cli")} == set(LATE)
 
 
 def test_every_package_has_its_place() -> None:

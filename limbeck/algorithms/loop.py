@@ -64,7 +64,7 @@ class TrainingLoop(ABC):
     """Whether there is anything to validate on."""
 
     @abstractmethod
-    def take_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Any) -> dict[str, Any]:
         """One optimizer step; the result of ``Policy.train``."""
 
     @abstractmethod
@@ -72,11 +72,11 @@ class TrainingLoop(ABC):
         """What collating a batch left out, by reason."""
 
     @abstractmethod
-    def measure(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Validation metrics as (sum, count)."""
 
     @abstractmethod
-    def describe(self, means: dict[str, float]) -> str:
+    def summary_line(self, means: dict[str, float]) -> str:
         """One line about a validation."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class TrainingLoop(ABC):
             for counts in self.dropped_of(batch):
                 self.dropped.update(counts)
         try:
-            result = self.take_step(batch)
+            result = self.train_step(batch)
         except LossError as error:
             kept = run_folder.save_failed_batch(self.config.logger.log_dir, step, batch)
             last = self.checkpointer.latest()
@@ -187,11 +187,11 @@ class TrainingLoop(ABC):
             self._save(step)
 
     def _validate(self, step: int) -> None:
-        metrics = self.measure()
+        metrics = self.validate()
         means = to_means(metrics)
         self.validated = (step, {f"val/{name}": value for name, value in means.items()})
         self.logger.log_metrics(metrics, step, "val")
-        self.logger.print(f"step {step}: {self.describe(means)}")
+        self.logger.print(f"step {step}: {self.summary_line(means)}")
         self.timer.reset()
 
     def _save(self, step: int) -> None:

@@ -481,7 +481,7 @@ class _Loop(TrainingLoop):
         super().__init__(run.config, run.state, run.student, run.loader, run.logger, run.checkpointer)
         self.step, self.validation, self.weights = run.step, run.validation, run.config.weights()
 
-    def take_step(self, batch: ComposerBatch) -> dict[str, Any]:
+    def train_step(self, batch: ComposerBatch) -> dict[str, Any]:
         done = self.state["total_steps"]
         return self.step(batch, self.weights.at(done), monitored=self.step.monitor.due(done + 1), timer=self.timer)
 
@@ -493,11 +493,11 @@ class _Loop(TrainingLoop):
         counts = {f"count/{name}": float(value) for name, value in result["counts"].items()}
         return {"alpha": factors["hint"], "beta": factors["preference"], **counts}
 
-    def measure(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         with self.timer.time("validation"):
             return self.validation.measure()
 
-    def describe(self, means: dict[str, float]) -> str:
+    def summary_line(self, means: dict[str, float]) -> str:
         shown = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
         return f"mean log p of {shown or 'nothing: there are no failed or preferred messages'}"
 

@@ -13,6 +13,7 @@ from limbeck.models.causal import setting
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.cache import estimate_bytes
+from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.utils.files import package_file
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -110,8 +111,6 @@ def _model_config(policy: PolicyConfig) -> Any:
 
     overrides: dict[str, Any] = dict(policy.model_overrides)
     if policy.init == "random" and "vocab_size" not in overrides and policy.tokenizer.name:
-        from limbeck.tokens import ByteVocab, load_tokenizer
-
         overrides["vocab_size"] = ByteVocab.from_tokenizer(load_tokenizer(policy.tokenizer.name)).size
     try:
         if policy.model_name is None:

@@ -335,7 +335,7 @@ class _Loop(TrainingLoop):
         # None: all rows of a step, however many documents its records hold
         self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
 
-    def take_step(self, batch: BatchedDataDict) -> dict[str, Any]:
+    def train_step(self, batch: BatchedDataDict) -> dict[str, Any]:
         check_widths(batch)
         # measured on the weights that this step changes
         self.state.pop("val_loss", None)
@@ -346,7 +346,7 @@ class _Loop(TrainingLoop):
     def dropped_of(self, batch: BatchedDataDict) -> list[dict[str, int]]:
         return list(batch.get("dropped", []))
 
-    def measure(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         assert self.val_loader is not None
         metrics, _ = validate(
             self.student, self.teachers, self.val_loader, self.loss_fn, self.config, self.timer, known=self.teacher_bits
@@ -355,7 +355,7 @@ class _Loop(TrainingLoop):
             self.teacher_bits = {k: v for k, v in metrics.items() if k.startswith("teacher_") and k.endswith("bpb")}
         return metrics
 
-    def describe(self, means: dict[str, float]) -> str:
+    def summary_line(self, means: dict[str, float]) -> str:
         self.state["val_loss"] = means.get("loss", float("nan"))
         return compared_bits(means)
 

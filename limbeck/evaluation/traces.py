@@ -23,6 +23,7 @@ from limbeck.evaluation.models import find_model
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.tokens.tokenizer import read_template
 from limbeck.tokens.vocab import is_end
+from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.calls import parse_calls
 from limbeck.traces.errors import check_call
 from limbeck.traces.readers import ReadLog, read_traces
@@ -88,8 +89,6 @@ def _set_template(model: EvalModel, template: str | None) -> None:
 
 def score_traces(model: EvalModel, traces: Sequence[Trace], advance: Callable[[float], None]) -> dict[str, Any]:
     """Figures of one model, see :func:`evaluate_traces`."""
-    from limbeck.traces import CollatorConfig, ComposerDataCollator
-
     settings = CollatorConfig(max_seq_len=model.context, max_dpo_seq_len=model.context)
     collator = ComposerDataCollator(model.tokenizer, settings)
     rows: dict[tuple[str, int], Row] = {}
@@ -129,8 +128,6 @@ def behaviour_at_failures(
         their schemas; None where no trace has tools), ``recovered`` (share, of the states that were put right later,
         that makes the calls which did it), ``unended`` (cut off by the length), and ``answers``: one row per state.
     """
-    from limbeck.traces import CollatorConfig, ComposerDataCollator
-
     room = min(model.context, model.limit() - max_new_tokens)
     if room < 1:
         raise ConfigError(f"answers of {max_new_tokens} tokens leave no room in the context of {model.name!r}")

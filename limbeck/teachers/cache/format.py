@@ -314,12 +314,6 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def version() -> str:
-    from limbeck import __version__
-
-    return str(__version__)
-
-
 # -- head of hidden states ---------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from limbeck import __version__
 from limbeck.errors import CacheError
 from limbeck.teachers.cache.format import (
     FORMAT,
@@ -30,7 +31,6 @@ from limbeck.teachers.cache.format import (
     read_header,
     read_index,
     sha256_of,
-    version,
 )
 from limbeck.utils.files import fsync_path, lock_file, write_atomic
 
@@ -128,7 +128,7 @@ class CacheWriter:
     def _open_shard(self) -> None:
         """Open the shard under work; keep its whole documents, cut off the rest."""
         path = self._shard_path(self._number)
-        header = pack_header(self.spec, version())
+        header = pack_header(self.spec, __version__)
         entries, journal_end = parse_journal(path.with_suffix(".journal"), self._number)
         if not path.exists() or path.stat().st_size < len(header):
             if entries:
@@ -251,7 +251,7 @@ class CacheWriter:
     def _write_index(self, complete: bool) -> None:
         index = {
             "format": FORMAT,
-            "limbeck": version(),
+            "limbeck": __version__,
             "complete": complete,
             "world_size": self.world_size,
             "spec": self.spec.to_dict(),
