@@ -101,9 +101,8 @@ class ShardSampler(Sampler[int]):
 
     def order(self, epoch: int) -> np.ndarray:
         """int64 indices of this rank in ``epoch``."""
-        whole = np.arange(self.length)
-        if self.shuffle:
-            whole = np.random.default_rng([self.seed, epoch]).permutation(self.length)
+        shuffled = np.random.default_rng([self.seed, epoch])
+        whole = shuffled.permutation(self.length) if self.shuffle else np.arange(self.length)
         total = self._per_rank * self.world
         if total > self.length:
             whole = np.concatenate([whole, np.full(total - self.length, PAD_INDEX)])

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import lzma
-import mmap
 import os
 import re
 import tempfile
@@ -22,12 +21,15 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from limbeck.data.spans import LINE_BLOCK, Lines, Paragraphs, Scanner, Whole, find_spans
 from limbeck.errors import DataError, one_line
 from limbeck.utils.files import cache_dir as cache_folder
 
 OPEN_FILES = 128
 """Data files that a process keeps open at most."""
-_BLANK_LINES = re.compile(rb"\r?\n(?:[ \t\r]*\n)+")
+INDEX_ON_DISK = 32 << 20
+"""Bytes of a text file from which its index is kept in the cache folder."""
+_SIZES_AT_ONCE = 1 << 16
 
 
 class BadRecord(Exception):
@@ -43,8 +45,8 @@ class Reader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def sizes(self) -> np.ndarray:
-        """int64 ``[n]``: bytes of each record, or more than that (escapes, other keys)."""
+    def sizes(self) -> Iterator[np.ndarray]:
+        """Bytes of each record, or more than that (escapes, other keys); some at a time, int64, in order."""
         ...
 
     def row(self, number: int) -> dict[str, Any]:
@@ -56,41 +58,119 @@ class Reader(Protocol):
         ...
 
 
-class _Stretches:
-    """Records that are stretches of bytes of one file: where each starts, how long it is, and on which line."""
+class SpanIndex:
+    """Byte spans of the records of a text file, and the lines they begin at.
+
+    Large files have theirs in ``cache_dir``, 16 bytes per record, where any number of processes read it; it is made
+    again when the file changes. Where nothing can be written there it is kept in memory.
+    """
+
+    def __init__(
+        self, path: str, scanner: Callable[[], Scanner], cache_dir: str | None, limit: int | None = None
+    ) -> None:
+        self._scanner, self._limit = scanner, limit
+        self._file = RandomAccessFile(path)
+        size = os.path.getsize(path)
+        blocks = -(-size // LINE_BLOCK)
+        # spans as (start, length), then the newlines before each block
+        self._stored: RandomAccessFile | None = None
+        self._last = -1, (0, 0)  # asked for twice in a row: once for the record, once for its line
+        self._words = np.zeros(0, dtype=np.int64)
+        if size >= INDEX_ON_DISK and (target := self._on_disk(path, cache_dir)) is not None:
+            self._stored = RandomAccessFile(target)
+            words = os.path.getsize(target) // 8
+        else:
+            self._words = np.concatenate([self._words, *self._find()])
+            words = len(self._words)
+        self._count = (words - blocks) // 2
+
+    def _on_disk(self, path: str, cache_dir: str | None) -> str | None:
+        def fill(target: str) -> None:
+            with open(target, "wb") as out:
+                for words in self._find():
+                    out.write(words.astype("<i8").tobytes())
+
+        try:
+            return cached_copy(path, f"spans:{self._scanner().name}:{self._limit}:1", cache_dir, fill)
+        except DataError as error:
+            log.warning("The index of %s is kept in memory: %s", path, error)
+            return None
+
+    def _find(self) -> Iterator[np.ndarray]:
+        """The words of the index, some at a time."""
+        per_block = np.zeros(-(-os.path.getsize(self._file.path) // LINE_BLOCK), dtype=np.int64)
+        for (starts, ends), newlines in find_spans(self._file.path, self._scanner(), self._limit):
+            if len(newlines):
+                first = int(newlines[0]) // LINE_BLOCK
+                found = np.bincount(newlines // LINE_BLOCK - first)
+                per_block[first : first + len(found)] += found
+            yield np.stack([starts, ends - starts], axis=1).reshape(-1)
+        yield np.cumsum(per_block) - per_block
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        if self._stored is None:
+            return self._words[start:stop]
+        return np.frombuffer(self._stored.read(8 * start, 8 * (stop - start)), dtype="<i8")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def sizes(self) -> Iterator[np.ndarray]:
+        """Bytes of the records, some at a time."""
+        for start in range(0, self._count, _SIZES_AT_ONCE):
+            yield self._read(2 * start, 2 * min(start + _SIZES_AT_ONCE, self._count))[1::2]
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Offset and length of a record."""
+        last, span = self._last
+        if last != number:
+            start, length = self._read(2 * number, 2 * number + 2).tolist()
+            span = start, length
+            self._last = number, span
+        return span
+
+    def line(self, number: int) -> int:
+        """Line, from 1, at which a record begins."""
+        start, _ = self.span(number)
+        block = start // LINE_BLOCK
+        place = 2 * self._count + block
+        here = self._file.read(block * LINE_BLOCK, start - block * LINE_BLOCK).count(b"\n")
+        return int(self._read(place, place + 1)[0]) + here + 1
+
+
+class _Spans:
+    """Records that are stretches of bytes of one file."""
 
     path: str
     _file: RandomAccessFile
-    _starts: np.ndarray
-    _lengths: np.ndarray
-    _lines: np.ndarray
+    _index: SpanIndex
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._index)
 
-    def sizes(self) -> np.ndarray:
-        return self._lengths
+    def sizes(self) -> Iterator[np.ndarray]:
+        return self._index.sizes()
 
     def location(self, number: int) -> str:
-        return f"{self.path}:{self._lines[number]}"
+        return f"{self.path}:{self._index.line(number)}"
 
     def _bytes(self, number: int) -> bytes:
-        return self._file.read(int(self._starts[number]), int(self._lengths[number]))
+        return self._file.read(*self._index.span(number))
 
 
-class JsonlReader(_Stretches):
+class JsonlReader(_Spans):
     """One JSON object per line; empty lines are no records."""
 
     def __init__(self, path: str, cache_dir: str | None) -> None:
         self.path = path
         self._plain = _lines_of(unpacked(path, cache_dir), path, cache_dir)
         self._file = RandomAccessFile(self._plain)
-        self._starts, self._lengths, self._lines = index_lines(self._plain)
+        self._index = SpanIndex(self._plain, Lines, cache_dir)
 
     def row(self, number: int) -> dict[str, Any]:
         raw = self._bytes(number)
         try:
-            line = raw.decode("utf-8-sig" if self._starts[number] == 0 else "utf-8")
+            line = raw.decode("utf-8-sig" if self._index.span(number)[0] == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise BadRecord("invalid_utf8", f"byte {error.start} of the line is not valid UTF-8") from None
         if not line.strip():
@@ -123,7 +203,7 @@ def _lines_of(plain: str, path: str, cache_dir: str | None) -> str:
     return cached_copy(plain, "lines", cache_dir, fill)
 
 
-class TextReader(_Stretches):
+class TextReader(_Spans):
     """Plain text: a document per file or per paragraph; long ones are cut into pieces of ``limit`` bytes."""
 
     def __init__(self, path: str, key: str, cache_dir: str | None, *, paragraphs: bool, limit: int | None) -> None:
@@ -131,41 +211,14 @@ class TextReader(_Stretches):
         self._key = key
         self._plain = unpacked(path, cache_dir)
         self._file = RandomAccessFile(self._plain)
-        spans: list[tuple[int, int]] = []
-        lines: list[int] = []
-        if os.path.getsize(self._plain):
-            spans, lines = self._spans_and_lines(paragraphs, limit)
-        self._starts = np.array([start for start, _ in spans], dtype=np.int64)
-        self._lengths = np.array([end - start for start, end in spans], dtype=np.int64)
-        self._lines = np.array(lines, dtype=np.int64)
-
-    def _spans_and_lines(self, paragraphs: bool, limit: int | None) -> tuple[list[tuple[int, int]], list[int]]:
-        with open(self._plain, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start, size = 3 if data[:3] == b"\xef\xbb\xbf" else 0, len(data)
-            spans = []
-            if paragraphs:
-                for gap in _BLANK_LINES.finditer(data):
-                    if gap.start() > start:
-                        spans.append((start, gap.start()))
-                    start = gap.end()
-            if start < size:
-                spans.append((start, size))
-            if limit is not None:
-                spans = [piece for begin, end in spans for piece in split_spans(data, begin, end, limit)]
-            lines, line, counted = [], 1, 0
-            for begin, _ in spans:
-                for block in range(counted, begin, 1 << 20):
-                    line += data[block : min(block + (1 << 20), begin)].count(b"\n")
-                counted = begin
-                lines.append(line)
-            return spans, lines
+        self._index = SpanIndex(self._plain, Paragraphs if paragraphs else Whole, cache_dir, limit)
 
     def row(self, number: int) -> dict[str, Any]:
         raw = self._bytes(number)
         try:
             return {self._key: raw.decode("utf-8")}
         except UnicodeDecodeError as error:
-            line = int(self._lines[number]) + raw.count(b"\n", 0, error.start)
+            line = self._index.line(number) + raw.count(b"\n", 0, error.start)
             raise BadRecord("invalid_utf8", f"line {line} is not valid UTF-8") from None
 
 
@@ -217,8 +270,8 @@ class ArrowReader:
     def __len__(self) -> int:
         return self._rows
 
-    def sizes(self) -> np.ndarray:
-        return column_sizes(self._open().column(self._key))
+    def sizes(self) -> Iterator[np.ndarray]:
+        yield column_sizes(self._open().column(self._key))
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"
@@ -281,11 +334,10 @@ class HubReader:
     def __len__(self) -> int:
         return len(self._data)
 
-    def sizes(self) -> np.ndarray:
+    def sizes(self) -> Iterator[np.ndarray]:
         # A selection of rows is kept beside the table, so the column alone would tell other rows' sizes.
-        if self._data._indices is not None:
-            return np.zeros(len(self._data), dtype=np.int64)
-        return column_sizes(self._data.data.column(self._key))
+        selected = self._data._indices is not None
+        yield np.zeros(len(self._data), dtype=np.int64) if selected else column_sizes(self._data.data.column(self._key))
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"
@@ -465,47 +517,6 @@ def _open_compressed(path: str) -> Iterator[IO[bytes]]:
     opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
     with opener(path, "rb") as stream:
         yield stream
-
-
-def index_lines(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start offset, length in bytes (without the line end) and number (from 1) of every line that is not empty."""
-    ends: list[np.ndarray] = []
-    size = 0
-    with open(path, "rb") as file:
-        while block := file.read(_COPY_BLOCK * 4):
-            ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + size)
-            size += len(block)
-    stops = np.concatenate([*ends, np.array([size])]) if size else np.zeros(0, dtype=np.int64)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), stops[:-1] + 1]) if size else stops
-    lengths = stops - starts
-    keep = lengths > 0
-    single = np.flatnonzero(lengths == 1)
-    if single.size:
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-        keep[single] = content[starts[single]] != 13
-    return starts[keep], lengths[keep], np.flatnonzero(keep) + 1
-
-
-def split_spans(data: bytes | mmap.mmap, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-    """Cut ``data[start:end]`` into spans of at most ``limit`` bytes: at a line end, else before a space, else between
-    two characters; never inside a UTF-8 sequence."""
-    spans: list[tuple[int, int]] = []
-    while end - start > limit:
-        cut = start + limit
-        window = cut - limit // 4
-        if (at := data.rfind(b"\n", window, cut)) >= 0:
-            cut = at + 1
-        elif (at := data.rfind(b" ", window, cut)) > start:
-            cut = at
-        else:
-            for _ in range(3):
-                if data[cut] & 0xC0 != 0x80:
-                    break
-                cut -= 1
-        spans.append((start, cut))
-        start = cut
-    spans.append((start, end))
-    return spans
 
 
 class RandomAccessFile:

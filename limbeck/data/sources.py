@@ -20,7 +20,8 @@ import torch.utils.data
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.config import FREE, resolve
-from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader, split_spans
+from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader
+from limbeck.data.spans import split_spans
 from limbeck.errors import ConfigError, DataError
 from limbeck.utils.files import Stamp, stamp_files
 
@@ -161,7 +162,8 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         digest = hashlib.sha256(self.options.identity().encode())
         for path, reader in zip(self.paths, self._readers, strict=True):
             digest.update(json.dumps([path.rsplit("/", 1)[-1], len(reader)]).encode())
-            digest.update(np.ascontiguousarray(reader.sizes(), dtype=np.int64).tobytes())
+            for sizes in reader.sizes():
+                digest.update(np.ascontiguousarray(sizes, dtype=np.int64).tobytes())
             if not path.startswith(HUB_PREFIX):
                 with open(path, "rb") as file:
                     digest.update(file.read(1 << 16))
@@ -207,12 +209,15 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @cached_property
     def _index(self) -> _Index:
-        sizes = np.concatenate([reader.sizes() for reader in self._readers])
-        index = _Index.of_records(len(sizes))
-        long = np.flatnonzero(sizes > self.options.max_document_bytes)
-        if long.size and self.options.mode == "text":
-            index = self._index_long(sizes, long)
-        if self._checks_at_start(int(sizes.sum())):
+        count = total = 0
+        long: list[int] = []
+        for sizes in self._sizes():
+            long += (np.flatnonzero(sizes > self.options.max_document_bytes) + count).tolist()
+            count, total = count + len(sizes), total + int(sizes.sum())
+        index = _Index.of_records(count)
+        if long and self.options.mode == "text":
+            index = self._index_long(count, long)
+        if self._checks_at_start(total):
             usable = np.array([self._usable(index, unit) for unit in range(index.count)], dtype=bool)
             if not usable.all():
                 index = index.select(np.flatnonzero(usable))
@@ -222,17 +227,22 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
             why = f" (skipped: {dict(self.skipped)})" if self.skipped else ""
             raise DataError(f"There is no usable record in {_shorten(self.paths)}{why}.")
         if self.options.join_to_bytes is not None:
-            index.groups = _group(index.unit_sizes(sizes, self.options.max_document_bytes), self.options.join_to_bytes)
+            every = np.concatenate(list(self._sizes()))
+            index.groups = _group(index.unit_sizes(every, self.options.max_document_bytes), self.options.join_to_bytes)
         return index
+
+    def _sizes(self) -> Iterator[np.ndarray]:
+        """Bytes of all records, some at a time."""
+        return (sizes for reader in self._readers for sizes in reader.sizes())
 
     def _checks_at_start(self, total_bytes: int) -> bool:
         choice = self.options.check_records
         return choice == "at_start" or (choice == "auto" and total_bytes <= _CHECK_AT_START_BYTES)
 
-    def _index_long(self, sizes: np.ndarray, long: np.ndarray) -> _Index:
+    def _index_long(self, count: int, long: list[int]) -> _Index:
         """Cut documents over the limit into pieces, or leave them out, or stop, as the options say."""
-        pieces = np.ones(len(sizes), dtype=np.int64)
-        for record in long.tolist():
+        pieces = np.ones(count, dtype=np.int64)
+        for record in long:
             try:
                 data = self._document(record)["text"].encode("utf-8")
             except BadRecord:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
 import json
 import lzma
 import os
 import pickle
+import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.data.readers import OPEN_FILES, RandomAccessFile, expand, index_lines, split_spans
+from limbeck.data import readers
+from limbeck.data import spans as spans_module
+from limbeck.data.readers import OPEN_FILES, RandomAccessFile, SpanIndex, expand
 from limbeck.data.sources import (
     PAD_INDEX,
     DataConfig,
@@ -29,6 +34,7 @@ from limbeck.data.sources import (
     count_skipped,
     flatten_documents,
 )
+from limbeck.data.spans import LINE_BLOCK, Lines, Paragraphs, Whole, find_spans, split_spans
 from limbeck.errors import ConfigError, DataError
 
 TEXTS = ["one", "zwei\nzeilen", "三 个", "four 🙂", "five"]
@@ -333,11 +339,100 @@ def test_line_index_agrees_with_splitting(raw: list[str], tmp_path_factory: pyte
     content = "\n".join(raw).encode()
     path = tmp_path_factory.mktemp("index") / "a"
     path.write_bytes(content)
-    starts, lengths, numbers = index_lines(str(path))
+    index = SpanIndex(str(path), Lines, None)
     wanted = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line not in (b"", b"\r")]
     file = RandomAccessFile(str(path))
-    found = [(int(n), file.read(int(s), int(c))) for n, s, c in zip(numbers, starts, lengths, strict=True)]
+    found = [(index.line(i), file.read(*index.span(i))) for i in range(len(index))]
     assert found == wanted
+
+
+PIECES = ["a", "bb ", "\n", "\n\n", "\r\n", "\r", " ", "\t", "\n \n", "\ufeff", "word word word"]
+
+
+def paragraphs_by_regex(content: bytes, limit: int) -> list[tuple[int, int]]:
+    """Blank lines as an expression, over the whole text at once."""
+    start, spans = 3 if content.startswith(b"\xef\xbb\xbf") else 0, []
+    for gap in re.finditer(rb"\r?\n(?:[ \t\r]*\n)+", content):
+        if gap.start() > start:
+            spans.append((start, gap.start()))
+        start = gap.end()
+    if start < len(content):
+        spans.append((start, len(content)))
+    return [piece for begin, end in spans for piece in split_spans(content, begin, end, limit)]
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=40),
+    block=st.integers(3, 40),
+    limit=st.sampled_from([16, 20, 1000]),
+)
+@settings(max_examples=300, deadline=None)
+def test_records_do_not_depend_on_the_blocks_that_a_file_is_read_in(
+    pieces: list[str], block: int, limit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = "".join(pieces).encode()
+    path = tmp_path_factory.mktemp("blocks") / "a"
+    path.write_bytes(content)
+
+    def found(scanner: type, most: int | None = None) -> list[tuple[int, int]]:
+        parts = [spans for spans, _ in find_spans(str(path), scanner(), most)]
+        return [(int(a), int(b)) for starts, ends in parts for a, b in zip(starts, ends, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        whole = [found(scanner) for scanner in (Lines, Paragraphs, Whole)]
+        patch.setattr(spans_module, "BLOCK", block)
+        assert [found(scanner) for scanner in (Lines, Paragraphs, Whole)] == whole
+        assert found(Paragraphs, limit) == paragraphs_by_regex(content, limit)
+
+
+def test_a_large_files_index_lies_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the file again, or gets the reader by pickle, reads it there; a changed file has another."""
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("".join(f"paragraph {i}\n\n" for i in range(5000)))
+    options = ReadingConfig(split_documents="blank_lines", cache_dir=str(cache))
+    small = RecordDataset(str(path), options)
+    expected = [small[i] for i in (0, 1, 2500, 4999)]
+    assert not cache.exists()
+    monkeypatch.setattr(readers, "INDEX_ON_DISK", 1000)
+    large = RecordDataset(str(path), options)
+    assert large.fingerprint == small.fingerprint
+    (stored,) = cache.iterdir()
+    assert stored.stat().st_size == 16 * 5000 + 8 * -(-path.stat().st_size // LINE_BLOCK)
+    assert len(pickle.dumps(large.prepare())) < 20_000
+    for data in (large, pickle.loads(pickle.dumps(large)), RecordDataset(str(path), options)):
+        assert [data[i] for i in (0, 1, 2500, 4999)] == expected
+    assert list(cache.iterdir()) == [stored]
+    path.write_text("other\n\ntext, and enough of it\n\n" * 500)
+    assert RecordDataset(str(path), options)[999]["source"] == f"{path}:1999"
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_an_index_that_cannot_be_stored_is_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").write_text("no folder")
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\n\nthree")
+    monkeypatch.setattr(readers, "INDEX_ON_DISK", 1)
+    options = ReadingConfig(split_documents="blank_lines", cache_dir=str(tmp_path / "taken"))
+    assert [r["text"] for r in RecordDataset(str(path), options)] == ["one", "two", "three"]
+
+
+def test_many_records_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays is less than a byte of each, and finding them takes the memory of some blocks."""
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{n:>20}\n\n" for n in range(100_000)))
+    monkeypatch.setattr(readers, "INDEX_ON_DISK", 1 << 20)
+    options = ReadingConfig(split_documents="blank_lines", cache_dir=str(tmp_path / "cache"), check_records="on_read")
+    RecordDataset(__file__, options).prepare()
+    gc.collect()
+    tracemalloc.start()
+    data = RecordDataset(str(path), options).prepare()
+    assert data.fingerprint
+    stays, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(data), data[76_543]["text"].strip()) == (100_000, "76543")
+    assert data[76_543]["source"] == f"{path}:{2 * 76_543 + 1}"
+    assert stays < 100_000
+    assert most < 24 << 20
 
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=30), limit=st.integers(1, 60))
@@ -428,7 +523,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     shuffled = made.select([4, 2])
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: shuffled)
     assert texts(RecordDataset("hf:some/texts")) == [TEXTS[4], TEXTS[2]]
-    assert np.array_equal(RecordDataset("hf:some/texts")._readers[0].sizes(), [0, 0])
+    assert np.array_equal(np.concatenate(list(RecordDataset("hf:some/texts")._readers[0].sizes())), [0, 0])
 
 
 def test_cache_folders_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
