@@ -46,7 +46,7 @@ ARGUMENTS = {
         "off_policy_distillation_state master_config"
     ),
     "limbeck.algorithms.xtoken_off_policy_distillation:validate": (
-        "student_policy teacher_policy val_dataloader loss_fn master_config"
+        "student_policy teacher_policy val_dataloader loss_fn master_config timer"
     ),
     "limbeck.models.policy:Policy.train": "data loss_fn eval_mode gbs mbs timer",
     "limbeck.models.policy:Policy.get_topk_logits": "data k",
