@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,16 +151,41 @@ def rendering_of_ids(vocab: ByteVocab, ids: IntArray) -> Rendering:
     return Rendering(ids, np.cumsum(vocab.byte_len[ids]), source, true, special, true)
 
 
+def without_added_spaces(tokenizer: Tokenizer, rendering: Rendering) -> Rendering:
+    """A rendering of ids without the spaces that its tokenizer wrote in front.
+
+    A token that loses its space is not exact, for its bytes are not the text's; one that was nothing but the space is
+    no target.
+    """
+    vocab, special, ids = tokenizer.vocab, rendering.special, rendering.ids
+    opens = np.flatnonzero(~special & np.concatenate([[True], special[:-1]]))
+    if tokenizer.space_in_front == "begin":
+        opens = opens[:1]
+    held = np.array([at for at in opens.tolist() if vocab.token_bytes[ids[at]].startswith(b" ")], dtype=np.int64)
+    lengths = vocab.byte_len[ids[held]]
+    spaces = (rendering.ends[held] - lengths).tolist()
+    edges = zip([0, *(at + 1 for at in spaces)], [*spaces, len(rendering.source)], strict=True)
+    lost = np.zeros(len(ids), dtype=np.int64)
+    lost[held] = 1
+    target = np.ones(len(ids), dtype=bool)
+    target[held[lengths == 1]] = False
+    source = b"".join(rendering.source[start:end] for start, end in edges)
+    return Rendering(ids, rendering.ends - np.cumsum(lost), source, lost == 0, special, target)
+
+
 def align_ids(student: Rendering, teacher: Rendering) -> Chunks:
     """Chunks of two renderings that are known by ids alone.
 
     Where both spell the same bytes this is the plain intersection of byte ends. Where a normaliser made them differ,
-    edges are compared in a folded text (case, accents, white space and compatibility forms removed), and a chunk is
-    exact only where both sides' own bytes are equal.
+    edges are compared in a folded text (case, accents and compatibility forms removed, white space unified or, where
+    that is not enough, removed), and a chunk is exact only where both sides' own bytes are equal.
     """
-    keep_s, keep_t = np.flatnonzero(~student.special), np.flatnonzero(~teacher.special)
-    ends_s, ends_t = student.ends[keep_s], teacher.ends[keep_t]
     folded = student.source != teacher.source
+    kept_s, kept_t = student.target & ~student.special, teacher.target & ~teacher.special
+    if not folded and kept_s.all() and kept_t.all():
+        return chunk_stretch(student.ends, teacher.ends, student.exact, teacher.exact)
+    keep_s, keep_t = np.flatnonzero(kept_s), np.flatnonzero(kept_t)
+    ends_s, ends_t = student.ends[keep_s], teacher.ends[keep_t]
     if folded:
         ends_s, ends_t = _folded_ends(student.source, teacher.source, ends_s, ends_t)
     chunks = chunk_stretch(ends_s, ends_t, student.exact[keep_s], teacher.exact[keep_t])
@@ -171,7 +196,8 @@ def align_ids(student: Rendering, teacher: Rendering) -> Chunks:
         byte_start, byte_end = edges_s[chunks.student_start], edges_s[chunks.student_end]
         t_bytes = edges_t[chunks.teacher_start], edges_t[chunks.teacher_end]
         spans = zip(byte_start.tolist(), byte_end.tolist(), t_bytes[0].tolist(), t_bytes[1].tolist(), strict=True)
-        exact = np.array([student.source[a:b] == teacher.source[c:d] for a, b, c, d in spans], dtype=bool)
+        same = [student.source[a:b] == teacher.source[c:d] for a, b, c, d in spans]
+        exact = chunks.exact & np.array(same, dtype=bool)
     # Special tokens inside a chunk's span break its chain of predictions, so such a chunk is not exact.
     start_s, end_s = _spread(keep_s, chunks.student_start, chunks.student_end)
     start_t, end_t = _spread(keep_t, chunks.teacher_start, chunks.teacher_end)
@@ -180,7 +206,7 @@ def align_ids(student: Rendering, teacher: Rendering) -> Chunks:
     )
     full = (end_s > start_s) & (end_t > start_t)
     plain = Chunks(start_s, end_s, start_t, end_t, byte_start, byte_end, exact & whole, chunks.role)
-    return plain.select(full & whole)
+    return plain if full.all() and whole.all() else plain.select(full & whole)
 
 
 def _spread(keep: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
@@ -196,16 +222,24 @@ def _fold_char(char: str) -> str:
     return "".join(c for c in plain if unicodedata.category(c) not in ("Mn", "Cf", "Zs", "Cc"))
 
 
-def _fold(source: bytes) -> tuple[str, IntArray]:
-    """The folded text, and for every byte offset its place in it; -1 inside a character."""
+def _fold(source: bytes, *, spaced: bool) -> tuple[str, IntArray]:
+    """The folded text, and for every byte offset its place in it; -1 inside a character.
+
+    ``spaced``: a run of white space between two words stays as one space.
+    """
     text = source.decode("utf-8", "surrogateescape")
     place = np.full(len(source) + 1, -1, dtype=np.int64)
     folded: list[str] = []
     at_byte = at_fold = 0
-    for char in text:
+    end = len(text.rstrip())
+    for number, char in enumerate(text):
         place[at_byte] = at_fold
-        piece = _fold_char(char)
-        folded.append(piece)
+        if spaced and char.isspace():
+            piece = " " if folded and folded[-1] != " " and number < end else ""
+        else:
+            piece = _fold_char(char)
+        if piece:
+            folded.append(piece)
         at_byte += len(char.encode("utf-8", "surrogateescape"))
         at_fold += len(piece)
     place[at_byte] = at_fold
@@ -214,8 +248,9 @@ def _fold(source: bytes) -> tuple[str, IntArray]:
 
 def _folded_ends(student: bytes, teacher: bytes, ends_s: IntArray, ends_t: IntArray) -> tuple[IntArray, IntArray]:
     """Token ends as places in a common folded text."""
-    fold_s, place_s = _fold(student)
-    fold_t, place_t = _fold(teacher)
+    (fold_s, place_s), (fold_t, place_t) = (_fold(source, spaced=True) for source in (student, teacher))
+    if fold_s != fold_t:
+        (fold_s, place_s), (fold_t, place_t) = (_fold(source, spaced=False) for source in (student, teacher))
     out_s, out_t = _next_known(place_s[ends_s]), _next_known(place_t[ends_t])
     if fold_s != fold_t:
         # Only the common head and tail are comparable; what lies between them becomes one chunk.
@@ -335,8 +370,8 @@ class TokenAligner:
         projection_matrix_path: str | Path | None = None,
         max_comb_len: int = 4,
     ) -> None:
-        self.student_vocab = Tokenizer.of(student_tokenizer).vocab
-        self.teacher_vocab = Tokenizer.of(teacher_tokenizer).vocab
+        self._tokenizers = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+        self.student_vocab, self.teacher_vocab = (tokenizer.vocab for tokenizer in self._tokenizers)
         self.projection_matrix_path = projection_matrix_path
         self.max_comb_len = max_comb_len
 
@@ -368,19 +403,38 @@ class TokenAligner:
                 f"expected ids [B, Ts] and [B, Tt] of one batch size, got {tuple(student_ids.shape)} and "
                 f"{tuple(teacher_ids.shape)}."
             )
-        samples = []
-        for row in range(len(student_ids)):
-            student_at, student = _kept(student_ids, student_attention_mask, row, self.student_vocab, "student")
-            teacher_at, teacher = _kept(teacher_ids, teacher_attention_mask, row, self.teacher_vocab, "teacher")
-            chunks = self.align_id_rows(student, teacher)
-            samples.append(_placed(chunks, student_at, teacher_at))
+        rows = zip(
+            _real_rows(student_ids, student_attention_mask, self.student_vocab, "student"),
+            _real_rows(teacher_ids, teacher_attention_mask, self.teacher_vocab, "teacher"),
+            strict=True,
+        )
+        samples = [_placed(self.align_id_rows(s, t), s_at, t_at) for (s_at, s), (t_at, t) in rows]
         return AlignmentBatch.from_chunks(samples, student_ids.shape[1], teacher_ids.shape[1])
 
     def align_id_rows(self, student_ids: IntArray, teacher_ids: IntArray) -> Chunks:
         """Chunks of two unpadded id sequences, special tokens paired by role at equal places."""
-        student = rendering_of_ids(self.student_vocab, student_ids)
-        teacher = rendering_of_ids(self.teacher_vocab, teacher_ids)
-        return Chunks.concatenate([align_ids(student, teacher), self._role_pairs(student, teacher)])
+        student, teacher = self._of_one_text(
+            rendering_of_ids(self.student_vocab, student_ids), rendering_of_ids(self.teacher_vocab, teacher_ids)
+        )
+        chunks = align_ids(student, teacher)
+        if not (student.special.any() and teacher.special.any()):
+            return chunks
+        pairs = self._role_pairs(student, teacher)
+        return Chunks.concatenate([chunks, pairs]) if len(pairs) else chunks
+
+    def _of_one_text(self, student: Rendering, teacher: Rendering) -> tuple[Rendering, Rendering]:
+        """The renderings without added spaces, on the sides where that makes both spell the same text.
+
+        Ids do not tell an added space from one of the text, but the other side does.
+        """
+        if student.source == teacher.source:
+            return student, teacher
+        sides = [
+            [without_added_spaces(tokenizer, side), side] if tokenizer.space_in_front != "never" else [side]
+            for tokenizer, side in zip(self._tokenizers, (student, teacher), strict=True)
+        ]
+        both = [(mine, theirs) for mine in sides[0] for theirs in sides[1]]
+        return next((pair for pair in both if pair[0].source == pair[1].source), both[0])
 
     def pairs(self, student: Rendering, teacher: Rendering, chunks: Chunks) -> list[AlignmentPair]:
         """Chunks as records with display strings."""
@@ -448,24 +502,30 @@ def _monotone(found: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return kept
 
 
-def _kept(
-    ids: torch.Tensor, mask: torch.Tensor | None, row: int, vocab: ByteVocab, side: str
-) -> tuple[IntArray, IntArray]:
-    """Places and ids of a row's real tokens."""
-    values = ids[row].cpu().numpy().astype(np.int64)
-    places = np.arange(len(values)) if mask is None else np.flatnonzero(mask[row].cpu().numpy())
-    values = values[places]
-    if len(values) and (values.min() < 0 or values.max() >= vocab.size):
-        bad = int(values[(values < 0) | (values >= vocab.size)][0])
-        raise AlignmentError(f"{side} id {bad} in row {row} is outside its tokenizer's {vocab.size} ids.")
-    return places, values
+def _real_rows(
+    ids: torch.Tensor, mask: torch.Tensor | None, vocab: ByteVocab, side: str
+) -> Iterator[tuple[IntArray | None, IntArray]]:
+    """Ids of each row's real tokens, and their places; None where they are its first."""
+    values = ids.cpu().numpy().astype(np.int64)
+    real = np.ones(values.shape, dtype=bool) if mask is None else mask.cpu().numpy() > 0
+    if (wrong := real & ((values < 0) | (values >= vocab.size))).any():
+        row, at = np.argwhere(wrong)[0].tolist()
+        raise AlignmentError(f"{side} id {values[row, at]} in row {row} is outside its tokenizer's {vocab.size} ids.")
+    counts = real.sum(1)
+    first = (real == (np.arange(values.shape[1]) < counts[:, None])).all(1)
+    for row, count in enumerate(counts.tolist()):
+        places = None if first[row] else np.flatnonzero(real[row])
+        yield places, values[row, :count] if places is None else values[row, places]
 
 
-def _placed(chunks: Chunks, student_at: IntArray, teacher_at: IntArray) -> Chunks:
+def _placed(chunks: Chunks, student_at: IntArray | None, teacher_at: IntArray | None) -> Chunks:
     """Token indices over the real tokens -> indices over the padded row (left padding moves them)."""
-    values = asdict(chunks)
-    for side, at in (("student", student_at), ("teacher", teacher_at)):
-        if len(at):
-            values[f"{side}_start"] = at[values[f"{side}_start"]]
-            values[f"{side}_end"] = at[values[f"{side}_end"] - 1] + 1
-    return Chunks(**values)
+    if student_at is not None and len(student_at):
+        chunks = replace(
+            chunks, student_start=student_at[chunks.student_start], student_end=student_at[chunks.student_end - 1] + 1
+        )
+    if teacher_at is not None and len(teacher_at):
+        chunks = replace(
+            chunks, teacher_start=teacher_at[chunks.teacher_start], teacher_end=teacher_at[chunks.teacher_end - 1] + 1
+        )
+    return chunks

@@ -15,6 +15,9 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+_PLACES = ("student_start", "student_end", "teacher_start", "teacher_end", "byte_start", "byte_end")
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """Aligned chunks of one sample, in order.
@@ -78,9 +81,11 @@ class Chunks:
             return cls(none, none, none, none, none, none, none.astype(bool), none.astype(bool))
         if len(parts) == 1:
             return parts[0]
-        joined = cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
-        order = np.argsort(joined.student_start, kind="stable")
-        return joined.select(order)
+        # as two tables: there are many small parts, and every call into numpy costs as much as one of them
+        places = np.concatenate([np.array([getattr(p, name) for name in _PLACES]) for p in parts], axis=1)
+        flags = np.concatenate([np.array([p.exact, p.role]) for p in parts], axis=1)
+        order = np.argsort(places[0], kind="stable")
+        return cls(*places[:, order], *flags[:, order])
 
 
 def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> tuple[IntArray, IntArray]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -331,6 +331,16 @@ class Tokenizer:
     def _adds_prefix(self) -> bool:
         """Whether it puts a space in front of every text: then no byte string passes as text unchanged."""
         return self.vocab.join(self.encode("a").ids.tolist()) != b"a"
+
+    @cached_property
+    def space_in_front(self) -> Literal["never", "begin", "stretch"]:
+        """Where it writes a space that the text does not hold: in front of a text, or of each stretch of it that
+        stands between special tokens."""
+        if self.vocab.join(self.encode("a").ids.tolist()) != b" a":
+            return "never"
+        alias = next((alias for content, alias in self.aliases.items() if self._meant[self.special_ids[content]]), None)
+        behind = b"" if alias is None else self.vocab.join(self.encode_aliased(f"a{alias}a").ids.tolist())
+        return "stretch" if behind == b" a a" else "begin"
 
     def _spell_batch(self, items: Sequence[bytes]) -> Iterable[Spelling]:
         texts = [None if self._adds_prefix else _as_text(data) for data in items]

@@ -209,6 +209,52 @@ def test_ids_alone_resynchronise_where_a_normaliser_interfered(s: str, t: str, k
         assert 0 < np.count_nonzero(~chunks.exact) < len(chunks)
 
 
+ADDED_SPACE = [("llama2", "qwen3"), ("llama3_2", "mistral_v1"), ("llama2", "gemma3"), ("mistral_v7", "smollm2")]
+
+
+def exact_bytes(side: Rendering, chunks: Chunks) -> int:
+    lengths = np.diff(side.ends, prepend=0)
+    spans = zip(chunks.student_start[chunks.exact], chunks.student_end[chunks.exact], strict=True)
+    return sum(int(lengths[a:b].sum()) for a, b in spans)
+
+
+@pytest.mark.parametrize(("s", "t"), ADDED_SPACE)
+def test_ids_alone_align_as_the_text_does_behind_an_added_space(s: str, t: str) -> None:
+    pair = aligner(s, t)
+    assert "stretch" in (side.space_in_front for side in pair._tokenizers)
+    kept = ("english", "chinese", "japanese", "arabic", "russian", "emoji", "tabs", "crlf", "spaces", "code", "maths")
+    long = "\n\n".join(TEXTS[key] for key in kept) * 8
+    for text in (*(TEXTS[key] for key in (*kept, "leading_space", "zero_width", "specials")), long):
+        student, teacher = encode(s, text, bos=True, eos=True), encode(t, text, bos=True, eos=True)
+        chunks = pair.align_id_rows(student.ids, teacher.ids)
+        by_text = exact_bytes(student, pair.align_renderings(student, teacher))
+        assert exact_bytes(student, chunks) >= by_text, text
+        for k in np.flatnonzero(chunks.exact & ~chunks.role).tolist():
+            mine = pair.student_vocab.join(student.ids[chunks.student_start[k] : chunks.student_end[k]].tolist())
+            theirs = pair.teacher_vocab.join(teacher.ids[chunks.teacher_start[k] : chunks.teacher_end[k]].tolist())
+            assert mine == theirs
+    assert exact_bytes(student, chunks) >= 0.999 * len(student.source)
+
+
+@pytest.mark.parametrize(("s", "t"), ADDED_SPACE)
+def test_a_space_is_added_behind_special_tokens_too(s: str, t: str) -> None:
+    pair = aligner(s, t)
+    parts = [[encode(n, text, bos=True, eos=True) for n in (s, t)] for text in ("It is 2011.", "蒸馏 is old", " x y")]
+    whole = pair.align_id_rows(*(np.concatenate([part[side].ids for part in parts]) for side in (0, 1)))
+    found = {
+        (int(a), int(b)) for a, b in zip(whole.student_start[whole.exact], whole.student_end[whole.exact], strict=True)
+    }
+    at = 0
+    for mine, theirs in parts:
+        chunks = pair.align_renderings(mine, theirs)
+        plain = chunks.select(chunks.exact & ~chunks.role)
+        assert len(plain)
+        assert {
+            (at + int(a), at + int(b)) for a, b in zip(plain.student_start, plain.student_end, strict=True)
+        } <= found
+        at += len(mine)
+
+
 def test_batch_does_not_depend_on_neighbours() -> None:
     pair = aligner("qwen3", "gemma3")
     chunks = [pair.align_renderings(encode("qwen3", t), encode("gemma3", t)) for t in TEXTS.values()]
