@@ -43,8 +43,9 @@ lint: $(READY)
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
 
+# Threads that wait sleep: with more threads than cores those that spin would hold up the one that works.
 unit: $(READY)
-	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	"$(BIN)/python" -m pytest -m "$(PICK)" -n $(WORKERS) --dist $(DIST) \
 		--durations=25 --durations-min=2 -o cache_dir="$(abspath $(VENV))/cache/pytest"
 
