@@ -22,6 +22,7 @@ import torch
 from benchmarks.gpu.common import GIB, aligned_batch, load_projection, make_projection, save_row
 from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.layout import teacher_chunks, with_chunks
 from limbeck.data.microbatch import process_microbatch
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
@@ -83,7 +84,7 @@ class Setup:
 
     def batch(self, seed: int) -> BatchedDataDict:
         """Documents of full length."""
-        return BatchedDataDict(aligned_batch(DOCUMENTS, self.length - 1, *self.sizes, seed=seed))
+        return laid_out(aligned_batch(DOCUMENTS, self.length - 1, *self.sizes, seed=seed))
 
     def mixed_batch(self, seed: int) -> BatchedDataDict:
         """Documents of 100 to 2,048 tokens, uniformly; about as many tokens as `batch`."""
@@ -99,7 +100,13 @@ class Setup:
             full[f"{prefix}input_lengths"] = sizes.clone()
         for key in ("alignment_student_chunk_id", "alignment_teacher_chunk_id"):
             full[key][torch.arange(self.length) >= sizes[:, None]] = -1
-        return BatchedDataDict(full)
+        return laid_out(full)
+
+
+def laid_out(batch: dict[str, Any]) -> BatchedDataDict:
+    """A batch as the loader's processes hand it over: its chunks laid out once."""
+    whole: BatchedDataDict = BatchedDataDict(batch)
+    return with_chunks(whole, [teacher_chunks(whole, 0, same_vocabulary=False, allow_inexact=False)])
 
 
 def _sync() -> None:

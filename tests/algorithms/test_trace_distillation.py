@@ -290,9 +290,10 @@ def test_traces_that_changed_or_teach_nothing_end_the_run(tmp_path: Path) -> Non
         run(config(tmp_path, traces={"train": lone, "channels": only}, distillation=steps))
 
 
-def test_a_template_without_tool_calls_is_refused(tmp_path: Path) -> None:
+def test_a_template_without_tool_calls_reads_them_as_text(tmp_path: Path) -> None:
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    with pytest.raises(TraceError, match="leaves out a tool call"):
-        train(
-            setup(config(tmp_path, policy={"tokenizer": {"name": tokenizer_folder(tmp_path), "chat_template": plain}}))
-        )
+    policy = {"tokenizer": {"name": tokenizer_folder(tmp_path), "chat_template": plain}}
+    run_file = config(tmp_path, policy=policy)
+    train(setup(run_file))
+    counted = json.loads((Path(run_file.logger.log_dir) / "dropped.json").read_text())
+    assert counted["written_text"] > 0

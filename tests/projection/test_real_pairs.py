@@ -82,7 +82,7 @@ def test_ends_meet_and_a_begin_without_partner_stays_empty() -> None:
         ),  # byte-level to SentencePiece with added runs of spaces
         ("smollm2", "llama2"),  # byte-level to SentencePiece with a space in front
         ("llama2", "smollm2"),  # SentencePiece to byte-level
-        ("smollm2", "j2"),  # byte-level to unigram with NFKC
+        pytest.param("smollm2", "j2", marks=pytest.mark.slow),  # byte-level to unigram with NFKC
     ],
 )
 def test_every_row_begins_with_the_bytes_of_its_token(student: str, teacher: str) -> None:

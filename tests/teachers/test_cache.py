@@ -211,7 +211,7 @@ def test_a_changed_teacher_is_refused(tmp_path):
 
 def test_a_cache_of_a_version_with_a_longer_name_is_continued(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("limbeck.teachers.cache.shards.version", lambda: "0.1.0.dev20260101+a.longer.name")
+        patch.setattr("limbeck.teachers.cache.shards.__version__", "0.1.0.dev20260101+a.longer.name")
         write(tmp_path, range(2), complete=False)
     write(tmp_path, range(4))
     check(CacheReader(tmp_path), range(4))
