@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -310,6 +310,20 @@ def _archived(path: Path, log: ReadLog) -> Iterator[Record]:
                     log.skip("not_an_object", number, type(value).__name__)
     except (zipfile.BadZipFile, NotImplementedError, zlib.error, OSError) as error:
         raise TraceError(f"{path.name} cannot be unpacked ({one_line(error)}); give it as .json") from error
+
+
+def gather_events(records: Iterable[Record], is_event: Callable[[Mapping[str, Any]], bool]) -> Iterator[Record]:
+    """Records as they are; events that lie loose among them come last, as the history of one run."""
+    loose: list[dict[str, Any]] = []
+    first_line = 1
+    for record in records:
+        if is_event(record.data):
+            first_line = record.line if not loose else first_line
+            loose.append(record.data)
+        else:
+            yield record
+    if loose:
+        yield Record(first_line, {"history": loose})
 
 
 def is_conversation(value: Any) -> bool:

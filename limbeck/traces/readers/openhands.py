@@ -25,6 +25,7 @@ from limbeck.traces.readers.base import (
     content_text,
     content_totals,
     find_call,
+    gather_events,
     openai_call_count,
     openai_tool_calls,
     openai_tools,
@@ -51,7 +52,7 @@ class OpenHandsReader(RecordReader):
 
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
         """One trace per run; bare events of a file form one run together."""
-        yield from super().read(_runs(records), log)
+        yield from super().read(gather_events(records, _is_event), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """All events of a run."""
@@ -118,19 +119,6 @@ def _events(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     for item in history:
         flat.extend(item if isinstance(item, list) else [item])
     return as_dicts(flat)
-
-
-def _runs(records: Iterator[Record]) -> Iterator[Record]:
-    loose: list[dict[str, Any]] = []
-    first_line = 1
-    for record in records:
-        if _is_event(record.data):
-            first_line = record.line if not loose else first_line
-            loose.append(record.data)
-        else:
-            yield record
-    if loose:
-        yield Record(first_line, {"history": loose})
 
 
 class _Run:

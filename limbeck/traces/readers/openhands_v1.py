@@ -23,6 +23,7 @@ from limbeck.traces.readers.base import (
     as_number,
     as_text,
     characters,
+    gather_events,
     openai_tools,
     parse_arguments,
     plain_text,
@@ -57,7 +58,7 @@ class OpenHandsV1Reader(RecordReader):
 
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
         """One trace per run; bare events of a file form one run together."""
-        yield from super().read(_runs(records), log)
+        yield from super().read(gather_events(records, _is_event), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """All events of a run."""
@@ -97,19 +98,6 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     named = [(as_text(tool.get("name")) or as_text(tool.get("title")), tool) for tool in own]
     plain = [{"name": name, "description": as_text(tool.get("description")) or ""} for name, tool in named if name]
     return openai_tools([*(tool for tool in as_dicts(value) if "function" in tool), *plain])
-
-
-def _runs(records: Iterator[Record]) -> Iterator[Record]:
-    loose: list[dict[str, Any]] = []
-    first_line = 1
-    for record in records:
-        if _is_event(record.data):
-            first_line = record.line if not loose else first_line
-            loose.append(record.data)
-        else:
-            yield record
-    if loose:
-        yield Record(first_line, {"history": loose})
 
 
 def _said(event: Mapping[str, Any]) -> Any:
