@@ -134,7 +134,9 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "limbeck", source / "limbeck", ignore=shutil.ignore_patterns("__pycache__"))
     python = folder / "venv" / "bin" / "python"
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    # Isolated: xdist puts the checkout on PYTHONPATH, where an editable installation counts as an installed limbeck.
+    pip = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
     tools = ["pytest", "pytest-timeout", "hypothesis", "filelock"]
     constraints = str(ROOT / "constraints.txt")
     for command in (
@@ -142,7 +144,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)],
         [*pip, "install", "--constraint", constraints, "--find-links", str(folder), "limbeck", *tools],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()[-1:]
             pytest.skip(f"no environment could be made, the package registry may be out of reach: {said}")
