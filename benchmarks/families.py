@@ -3,9 +3,9 @@
     python -m benchmarks.families --logs FOLDER --family qwen3=FOLDER --family llama3_2=FOLDER ...    # families.json
 
 ``--logs`` holds agent logs of any known format; a family is a tokenizer folder, optionally with a chat template of its
-own (``smollm2=FOLDER,recipes/data/chatml_tools.jinja``). Every failed call of the logs is a site. ``compared`` is the
-share of the bytes of the students' texts, names, argument keys and values that lie in exact chunks; ``of_all`` the same
-with the templates' own markup in the denominator; ``rows`` of ``sites`` became rows.
+own (``smollm2=FOLDER,limbeck/recipes/data/chatml_tools.jinja``). Every failed call of the logs is a site. ``compared``
+is the share of the bytes of the students' texts, names, argument keys and values that lie in exact chunks; ``of_all``
+the same with the templates' own markup in the denominator; ``rows`` of ``sites`` became rows.
 """
 
 from __future__ import annotations

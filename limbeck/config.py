@@ -32,6 +32,8 @@ __all__ = [
     "near_name",
     "parse_yaml",
     "read_yaml",
+    "recipe_file",
+    "recipe_names",
     "resolve",
     "safe_join",
 ]
@@ -145,12 +147,34 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a run file and apply overrides such as ``policy.optimizer.kwargs.lr=1e-5``.
+RECIPES = Path(__file__).parent / "recipes"
+"""The folder of the run files that come with the package."""
 
-    A run file may name others it builds on, relative to itself: ``defaults: base.yaml`` or a list of them.
+
+def recipe_names() -> list[str]:
+    """Names of the recipes: run files that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_file(name: str | Path) -> Path | None:
+    """The recipe of a name (``cpu_smoke``, ``cpu_smoke.yaml`` or ``recipes/cpu_smoke.yaml``), if there is one."""
+    path = Path(name)
+    known = str(path.parent) in (".", "recipes") and path.suffix in ("", ".yaml") and path.stem in recipe_names()
+    return RECIPES / f"{path.stem}.yaml" if known else None
+
+
+def _find_run_file(given: str | Path, folder: Path) -> Path:
+    """A run file by its path from ``folder``, or else the recipe of that name."""
+    path = folder / Path(given).expanduser()
+    return path if path.is_file() else recipe_file(given) or path
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a run file, or the recipe of that name, and apply overrides such as ``policy.optimizer.kwargs.lr=1e-5``.
+
+    A run file may name others it builds on, relative to itself or recipes: ``defaults: base.yaml`` or a list of them.
     """
-    config = apply_overrides(_load_file(Path(path), ()), overrides)
+    config = apply_overrides(_load_file(_find_run_file(path, Path()), ()), overrides)
     _refuse_secrets(config, ())
     return config
 
@@ -182,6 +206,10 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in chain:
         raise ConfigError(f"run file {str(path)!r} names itself in 'defaults'; break the circle")
+    if not path.exists():
+        near = near_name(path.stem, recipe_names())
+        hint = f"did you mean the recipe {near!r}?" if near else "recipes go by their names, see limbeck recipes list"
+        raise ConfigError(f"run file {str(path)!r} cannot be read: it does not exist; {hint}")
     data = read_yaml(path, f"run file {str(path)!r}")
     if data is None:
         data = {}
@@ -193,7 +221,7 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"run file {str(path)!r}: 'defaults' is {bases!r}; give a run file, or a list of them")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = merge(merged, _load_file(path.parent / base, (*chain, path)))
+        merged = merge(merged, _load_file(_find_run_file(base, path.parent), (*chain, path)))
     return merge(merged, data)
 
 

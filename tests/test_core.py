@@ -166,7 +166,6 @@ def test_the_core_in_an_environment_of_its_own(core: Path, material: Path) -> No
 @pytest.mark.slow
 def test_tests_that_need_no_torch_pass_with_the_core(core: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     command = [str(core), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     done = run([*command, *(f"tests/{name}" for name in TESTS)], tmp_path, path=None)

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from limbeck.algorithms.config import MasterConfig
+from limbeck.config import RECIPES as FOLDER
 from limbeck.config import load_config, resolve
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipe(path: Path) -> None:
     header = "".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    assert any(f"limbeck {verb} recipes/{path.name}" in header for verb in ("train", "plan"))
+    assert any(f"limbeck {verb} {path.stem}" in header for verb in ("train", "plan"))
     raw = load_config(path)
     if raw.get("algorithm", "xtoken_off_policy_distillation") == "xtoken_off_policy_distillation":
         config = resolve(MasterConfig, raw)

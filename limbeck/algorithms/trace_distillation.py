@@ -4,7 +4,7 @@ Per step: a collated batch of traces -> the policy, hint and preference channels
 -> one optimizer step on policy + alpha x hint + beta x preference. Around it, as in distillation: validation,
 checkpoints, logging, resume.
 
-    limbeck train recipes/traces_cpu.yaml
+    limbeck train traces_cpu
 """
 
 from __future__ import annotations

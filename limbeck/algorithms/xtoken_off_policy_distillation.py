@@ -3,7 +3,7 @@
 Per step: a collated batch (student ids, teachers' ids, alignments) -> teachers' signals -> student forward, block loss,
 backward -> one optimizer step. Validation, checkpoints and logging around it.
 
-    limbeck train recipes/cpu_smoke.yaml
+    limbeck train cpu_smoke
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def application() -> typer.Typer:
     """All commands as one typer application."""
     import typer
 
-    from limbeck.cli import align, demo, doctor, evaluate, plan, project, report, traces, train
+    from limbeck.cli import align, demo, doctor, evaluate, plan, project, recipes, report, traces, train
 
     app = typer.Typer(
         name="limbeck",
@@ -105,6 +105,7 @@ def application() -> typer.Typer:
     app.command("eval")(evaluate.eval_command)
     app.command("report")(report.report_command)
     app.command("plan")(plan.plan_command)
+    app.add_typer(recipes.recipes_app, name="recipes")
     app.add_typer(traces.traces_app, name="traces")
     return app
 

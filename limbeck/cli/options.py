@@ -18,7 +18,7 @@ TeacherOption = Annotated[
     str, typer.Option("--teacher", "-t", help="Teacher's model folder, tokenizer file or hub id.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-RunFileArgument = Annotated[Path, typer.Argument(help="YAML run file; see recipes/.")]
+RunFileArgument = Annotated[Path, typer.Argument(help="YAML run file, or a recipe's name (limbeck recipes list).")]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="Settings that replace the file's: key.sub=value.")]
 
 

@@ -32,7 +32,7 @@ def plan_command(
 ) -> None:
     """Estimate memory and time per layout and pick one: data, FSDP, tensor and context parallel.
 
-    Example: limbeck plan recipes/llama_from_qwen.yaml --gpus 8 --memory 80
+    Example: limbeck plan llama_from_qwen --gpus 8 --memory 80
     """
     from limbeck.algorithms.config import MasterConfig
     from limbeck.algorithms.workload import workload_of

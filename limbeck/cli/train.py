@@ -19,7 +19,7 @@ def train_command(
 ) -> None:
     """Distil: train the student of a run file; resumes by itself where a checkpoint lies.
 
-    Example: limbeck train recipes/cpu_smoke.yaml distillation.max_num_steps=5
+    Example: limbeck train cpu_smoke distillation.max_num_steps=5
     """
     from limbeck.algorithms.dispatch import resolve_run
     from limbeck.cli.progress import display
@@ -51,7 +51,7 @@ def cache_command(
 ) -> None:
     """Store the teachers' signals once; train many students on them without the teachers' weights.
 
-    Example: limbeck cache recipes/cached_teacher.yaml teacher.cache=cache/qwen3-4b
+    Example: limbeck cache cached_teacher teacher.cache=cache/qwen3-4b
     """
     from limbeck.algorithms.caching import cache_teachers
     from limbeck.algorithms.config import MasterConfig

@@ -24,6 +24,7 @@ import numpy as np
 from limbeck.data.spans import LINE_BLOCK, Lines, Paragraphs, Scanner, Whole, find_spans
 from limbeck.errors import DataError, one_line
 from limbeck.utils.files import cache_dir as cache_folder
+from limbeck.utils.files import package_file
 
 OPEN_FILES = 128
 """Data files that a process keeps open at most."""
@@ -426,7 +427,7 @@ def expand(specs: str | list[str]) -> list[str]:
     """Files (and hub ids) named by paths, globs and folders, in a fixed order, each once."""
     found: list[str] = []
     for spec in [specs] if isinstance(specs, str) else specs:
-        found.extend(_expand_one(os.path.expanduser(spec)))
+        found.extend(_expand_one(os.path.expanduser(package_file(spec))))
     unique = list(dict.fromkeys(found))
     if len(unique) < len(found):
         log.warning("%d data files are named more than once and are read once.", len(found) - len(unique))

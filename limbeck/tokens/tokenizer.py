@@ -24,6 +24,7 @@ import tokenizers
 from limbeck.errors import TemplateError, TokenizerError, one_line
 from limbeck.tokens.rendering import Rendering, Segment
 from limbeck.tokens.vocab import ByteVocab, Spec, byte_alphabet
+from limbeck.utils.files import package_file
 
 Advance = Callable[[int, int], None]  # (done, total)
 Spelling = tuple[int, ...]
@@ -471,7 +472,7 @@ def read_template(given: str | Path) -> str:
     if not str(given).endswith(".jinja"):
         return str(given)
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(package_file(given)).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"the chat template {str(given)!r} cannot be read: {one_line(error)}") from error
 

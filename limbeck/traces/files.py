@@ -18,7 +18,7 @@ from limbeck.traces.readers.base import Detectors, as_dict, as_dicts, iter_recor
 from limbeck.traces.redact import Redactor, default_redactor
 from limbeck.traces.schema import Message, PreferencePair, Trace, describe_validation
 from limbeck.traces.sites import Site
-from limbeck.utils.files import Output
+from limbeck.utils.files import Output, package_file
 from limbeck.utils.jsonl import COMPRESSED, STDIN, parse, read_records
 
 LOG_ENDINGS = (".jsonl", ".json", ".ndjson", ".traj", ".eval")
@@ -32,7 +32,7 @@ def find_files(given: str | Sequence[str | Path], key: str = "") -> list[Path]:
     """
     found: list[Path] = []
     for pattern in [given] if isinstance(given, str) else given:
-        files = _files_of(Path(pattern).expanduser())
+        files = _files_of(Path(package_file(pattern)).expanduser())
         if not files:
             lacking = f"{key}: there is no file" if key else "there is no trace file"
             raise TraceError(f"{lacking} {str(pattern)!r}; give log files, folders or globs")

@@ -15,8 +15,8 @@ LOSSES = [0.74855, 0.69212, 0.05759, 0.10781, 0.49597, 0.60795, 0.51947, 0.33919
 
 @pytest.mark.slow
 def test_the_trace_recipe_gives_the_stored_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    code, _, err = limbeck("train", "recipes/traces_cpu.yaml", "-q", f"logger.log_dir={tmp_path / 'run'}")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = limbeck("train", "traces_cpu", "-q", f"logger.log_dir={tmp_path / 'run'}")
     assert code == 0, err
     start, *_, end = rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     # Other numbers of threads add in another order, and nine steps carry that on.

@@ -20,6 +20,7 @@ from torch import nn
 
 from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
+from limbeck.config import RECIPES as FOLDER
 from limbeck.config import dump_yaml, load_config, merge
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
@@ -358,7 +359,7 @@ def _stored_model(folder: Path, dtype: str) -> str:
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 
 def resolved_recipe(path: Path) -> str:

@@ -18,6 +18,7 @@ from limbeck import tokens
 
 ROOT = Path(__file__).parents[2]
 WORKSHOP = Path(limbeck.__file__).parent / "traces" / "examples" / "workshop.jsonl"
+TOOLS_TEMPLATE = Path(limbeck.__file__).parent / "recipes" / "data" / "chatml_tools.jinja"
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog; the dog does not mind at all.",
@@ -68,7 +69,7 @@ def workshop(size: int = 400) -> Any:
         WORKSHOP.read_text(encoding="utf-8").splitlines(),
         size,
         specials=["<|im_start|>", "<|im_end|>"],
-        template=(ROOT / "recipes" / "data" / "chatml_tools.jinja").read_text(encoding="utf-8"),
+        template=TOOLS_TEMPLATE.read_text(encoding="utf-8"),
         eos_token="<|im_end|>",
     )
 

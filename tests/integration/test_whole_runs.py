@@ -24,7 +24,7 @@ from tests.helpers.runs import checkpoint, limbeck, model, rows, settings, write
 from tests.helpers.tokenizers import TEXTS, trained_bpe
 from tests.patience import TEST_SECONDS
 
-# Losses of recipes/cpu_smoke.yaml; they change only where the arithmetic, the data or the recipe does.
+# Losses of the recipe cpu_smoke; they change only where the arithmetic, the data or the recipe does.
 SMOKE_LOSSES = [
     *(10.84925, 10.83241, 10.85104, 10.7897, 10.76311, 10.4007, 10.09645, 9.97172, 9.38647, 9.46542),
     *(8.36947, 7.98675, 7.7005, 6.87961, 6.52787, 7.06179, 6.57318, 6.59, 6.52415, 5.72565),
@@ -217,8 +217,8 @@ def test_two_processes_train_like_one(stuff, tmp_path):
 
 @pytest.mark.slow
 def test_the_smoke_recipe_gives_the_stored_losses(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    code, _, err = limbeck("train", "recipes/cpu_smoke.yaml", "-q", f"logger.log_dir={tmp_path / 'run'}")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = limbeck("train", "cpu_smoke", "-q", f"logger.log_dir={tmp_path / 'run'}")
     assert code == 0, err
     found = [row["train/loss"] for row in rows(tmp_path / "run") if "train/loss" in row]
     assert len(found) == 20

@@ -16,7 +16,7 @@ from limbeck.traces.schema import Message, ToolCall, Trace
 from limbeck.utils.metrics import Metrics
 from tests import zoo
 from tests.helpers.chats import answer, asked, call, result, said
-from tests.helpers.tokenizers import ROOT, workshop
+from tests.helpers.tokenizers import TOOLS_TEMPLATE, workshop
 from tests.traces.collator_cases import student_text, teacher_text
 
 FAMILIES = ("qwen3", "llama3_2", "deepseek_v3", "mistral_nemo", "smollm2")
@@ -29,7 +29,7 @@ def tokenizer(name: str) -> Any:
     found = zoo.tokenizer(name)
     if name == "smollm2":
         found = copy.deepcopy(found)
-        found.chat_template = (ROOT / "recipes" / "data" / "chatml_tools.jinja").read_text(encoding="utf-8")
+        found.chat_template = TOOLS_TEMPLATE.read_text(encoding="utf-8")
     return found
 
 
