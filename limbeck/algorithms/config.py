@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from limbeck.algorithms.monitors import MonitorConfig
+from limbeck.algorithms.samples import SamplesConfig
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
@@ -48,6 +49,8 @@ class LoopConfig(_Section):
 
 class OffPolicyDistillationConfig(LoopConfig):
     """Length of an off-policy distillation and when it is validated."""
+
+    samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
 
 
 def _default_loss() -> CrossTokenizerDistillationLossConfig:

@@ -94,6 +94,10 @@ class TrainingLoop(ABC):
     def look_ahead(self) -> None:
         """Before a run's first step: what a user should know now and not after it. Collective."""
 
+    def samples(self) -> list[dict[str, Any]]:
+        """Text that the models write at a validation, as ``Logger.log_samples`` takes it. Collective."""
+        return []
+
     def shared_state(self) -> dict[str, Any]:
         """What the ranks keep together in a checkpoint, each its shards."""
         return {}
@@ -191,6 +195,7 @@ class TrainingLoop(ABC):
         means = to_means(metrics)
         self.validated = (step, {f"val/{name}": value for name, value in means.items()})
         self.logger.log_metrics(metrics, step, "val")
+        self.logger.log_samples(self.samples(), step)
         self.logger.print(f"step {step}: {self.summary_line(means)}")
         self.timer.reset()
 

@@ -497,6 +497,9 @@ class _Loop(TrainingLoop):
         with self.timer.time("validation"):
             return self.validation.measure()
 
+    def samples(self) -> list[dict[str, Any]]:
+        return self.validation.written
+
     def summary_line(self, means: dict[str, float]) -> str:
         shown = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
         return f"mean log p of {shown or 'nothing: there are no failed or preferred messages'}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.monitors import CollapseMonitor
+from limbeck.algorithms.samples import sample_row
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import aligned_chunks
 from limbeck.data.loader import rank_batches
@@ -135,6 +137,7 @@ NAMES = (
     "response_length",
     "hint_compared",
 )
+_PROMPT_CHARACTERS = 600
 
 
 class TraceValidation:
@@ -145,6 +148,9 @@ class TraceValidation:
     ``preference_accuracy``: of the pairs. ``supervised_logprob``: per token, all assistant messages.
     ``response_length``: tokens of greedy answers in front of the first error sites. ``hint_compared``: share of the
     bytes of failed messages (texts, names, keys and values) on which a hinted teacher of another family is compared.
+
+    Attributes:
+        written: the greedy answers of the last measurement, as ``Logger.log_samples`` takes them.
     """
 
     def __init__(
@@ -152,6 +158,7 @@ class TraceValidation:
     ) -> None:
         self.policy, self.dataset, self.collate, self.monitor, self.rows = policy, dataset, collate, monitor, rows
         self._prompts: list[Tensor] | None = None
+        self.written: list[dict[str, Any]] = []
 
     def measure(self) -> Pairs:
         """All figures that the traces allow."""
@@ -163,6 +170,11 @@ class TraceValidation:
         if self.monitor.config.generate and (ranks.rank == 0 or self.policy.sharding.is_sharded):
             greedy = SamplingConfig(max_new_tokens=self.monitor.config.max_new_tokens, temperature=0)
             written = LocalSampler(self.policy, greedy, self.monitor.end_ids).sample(self.prompts())
+            tokenizer = Tokenizer.of(self.policy.tokenizer)
+            shown = [tokenizer.vocab.join(ids.tolist()).decode("utf-8", "replace") for ids in self.prompts()]
+            self.written = [
+                sample_row("student", s.prompt, shown[s.prompt][-_PROMPT_CHARACTERS:], s, tokenizer) for s in written
+            ]
             if ranks.rank == 0:
                 sums.add({"response_length": (float(sum(len(w.ids_T) for w in written)), len(written))})
         return sums.reduced(ranks)[0].pairs()

@@ -29,12 +29,13 @@ from limbeck.algorithms.build import (
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
 from limbeck.algorithms.origins import check_origins, model_origins
+from limbeck.algorithms.samples import PromptSamples
 from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
-from limbeck.errors import ConfigError, DataError
+from limbeck.errors import ConfigError, DataError, one_line
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
@@ -331,6 +332,7 @@ class _Loop(TrainingLoop):
         self.teachers, self.val_loader, self.loss_fn = teachers, val_loader, loss_fn
         self.validates = val_loader is not None
         self.teacher_bits: dict[str, tuple[float, float]] | None = None
+        self.prompts: PromptSamples | None = None
         size = config.policy.train_global_batch_size
         # None: all rows of a step, however many documents its records hold
         self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
@@ -354,6 +356,28 @@ class _Loop(TrainingLoop):
         if self.teacher_bits is None:
             self.teacher_bits = {k: v for k, v in metrics.items() if k.startswith("teacher_") and k.endswith("bpb")}
         return metrics
+
+    def samples(self) -> list[dict[str, Any]]:
+        config = self.config
+        if self.prompts is None:
+            assert self.val_loader is not None
+            self.prompts = PromptSamples(
+                config.distillation.samples,
+                self.student,
+                self.teachers,
+                self.val_loader.dataset,
+                sections=[config.policy, *config.all_teachers],
+                chat=config.data.mode == "chat",
+            )
+        try:
+            return self.prompts.write()
+        except Exception as error:
+            if config.distillation.samples.number is not None or self.student.sharding.is_sharded:
+                raise
+            # nobody asked for them: not every model can write, and a run must not end for want of a look at it
+            self.logger.print(f"warning: this run writes no samples ({one_line(error)}); see distillation.samples")
+            self.prompts.prompts = []
+            return []
 
     def summary_line(self, means: dict[str, float]) -> str:
         self.state["val_loss"] = means.get("loss", float("nan"))

@@ -1,5 +1,7 @@
 """Metrics of a run: ``metrics.jsonl`` (one object per step), TensorBoard, optional wandb and trackio, progress.
 
+Text that models write on the way: ``samples.jsonl``.
+
 Metrics travel as ``(sum, count)`` pairs and become means here, at the last moment.
 """
 
@@ -9,7 +11,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from limbeck.utils.jsonl import read_records
 from limbeck.utils.progress import Bar, Lines, Progress, current
 
 Metric = float | int | tuple[float, float]
+SAMPLES_NAME = "samples.jsonl"
 
 
 class LoggerConfig(BaseModel):
@@ -79,6 +82,10 @@ def _truncate(path: Path, resume_step: int) -> None:
         write_atomic(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
+def _sample_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("step", "writer", "kind", "number", "prompt"))
+
+
 def _append(fd: int, line: bytes) -> None:
     """Append in one call, so that a reader never sees half a row; what a full disk cuts off is taken back."""
     size = os.fstat(fd).st_size
@@ -111,6 +118,8 @@ class Logger:
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.log_dir = Path(self.config.log_dir)
         self.path = self.log_dir / "metrics.jsonl"
+        self.samples_path = self.log_dir / SAMPLES_NAME
+        self._samples: set[tuple[Any, ...]] | None = None
         self._row: dict[str, Any] = {}
         self._step: int | None = None
         self._fd: int | None = None
@@ -123,6 +132,7 @@ class Logger:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 _truncate(self.path, resume_step)
+                _truncate(self.samples_path, resume_step)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as e:
             raise ConfigError(f"run folder {str(self.log_dir)!r} cannot be written ({e}); set logger.log_dir") from e
@@ -166,6 +176,28 @@ class Logger:
         for writer in self._writers:
             writer.log(self._row, self._step)
         self._row, self._step = {}, None
+
+    def log_samples(self, samples: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Add text that models wrote to ``samples.jsonl``, one object per sample, none twice.
+
+        Keys: ``writer`` (``student``, ``teacher``, ``data``, ...), ``number`` of the prompt, ``prompt``, ``text``;
+        where known ``tokens``, ``ended``, ``kind`` (default: a fixed prompt; others, such as ``rollout``, are shown
+        apart) and figures such as ``reward``. ``step`` counts unless a sample has its own.
+        """
+        rows = [{"step": step, **sample} for sample in samples] if self.rank == 0 else []
+        if not rows:
+            return
+        if self._samples is None:
+            known = read_metrics(self.samples_path) if self.samples_path.exists() else []
+            self._samples = {_sample_key(row) for row in known}
+        new = {key: row for row in rows if (key := _sample_key(row)) not in self._samples}
+        if new:
+            fd = os.open(self.samples_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                _append(fd, "".join(json.dumps(row) + "\n" for row in new.values()).encode())
+            finally:
+                os.close(fd)
+            self._samples.update(new)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Hand the resolved run configuration to the trackers that have a place for it."""

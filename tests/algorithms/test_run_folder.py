@@ -60,7 +60,7 @@ def test_what_may_change_between_a_run_and_its_continuation():
     teacher = {f"teacher.{name}" for name in names}
     data = {f"data.{name}" for name in ("num_workers", "check_records", "cache_dir")}
     several = {name.replace("teacher", "teachers") for name in teacher}
-    assert free(MasterConfig) == common | teacher | several | data
+    assert free(MasterConfig) == common | teacher | several | data | {"distillation.samples"}
     assert free(TraceMasterConfig) == common | teacher | {"traces.num_workers", "distillation.monitor"}
 
 

@@ -54,6 +54,9 @@ def test_training_moves_both_probabilities(tmp_path: Path) -> None:
     assert monitored["train/count/sites"] == 2
     assert monitored["train/count/pairs"] == 2
     assert json.loads((folder / "dropped.json").read_text()) == {}
+    samples = read_metrics(folder / "samples.jsonl")
+    assert [(s["step"], s["writer"], s["number"]) for s in samples] == [(0, "student", 0), (10, "student", 0)]
+    assert samples[-1]["tokens"] == end["val/response_length"]
 
 
 def test_the_hint_alone_corrects_a_student_that_understands_hints(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def settings(folder: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
             "val_period": 4,
             "val_batch_size": 3,
             "seed": 5,
+            "samples": {"number": 0},
         },
         "checkpointing": {"save_period": 3, "keep_top_k": 2, "metric_name": "val/bpb"},
         "logger": {"log_dir": str(run_dir), "tensorboard_enabled": False, "progress": False},
