@@ -11,7 +11,10 @@ import numpy as np
 from limbeck.align.aligner import TokenAligner
 from limbeck.align.boundaries import Chunks
 from limbeck.tokens import ByteVocab, Rendering, Tokenizer, render_chat
+from limbeck.tokens.rendering import Segment
 from limbeck.tokens.vocab import as_text
+
+KINDS = ("1:1", "1:n", "n:1", "n:m")
 
 
 def view_text(student_tokenizer: object, teacher_tokenizer: object, text: str) -> dict[str, Any]:
@@ -34,19 +37,23 @@ def view_messages(
 
 
 def build_view(aligner: TokenAligner, student: Rendering, teacher: Rendering) -> dict[str, Any]:
-    """``{"student", "teacher", "chunks", "summary"}`` of two renderings."""
+    """``{"student", "teacher", "chunks", "summary"}`` of two renderings.
+
+    A side's ``left_out`` lists its supervised tokens that are in no chunk, stretch by stretch, with the reason.
+    """
     counts: Counter[str] = Counter()
     chunks = aligner.align_renderings(student, teacher, counts)
     vocabs = aligner.student_vocab, aligner.teacher_vocab
     return {
-        "student": _side(student, vocabs[0]),
-        "teacher": _side(teacher, vocabs[1]),
+        "student": _side(student, teacher, chunks, vocabs[0]),
+        "teacher": _side(teacher, student, chunks.mirrored(), vocabs[1]),
         "chunks": _chunk_rows(student, teacher, chunks, vocabs),
         "summary": _summary(student, teacher, chunks, counts),
     }
 
 
-def _side(rendering: Rendering, vocab: ByteVocab) -> dict[str, Any]:
+def _side(rendering: Rendering, other: Rendering, chunks: Chunks, vocab: ByteVocab) -> dict[str, Any]:
+    """One side's part of a view; in ``chunks`` it is the student."""
     return {
         "fingerprint": vocab.fingerprint,
         "family": vocab.family,
@@ -56,7 +63,38 @@ def _side(rendering: Rendering, vocab: ByteVocab) -> dict[str, Any]:
         "bytes": len(rendering.source),
         "targets": int(rendering.target.sum()),
         "dropped": dict(rendering.dropped),
+        "segments": [[s.kind, s.token_start, s.token_end] for s in rendering.segments],
+        "left_out": _uncovered(rendering, other, chunks, vocab),
     }
+
+
+def _uncovered(rendering: Rendering, other: Rendering, chunks: Chunks, vocab: ByteVocab) -> list[dict[str, Any]]:
+    depth = np.zeros(len(rendering) + 1, dtype=np.int64)
+    np.add.at(depth, chunks.student_start, 1)
+    np.add.at(depth, chunks.student_end, -1)
+    bare = np.cumsum(depth)[:-1] == 0
+    found = []
+    for segment in rendering.segments:
+        places = np.flatnonzero(bare[segment.token_start : segment.token_end]) + segment.token_start
+        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+            if len(run):
+                ids = rendering.ids[run].tolist()
+                text = "".join(vocab.display(ids))
+                where = {"message": segment.message, "kind": segment.kind, "tokens": len(ids)}
+                found.append({**where, "text": text, "reason": _why(rendering, segment, other)})
+    return found
+
+
+def _why(rendering: Rendering, segment: Segment, other: Rendering) -> str:
+    """Why tokens of a segment have no counterpart, under the names that training counts them by."""
+    partners = [s for s in other.segments if (s.message, s.kind) == (segment.message, segment.kind)]
+    if not partners:
+        return "segment_missing"
+    if segment.kind == "tool_call":
+        return "call_fields_differ"
+    mine = rendering.source[segment.start : segment.end].strip()
+    same = any(mine == other.source[s.start : s.end].strip() for s in partners)
+    return "no_shared_boundary" if same else "segment_differs"
 
 
 def _chunk_rows(
@@ -66,14 +104,17 @@ def _chunk_rows(
     for k, kind in enumerate(chunks.kinds()):
         s = student.ids[chunks.student_start[k] : chunks.student_end[k]]
         t = teacher.ids[chunks.teacher_start[k] : chunks.teacher_end[k]]
-        text = as_text(student.source[chunks.byte_start[k] : chunks.byte_end[k]])
+        data = student.source[chunks.byte_start[k] : chunks.byte_end[k]]
         rows.append(
             {
                 "student_ids": s.tolist(),
                 "teacher_ids": t.tolist(),
                 "student_tokens": vocabs[0].display(s.tolist()),
                 "teacher_tokens": vocabs[1].display(t.tolist()),
-                "text": text,
+                "student_start": int(chunks.student_start[k]),
+                "teacher_start": int(chunks.teacher_start[k]),
+                "text": as_text(data),
+                "bytes": data.hex(),
                 "kind": kind,
                 "exact": bool(chunks.exact[k]),
                 "role": bool(chunks.role[k]),
@@ -89,7 +130,7 @@ def _summary(student: Rendering, teacher: Rendering, chunks: Chunks, counts: Cou
     size = max(len(student.source), 1), max(len(teacher.source), 1)
     return {
         "chunks": len(chunks),
-        "kinds": {k: chunks.kinds().count(k) for k in ("1:1", "1:n", "n:1", "n:m")},
+        "kinds": {k: chunks.kinds().count(k) for k in KINDS},
         "exact_chunks": int(chunks.exact.sum()),
         "target_bytes": target_bytes,
         "covered_bytes": covered,
@@ -99,6 +140,24 @@ def _summary(student: Rendering, teacher: Rendering, chunks: Chunks, counts: Cou
         "student_tokens_per_byte": tokens[0] / size[0],
         "teacher_tokens_per_byte": tokens[1] / size[1],
         "left_out": {k: v for k, v in counts.items() if v},
+    }
+
+
+def merged_summary(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of several views together, with the keys that one has."""
+    added = ("chunks", "exact_chunks", "target_bytes", "covered_bytes", "student_tokens", "teacher_tokens")
+    total: dict[str, Any] = {key: sum(view["summary"][key] for view in views) for key in added}
+    left: Counter[str] = Counter()
+    for view in views:
+        left.update(view["summary"]["left_out"])
+    sizes = {side: max(sum(view[side]["bytes"] for view in views), 1) for side in ("student", "teacher")}
+    return {
+        **total,
+        "kinds": {kind: sum(view["summary"]["kinds"][kind] for view in views) for kind in KINDS},
+        "coverage": total["covered_bytes"] / total["target_bytes"] if total["target_bytes"] else 1.0,
+        "student_tokens_per_byte": total["student_tokens"] / sizes["student"],
+        "teacher_tokens_per_byte": total["teacher_tokens"] / sizes["teacher"],
+        "left_out": dict(left),
     }
 
 

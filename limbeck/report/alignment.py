@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from limbeck.report.page import Page
+from limbeck.report.reasons import explain
 from limbeck.tokens.vocab import readable
 
 _KINDS = {"1:1": "", "1:n": "k-1n", "n:1": "k-n1", "n:m": "k-nm"}
@@ -23,26 +25,97 @@ def box(chunk: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def alignment_page(view: dict[str, Any], names: tuple[str, str]) -> Page:
-    """A view of two tokenizations; ``names``: how student and teacher are called."""
+def viewer(views: Sequence[dict[str, Any]], names: tuple[str, str]) -> dict[str, Any]:
+    """Views as the pages' viewer of alignments shows them (`viewer` in macros.html, alignment.js)."""
+    return {"names": list(names), "rows": [_viewer_row(view) for view in views]}
+
+
+def _viewer_row(view: dict[str, Any]) -> dict[str, Any]:
+    if "problem" in view:
+        return {"source": view["source"], "problem": view["problem"]}
+    sides = {name: view[name] for name in ("student", "teacher")}
+    left = [
+        {"side": name, **piece, "text": readable(piece["text"]), "why": explain(piece["reason"]) or piece["reason"]}
+        for name, side in sides.items()
+        for piece in side.get("left_out", [])
+    ]
+    dropped = [
+        {"side": name, "count": count, "why": explain(reason) or reason}
+        for name, side in sides.items()
+        for reason, count in side["dropped"].items()
+    ]
+    counted = [{"side": "", "count": n, "why": explain(why) or why} for why, n in view["summary"]["left_out"].items()]
+    # what a template writes around the supervised text is worth showing; a plain text has nothing around it
+    reads = {
+        name: {"tokens": [readable(token) for token in side["tokens"]], "segments": side.get("segments", [])}
+        for name, side in sides.items()
+        if any(kind != "text" for kind, _, _ in side.get("segments", []))
+    }
+    return {
+        "source": view.get("source", ""),
+        "left_out": left,
+        "dropped": [*counted, *dropped],
+        "reads": reads,
+        "chunks": [_viewer_chunk(chunk) for chunk in view["chunks"]],
+    }
+
+
+def _viewer_chunk(chunk: dict[str, Any]) -> dict[str, Any]:
+    shown = {key: chunk[key] for key in ("kind", "exact", "role", "student_ids", "teacher_ids")}
+    shown["bytes"] = chunk.get("bytes", "")
+    shown["student"] = [readable(token) for token in chunk["student_tokens"]]
+    shown["teacher"] = [readable(token) for token in chunk["teacher_tokens"]]
+    shown["ends_line"] = "\n" in chunk["text"]
+    scores = ("student_logprobs", "teacher_logprobs", "student_logprob", "teacher_logprob", "divergence")
+    shown.update({key: chunk[key] for key in scores if chunk.get(key) is not None})
+    for key in ("student_top", "teacher_top"):
+        if chunk.get(key):
+            shown[key] = [[readable(token), share] for token, share in chunk[key]]
+    return shown
+
+
+def alignment_page(view: dict[str, Any], names: tuple[str, str], *, notes: Sequence[str] = ()) -> Page:
+    """A view of two tokenizations, or ``{"rows": [views], "summary"}``; ``names`` of student and teacher."""
     s = view["summary"]
+    rows = view.get("rows", [view])
     cards = [
-        ("Chunks", s["chunks"]),
-        *((f"Of kind {kind}", count) for kind, count in s["kinds"].items()),
-        ("Target bytes in exact chunks", f"{s['coverage']:.1%}"),
-        ("Student tokens per byte", f"{s['student_tokens_per_byte']:.3f}"),
-        ("Teacher tokens per byte", f"{s['teacher_tokens_per_byte']:.3f}"),
+        ("Chunks", f"{s['chunks']:,}", f"in {len(rows):,} rows" if len(rows) > 1 else ""),
+        ("One to one", _share(s["kinds"]["1:1"], s["chunks"]), "of the chunks"),
+        ("Exact", f"{s['coverage']:.1%}", "of the supervised bytes"),
+        ("Student", f"{s['student_tokens_per_byte']:.3f}", "tokens per byte"),
+        ("Teacher", f"{s['teacher_tokens_per_byte']:.3f}", "tokens per byte"),
+        *_score_cards(rows),
     ]
     data = {
         "student": names[0],
         "teacher": names[1],
-        "left_out": "; ".join(f"{v} {k}" for k, v in sorted(s["left_out"].items())) or "nothing",
-        "cards": [{"title": title, "value": value, "below": ""} for title, value in cards],
-        "boxes": [box(chunk) for chunk in view["chunks"]],
+        "notes": list(notes),
+        "left_out": "; ".join(f"{v:,} {explain(k) or k}" for k, v in sorted(s["left_out"].items())) or "nothing",
+        "cards": [{"title": title, "value": value, "below": below} for title, value, below in cards],
+        "viewer": viewer(rows, names),
     }
     return Page("alignment", f"Alignment of {names[0]} and {names[1]}", data)
 
 
-def write_alignment_page(view: dict[str, Any], path: str | Path, names: tuple[str, str]) -> None:
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _score_cards(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    chunks = [c for row in rows for c in row.get("chunks", ()) if c.get("divergence") is not None]
+    if not chunks:
+        return []
+    mean = sum(chunk["divergence"] for chunk in chunks) / len(chunks)
+    known = [c for c in chunks if c["student_logprob"] is not None and c["teacher_logprob"] is not None]
+    ahead = sum(c["teacher_logprob"] > c["student_logprob"] for c in known)
+    return [
+        ("Divergence", f"{mean:.3f}", f"nats, mean of {len(chunks):,} chunks"),
+        ("Teacher ahead", _share(ahead, len(known)), "of the chunks, by probability"),
+    ]
+
+
+def write_alignment_page(
+    view: dict[str, Any], path: str | Path, names: tuple[str, str], *, notes: Sequence[str] = ()
+) -> None:
     """Write the alignment as one HTML file that needs nothing else."""
-    alignment_page(view, names).write(path)
+    alignment_page(view, names, notes=notes).write(path)

@@ -17,6 +17,7 @@ from limbeck.errors import ConfigError, one_line
 from limbeck.utils.files import write_atomic
 
 _HERE = Path(__file__).parent
+_SCRIPTS = ("charts.js", "page.js", "traces.js", "alignment.js")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Page:
 
     def render(self) -> str:
         """The page as a string."""
-        style, script = _static("style.css"), _static("charts.js") + _static("page.js") + _static("traces.js")
+        style, script = _static("style.css"), "".join(map(_static, _SCRIPTS))
         policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
         template = _environment().get_template(f"{self.template}.html")
         # both are files of this package, not data

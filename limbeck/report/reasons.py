@@ -20,6 +20,8 @@ _REASONS = {
     "written_text": "conversations whose calls and results the template reads as text",
     "written_alternate": "the same, with turns joined so that user and assistant alternate",
     "unencoded_bytes": "bytes for which the tokenizer has no token",
+    "segment_stripped": "messages whose outer white space one template strips; the rest is compared",
+    "no_shared_boundary": "tokens at an edge where the two sides never cut at one place",
     "straddle": "tokens across the edge of a supervised span",
     "unrendered_content": "assistant messages that the template leaves out",
     "unrendered_reasoning": "reasoning that the template leaves out",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.align.view import summary_lines
-from limbeck.report.alignment import box
+from limbeck.report.alignment import viewer
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
@@ -353,10 +353,12 @@ def _alignment(run: RunData) -> dict[str, Any] | None:
         return None
     try:
         chunks = run.alignment["chunks"]
+        view = {**run.alignment, "chunks": chunks[:_MOST_CHUNKS]}
         return {
             "problem": None,
             "summary": " ".join(summary_lines(run.alignment)),
-            "boxes": [box(chunk) for chunk in chunks[:_MOST_CHUNKS]],
+            "viewer": viewer([view], ("student", "teacher")),
+            "shown": len(view["chunks"]),
             "total": len(chunks),
         }
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:

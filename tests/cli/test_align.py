@@ -58,10 +58,37 @@ def test_align_reads_a_conversation(capsys, tmp_path) -> None:
     assert chunks[-1]["role"]
 
 
+def test_models_and_text_in_one_breath(capsys) -> None:
+    student, teacher = str(tokenizer_dir("gpt2")), str(tokenizer_dir("smollm2"))
+    code, out, _ = run(capsys, "align", student, teacher, "In 2011 a café opened.", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(run(capsys, "align", *sides(), "In 2011 a café opened.", "--json")[1])
+    assert "the teacher is missing" in run(capsys, "align", student)[2]
+    assert "quote a text" in run(capsys, "align", student, teacher, "two", "words")[2]
+
+
+def test_rows_of_data_files_are_aligned_together(capsys, tmp_path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " Hello there.\n"}]}]
+    rows += [{"question": "1 + 1?", "answer": "2"}, {"text": "A plain text of 2011."}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    page = tmp_path / "page.html"
+    arguments = ("align", *sides("smollm2", "qwen3"), "--data", data, "--html", page)
+    view = json.loads(run(capsys, *arguments, "--json")[1])
+    assert [row["source"].rpartition(":")[2] for row in view["rows"]] == ["1", "2", "3"]
+    assert view["summary"]["chunks"] == sum(row["summary"]["chunks"] for row in view["rows"])
+    said = ["".join(chunk["text"] for chunk in row["chunks"]) for row in view["rows"]]
+    assert [text.strip() for text in said] == ["Hello there.", "2", "A plain text of 2011."]
+    out = run(capsys, *arguments)[1]
+    assert "rows.jsonl:2" in out
+    assert "3 rows" in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give exactly one of"),
+        (["a", "--data", "b.jsonl"], "give exactly one of"),
         (["a", "--file", "b"], "give exactly one of"),
         (["--file", "nowhere.txt"], "nowhere.txt cannot be read"),
     ],
