@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from limbeck.align.batches import AlignmentBatch, IdRows, RowChunks, align_others, align_rows, one_text
 from limbeck.align.boundaries import Chunks, chunk_stretch, role_pairs
 from limbeck.align.calls import shared_stretches
 from limbeck.errors import AlignmentError
@@ -294,66 +295,6 @@ class AlignmentPair:
     is_correct: bool = False
 
 
-@dataclass
-class AlignmentBatch:
-    """Chunks of a batch as padded tensors. Chunk ids label tokens; a token at ``t`` is predicted at ``t - 1``.
-
-    Attributes:
-        pair_valid: ``[B, C]`` bool; False on padding.
-        pair_is_correct: ``[B, C]`` bool; both sides' bytes are equal.
-        student_exact_partition_mask: ``[B, Ts]`` bool; the token is one half of an exact 1:1 chunk.
-        teacher_exact_partition_mask: ``[B, Tt]`` likewise.
-        student_chunk_id: ``[B, Ts]`` int64; the chunk of each token, -1 for none.
-        teacher_chunk_id: ``[B, Tt]`` likewise.
-        num_chunks: ``[B]`` int64.
-    """
-
-    pair_valid: torch.Tensor
-    pair_is_correct: torch.Tensor
-    student_exact_partition_mask: torch.Tensor
-    teacher_exact_partition_mask: torch.Tensor
-    student_chunk_id: torch.Tensor
-    teacher_chunk_id: torch.Tensor
-    num_chunks: torch.Tensor
-
-    def as_dict(self, prefix: str = "alignment_") -> dict[str, torch.Tensor]:
-        """The tensors under the keys that batches carry them by."""
-        return {prefix + name: getattr(self, name) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_chunks(cls, samples: Sequence[Chunks], student_width: int, teacher_width: int) -> AlignmentBatch:
-        """Pad the chunks of several samples to the given widths; there is always at least one chunk column."""
-        import torch
-
-        batch, width = len(samples), max([len(c) for c in samples] + [1])
-        valid = np.zeros((batch, width), dtype=bool)
-        correct = np.zeros((batch, width), dtype=bool)
-        ids = [np.full((batch, w), -1, dtype=np.int64) for w in (student_width, teacher_width)]
-        ones = [np.zeros((batch, w), dtype=bool) for w in (student_width, teacher_width)]
-        for row, chunks in enumerate(samples):
-            n = len(chunks)
-            valid[row, :n] = True
-            correct[row, :n] = chunks.exact
-            spans = (chunks.student_start, chunks.student_end), (chunks.teacher_start, chunks.teacher_end)
-            single = chunks.exact & (spans[0][1] - spans[0][0] == 1) & (spans[1][1] - spans[1][0] == 1)
-            for side, (start, end) in enumerate(spans):
-                _label(ids[side][row], start, end)
-                ones[side][row, start[single]] = True
-        counts = np.array([len(c) for c in samples], dtype=np.int64)
-        arrays = (valid, correct, ones[0], ones[1], ids[0], ids[1], counts)
-        return cls(*map(torch.from_numpy, arrays))
-
-
-def _label(row: IntArray, start: IntArray, end: IntArray) -> None:
-    """Write each chunk's number onto its tokens; chunks are disjoint and ordered on both sides."""
-    lengths = end - start
-    if not len(lengths):
-        return
-    numbers = np.repeat(np.arange(len(lengths)), lengths)
-    places = np.arange(len(numbers)) + np.repeat(start - (np.cumsum(lengths) - lengths), lengths)
-    row[places] = numbers
-
-
 class TokenAligner:
     """Aligns student and teacher tokenizations of the same text on shared byte boundaries.
 
@@ -403,13 +344,16 @@ class TokenAligner:
                 f"expected ids [B, Ts] and [B, Tt] of one batch size, got {tuple(student_ids.shape)} and "
                 f"{tuple(teacher_ids.shape)}."
             )
-        rows = zip(
-            _real_rows(student_ids, student_attention_mask, self.student_vocab, "student"),
-            _real_rows(teacher_ids, teacher_attention_mask, self.teacher_vocab, "teacher"),
-            strict=True,
-        )
-        samples = [_placed(self.align_id_rows(s, t), s_at, t_at) for (s_at, s), (t_at, t) in rows]
-        return AlignmentBatch.from_chunks(samples, student_ids.shape[1], teacher_ids.shape[1])
+        student = IdRows(student_ids, student_attention_mask, self._tokenizers[0], "student")
+        teacher = IdRows(teacher_ids, teacher_attention_mask, self._tokenizers[1], "teacher")
+        bare_s, bare_t, others = one_text(student, teacher)
+        fast = np.ones(len(student_ids), dtype=bool)
+        fast[others] = False
+        chunks = align_rows(student, teacher, bare_s, bare_t, fast)
+        if others:
+            alone = [self.align_id_rows(student.of_row(row), teacher.of_row(row)) for row in others]
+            chunks = RowChunks.merged([chunks, align_others(student, teacher, others, alone)])
+        return AlignmentBatch.from_rows(chunks, len(student_ids), student_ids.shape[1], teacher_ids.shape[1])
 
     def align_id_rows(self, student_ids: IntArray, teacher_ids: IntArray) -> Chunks:
         """Chunks of two unpadded id sequences, special tokens paired by role at equal places."""
@@ -500,32 +444,3 @@ def _monotone(found: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         if not kept or pair[1] > kept[-1][1]:
             kept.append(pair)
     return kept
-
-
-def _real_rows(
-    ids: torch.Tensor, mask: torch.Tensor | None, vocab: ByteVocab, side: str
-) -> Iterator[tuple[IntArray | None, IntArray]]:
-    """Ids of each row's real tokens, and their places; None where they are its first."""
-    values = ids.cpu().numpy().astype(np.int64)
-    real = np.ones(values.shape, dtype=bool) if mask is None else mask.cpu().numpy() > 0
-    if (wrong := real & ((values < 0) | (values >= vocab.size))).any():
-        row, at = np.argwhere(wrong)[0].tolist()
-        raise AlignmentError(f"{side} id {values[row, at]} in row {row} is outside its tokenizer's {vocab.size} ids.")
-    counts = real.sum(1)
-    first = (real == (np.arange(values.shape[1]) < counts[:, None])).all(1)
-    for row, count in enumerate(counts.tolist()):
-        places = None if first[row] else np.flatnonzero(real[row])
-        yield places, values[row, :count] if places is None else values[row, places]
-
-
-def _placed(chunks: Chunks, student_at: IntArray | None, teacher_at: IntArray | None) -> Chunks:
-    """Token indices over the real tokens -> indices over the padded row (left padding moves them)."""
-    if student_at is not None and len(student_at):
-        chunks = replace(
-            chunks, student_start=student_at[chunks.student_start], student_end=student_at[chunks.student_end - 1] + 1
-        )
-    if teacher_at is not None and len(teacher_at):
-        chunks = replace(
-            chunks, teacher_start=teacher_at[chunks.teacher_start], teacher_end=teacher_at[chunks.teacher_end - 1] + 1
-        )
-    return chunks

@@ -6,6 +6,7 @@ lies between two consecutive boundaries. Everything is linear in tokens and byte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -74,8 +75,8 @@ class Chunks:
         )
 
     @classmethod
-    def concatenate(cls, parts: list[Chunks]) -> Chunks:
-        """Chunks of several stretches as one list, ordered by student token."""
+    def in_order(cls, parts: Sequence[Chunks]) -> Chunks:
+        """Chunks of several lists, one list after another."""
         if not parts:
             none = np.zeros(0, dtype=np.int64)
             return cls(none, none, none, none, none, none, none.astype(bool), none.astype(bool))
@@ -84,8 +85,13 @@ class Chunks:
         # as two tables: there are many small parts, and every call into numpy costs as much as one of them
         places = np.concatenate([np.array([getattr(p, name) for name in _PLACES]) for p in parts], axis=1)
         flags = np.concatenate([np.array([p.exact, p.role]) for p in parts], axis=1)
-        order = np.argsort(places[0], kind="stable")
-        return cls(*places[:, order], *flags[:, order])
+        return cls(*places, *flags)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Chunks]) -> Chunks:
+        """Chunks of several stretches as one list, ordered by student token."""
+        chunks = cls.in_order(parts)
+        return chunks if len(parts) < 2 else chunks.select(np.argsort(chunks.student_start, kind="stable"))
 
 
 def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> tuple[IntArray, IntArray]:
@@ -108,7 +114,7 @@ def _places(edges: IntArray, shared: BoolArray, low: int) -> IntArray:
     return np.flatnonzero(last)
 
 
-def _all_within(flag: BoolArray, start: IntArray, end: IntArray) -> BoolArray:
+def all_within(flag: BoolArray, start: IntArray, end: IntArray) -> BoolArray:
     """Whether ``flag`` holds for all tokens of each half-open span."""
     if flag.all():
         return np.ones(len(start), dtype=bool)
@@ -143,7 +149,7 @@ def chunk_stretch(
     s_at, t_at = shared_boundaries(edges, np.concatenate([[teacher_begin], teacher_ends]))
     shared = edges[s_at]
     s_start, s_end, t_start, t_end = s_at[:-1], s_at[1:], t_at[:-1], t_at[1:]
-    exact = _all_within(student_exact, s_start, s_end) & _all_within(teacher_exact, t_start, t_end)
+    exact = all_within(student_exact, s_start, s_end) & all_within(teacher_exact, t_start, t_end)
     return Chunks(s_start, s_end, t_start, t_end, shared[:-1], shared[1:], exact, np.zeros(len(exact), dtype=bool))
 
 

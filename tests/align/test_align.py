@@ -267,6 +267,48 @@ def test_batch_does_not_depend_on_neighbours() -> None:
         assert not together.pair_valid[row, len(c) :].any()
 
 
+def padded(rows: list[np.ndarray], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows)) + 1
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        span = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[number, span], mask[number, span] = torch.from_numpy(row), 1
+    return ids, mask
+
+
+ROWS = [("llama2", "qwen3"), ("llama3_2", "mistral_v1"), ("minilm", "llama2")]
+MORE_ROWS = [("llama2", "gemma3"), ("mistral_v7", "smollm2"), ("llama3_2", "qwen3"), ("j2", "gemma3")]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("s", "t"), [*ROWS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_ROWS)])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_rows_of_a_batch_are_aligned_as_each_alone(data: st.DataObject, s: str, t: str, left: bool) -> None:
+    pair = aligner(s, t)
+    sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    for _ in range(data.draw(st.integers(1, 6))):
+        texts = data.draw(st.lists(st.one_of(unicode_text(20), st.sampled_from(list(TEXTS.values()))), max_size=2))
+        other = data.draw(st.booleans()) and data.draw(st.booleans())
+        for side, name in enumerate((s, t)):
+            said = ["another", *texts] if other and side else texts
+            options = {key: data.draw(st.booleans()) for key in ("bos", "eos")}
+            parts = [encode(name, text, **options).ids for text in said]
+            sides[side].append(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+    (ids_s, mask_s), (ids_t, mask_t) = (padded(rows, left) for rows in sides)
+    found = pair.align(ids_s, ids_t, student_attention_mask=mask_s, teacher_attention_mask=mask_t)
+    for row, (mine, theirs) in enumerate(zip(*sides, strict=True)):
+        alone = AlignmentBatch.from_chunks([pair.align_id_rows(mine, theirs)], len(mine), len(theirs))
+        count = int(alone.num_chunks[0])
+        assert found.num_chunks[row] == count
+        assert torch.equal(found.pair_is_correct[row, :count], alone.pair_is_correct[0, :count])
+        for name, mask in (("student", mask_s), ("teacher", mask_t)):
+            for key in ("chunk_id", "exact_partition_mask"):
+                whole, expected = getattr(found, f"{name}_{key}")[row], getattr(alone, f"{name}_{key}")[0]
+                assert torch.equal(whole[mask[row] > 0], expected)
+                assert (whole[mask[row] == 0] == (-1 if key == "chunk_id" else False)).all()
+
+
 def test_bad_ids_are_refused() -> None:
     pair = aligner("gpt2", "llama3_2")
     good = torch.zeros(1, 3, dtype=torch.long)
