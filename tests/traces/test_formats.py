@@ -404,12 +404,37 @@ SHAREGPT = {
     ],
 }
 
+
+def parts(role: str, *typed: tuple[str, str]) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": kind, "value": value} for kind, value in typed]}
+
+
+LLAMAFACTORY = {
+    "tools": json.dumps([TOOL]),
+    "messages": [
+        parts("system", ("text", "Be brief.")),
+        parts("user", ("text", "List it.")),
+        parts(
+            "assistant",
+            ("reasoning", "Where?"),
+            ("text", "Looking."),
+            ("tool_call", json.dumps({"name": "run", "arguments": {"cmd": "ls x"}})),
+            ("tool_call", json.dumps({"name": "run", "arguments": {"cmd": "ls"}})),
+        ),
+        parts("tool", ("text", "Error: No such file")),
+        parts("tool", ("text", "a.txt")),
+        parts("user", ("text", "Go on.")),
+        parts("assistant", ("text", "Done.")),
+    ],
+}
+
 LOGS: dict[str, list[Any]] = {
     "anthropic": [ANTHROPIC],
     "atif": [ATIF],
     "codex": CODEX,
     "gemini": [GEMINI],
     "inspect": [INSPECT],
+    "llamafactory": [LLAMAFACTORY],
     "mini_swe_agent": [
         {"messages": MINI, "info": {"exit_status": "Submitted"}, "trajectory_format": "mini-swe-agent-1"}
     ],
@@ -681,3 +706,114 @@ def test_damage_is_counted_or_refused_in_one_sentence(tmp_path: Path, seed: int,
             for trace in read_traces([path], format=format, detectors="extended"):
                 trace.to_messages()
                 trace.to_json()
+
+
+def test_rollouts_of_nemo_gym_keep_their_prompt(tmp_path: Path) -> None:
+    asked = {key: RESPONSES[key] for key in ("instructions", "input", "tools")}
+    row = {
+        "responses_create_params": asked,
+        "response": {"object": "response", "output": RESPONSES["output"]},
+        "reward": 0.5,
+    }
+    plain, _ = one(write_lines(tmp_path / "plain.jsonl", [RESPONSES]))
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", [row]))
+    assert trace.messages == plain.messages
+    assert trace.tools == plain.tools
+    assert trace.final_reward == 0.5
+    assert not skipped
+
+
+def test_steps_that_repeat_what_was_said_before_are_one_conversation(tmp_path: Path) -> None:
+    whole = [*RESPONSES["input"], *RESPONSES["output"]]
+    other = [*whole[:1], {"type": "message", "role": "assistant", "content": "No."}]
+    row = {
+        "responses_create_params": {"input": [], "instructions": "Be brief."},
+        "response": {"object": "response", "output": [whole[:4], whole, other]},
+    }
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", [row]))
+    assert trace.messages == one(write_lines(tmp_path / "plain.jsonl", [RESPONSES]))[0].messages
+    assert skipped == Counter(other_transition=1)
+
+
+def test_a_trajectory_of_actions_that_are_objects_is_not_of_swe_agent(tmp_path: Path) -> None:
+    row = {**RESPONSES, "trajectory": [{"action": {"name": "noop"}, "observation": {"cell": 1}}]}
+    assert one(write_lines(tmp_path / "log.jsonl", [row]))[0].origin.format == "openai_responses"  # type: ignore[union-attr]
+
+
+def test_empty_text_is_text_and_text_under_another_key_is_not_lost_in_silence(tmp_path: Path) -> None:
+    empty = {"role": "assistant", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "Hm."}]}
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", [{"messages": [{"role": "user", "content": "a"}, empty]}]))
+    assert trace.messages[1].content == "Hm."
+    assert not skipped
+    with pytest.raises(TraceError, match="would be lost"):
+        one(write_lines(tmp_path / "other.jsonl", [LLAMAFACTORY]), format="openai_chat")
+
+
+def test_an_http_exchange_is_read_with_its_answer(tmp_path: Path) -> None:
+    body = {**ANTHROPIC, "messages": ANTHROPIC["messages"][:-1]}
+    row = {
+        "request": {"method": "POST", "body": body},
+        "response": {"status_code": 200, "body": ANTHROPIC["messages"][-1]},
+    }
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", [row]))
+    assert trace.messages == one(write_lines(tmp_path / "plain.jsonl", [ANTHROPIC]))[0].messages
+    assert not skipped
+
+
+def test_a_prompt_that_the_completion_repeats_is_read_once(tmp_path: Path) -> None:
+    row = {**VERIFIERS, "completion": [*VERIFIERS["prompt"], *VERIFIERS["completion"]]}
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", [row]))
+    assert trace.messages == one(write_lines(tmp_path / "plain.jsonl", [VERIFIERS]))[0].messages
+    assert not skipped
+
+
+def test_what_codex_prints_is_read(tmp_path: Path) -> None:
+    command = {"id": "i1", "type": "command_execution", "command": "ls x"}
+    rows = [
+        {"type": "thread.started", "thread_id": "t-1"},
+        {"type": "turn.started"},
+        {"type": "item.completed", "item": {"id": "i0", "type": "reasoning", "text": "Where?"}},
+        {"type": "item.started", "item": {**command, "aggregated_output": "", "status": "in_progress"}},
+        {
+            "type": "item.completed",
+            "item": {**command, "aggregated_output": "No such file", "exit_code": 2, "status": "failed"},
+        },
+        {"type": "item.completed", "item": {"id": "i2", "type": "agent_message", "text": "Done."}},
+        {"type": "item.completed", "item": {"id": "i3", "type": "todo_list", "items": []}},
+        {"type": "turn.completed", "usage": {"input_tokens": 1}},
+    ]
+    trace, skipped = one(write_lines(tmp_path / "log.jsonl", rows))
+    assert trace.id == "t-1"
+    assert [m.role for m in trace.messages] == ["assistant", "tool", "assistant"]
+    assert trace.messages[0].reasoning == "Where?"
+    assert trace.messages[0].tool_calls[0].arguments == {"command": "ls x"}
+    assert (trace.messages[1].is_error, trace.messages[1].content) == (True, "No such file")
+    assert trace.messages[2].content == "Done."
+    assert skipped["unknown_item"] == 1
+
+
+def test_a_command_that_failed_in_the_sandbox_of_codex(tmp_path: Path) -> None:
+    said = "failed in sandbox MacosSeatbelt with execution error: sandbox denied exec error, exit code: 2, stderr: x"
+    rows = [
+        line("session_meta", id="s-1"),
+        line("response_item", type="function_call", name="shell", arguments="{}", call_id="c1"),
+        line("response_item", type="function_call_output", call_id="c1", output=said),
+    ]
+    trace, _ = one(write_lines(tmp_path / "log.jsonl", rows))
+    assert trace.messages[1].is_error
+    assert trace.messages[1].error_meta == {"exit_code": 2}
+
+
+def test_requests_that_repeat_the_conversation_so_far_train_nothing_twice(tmp_path: Path) -> None:
+    messages = ANTHROPIC["messages"]
+    first = {"request": {**ANTHROPIC, "messages": messages[:1]}, "response": messages[1]}
+    second = {"request": {**ANTHROPIC, "messages": messages[:-1]}, "response": messages[-1]}
+    (short, long), log = read(write_lines(tmp_path / "log.jsonl", [first, second]))
+    assert [m.role for m in short.messages] == ["system", "user", "assistant"]
+    assert long.context_until == len(short.messages)
+    assert long.messages[: long.context_until] == short.messages
+    assert log.skipped == Counter(read_before=3)
+    # another conversation that begins alike is not a continuation
+    other = {"request": {**ANTHROPIC, "messages": messages[:1]}, "response": {"role": "assistant", "content": "No."}}
+    traces, _ = read(write_lines(tmp_path / "log.jsonl", [first, other]))
+    assert [trace.context_until for trace in traces] == [0, 0]

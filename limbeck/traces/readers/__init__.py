@@ -18,6 +18,7 @@ from limbeck.traces.readers.codex import CodexReader
 from limbeck.traces.readers.gemini import GeminiReader
 from limbeck.traces.readers.inspect_log import InspectReader
 from limbeck.traces.readers.limbeck import LimbeckReader
+from limbeck.traces.readers.llamafactory import LLaMAFactoryReader
 from limbeck.traces.readers.mini_swe_agent import MiniSWEAgentReader
 from limbeck.traces.readers.openai_chat import OpenAIChatReader
 from limbeck.traces.readers.openai_responses import OpenAIResponsesReader
@@ -43,6 +44,7 @@ READERS: dict[str, Reader] = {
         CodexReader(),
         GeminiReader(),
         InspectReader(),
+        LLaMAFactoryReader(),
         MiniSWEAgentReader(),
         OpenAIChatReader(),
         OpenAIResponsesReader(),
@@ -112,8 +114,9 @@ def read_traces(
 
     A trace that the log does not name is named by its content, and one that is there a second time is counted and left
     out, so that sites and pairs refer to the same trace whatever files are read with it, and in whatever order.
-    Rollouts of one group may be equal; they are known by how often one file has them. At the end of a file, what its
-    records hold must be in its traces or counted as left out; otherwise ``TraceError`` shows both.
+    Rollouts of one group may be equal; they are known by how often one file has them. Where a trace goes on from a
+    whole one before it in its file, as logged requests do, that beginning is context (``read_before``). At the end of a
+    file, what its records hold must be in its traces or counted as left out; otherwise ``TraceError`` shows both.
     """
     if format is not None:
         format = OLD_NAMES.get(format, format)
@@ -123,13 +126,31 @@ def read_traces(
     names = _Names()
     for path, files in _logs(paths):
         names.in_file.clear()
+        ends: set[bytes] = set()
         for trace in _read_log(path, files, format, detectors, log):
             line = trace.origin.line if trace.origin else None
             name = names.of(trace, is_named=trace.id != unnamed(path, line))
             if name is None:
                 log.of_file(path).skip("duplicate_trace", line, trace.id)
-            else:
-                yield trace if name == trace.id else trace.model_copy(update={"id": name})
+                continue
+            shared = _known_beginning(trace, ends) if trace.group_id is None else 0
+            if shared > trace.context_until:
+                log.of_file(path).skip("read_before", line, trace.id, shared - trace.context_until)
+            changes = {"id": name, "context_until": max(shared, trace.context_until)}
+            yield trace.model_copy(
+                update={key: value for key, value in changes.items() if getattr(trace, key) != value}
+            )
+
+
+def _known_beginning(trace: Trace, ends: set[bytes]) -> int:
+    """How many of its messages are a whole trace whose hash is in ``ends``, which learns this one's."""
+    state, shared = hashlib.sha256(), 0
+    for count, message in enumerate(trace.messages, 1):
+        state.update(message.model_dump_json(exclude={"weight"}, exclude_defaults=True).encode())
+        if state.digest() in ends and count < len(trace.messages):
+            shared = count
+    ends.add(state.digest())
+    return shared
 
 
 class _Names:

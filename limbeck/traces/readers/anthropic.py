@@ -1,8 +1,8 @@
 """Anthropic Messages: a request's ``system``, ``tools`` and ``messages``, with the response where it was logged.
 
 Recognised objects: ``{"messages": [...], "system": ..., "tools": [...]}``, the same under ``request`` or ``body``
-with the answer under ``response``, and a bare list of messages. Calls are ``tool_use`` blocks of the assistant,
-results are ``tool_result`` blocks of the user.
+with the answer under ``response`` (each with a ``body`` where an HTTP exchange was recorded), and a bare list of
+messages. Calls are ``tool_use`` blocks of the assistant, results are ``tool_result`` blocks of the user.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ class AnthropicReader(RecordReader):
 
 
 def _body(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next((as_dict(data.get(key)) for key in ("request", "body") if "messages" in as_dict(data.get(key))), data)
+    request = as_dict(data.get("request"))
+    places = (request, as_dict(request.get("body")), as_dict(data.get("body")))
+    return next((place for place in places if "messages" in place), data)
 
 
 def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     response = as_dict(data.get("response"))
+    response = as_dict(response.get("body")) or response
     answer = [response] if response.get("role") == "assistant" and response.get("content") else []
     return [*as_dicts(_body(data).get("messages")), *answer]
 

@@ -374,13 +374,15 @@ def plain_text(content: Any) -> str:
         return content
     if not isinstance(content, list):
         return json.dumps(content, ensure_ascii=False)
-    return "\n".join(text for part in content if (text := _part_text(part)) is not None)
+    return "\n".join(text for part in content if (text := _part_text(part)))
 
 
 def _part_text(part: Any) -> str | None:
-    return part if isinstance(part, str) else as_text(as_dict(part).get("text"))
+    text = part if isinstance(part, str) else as_dict(part).get("text")
+    return text if isinstance(text, str) else None
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_use", "tool_call", "function_call")
 _RESULT_PARTS = ("tool_result", "function_call_output")
 
@@ -389,6 +391,8 @@ def content_totals(content: Any) -> Totals:
     """Text of a content field, and the calls and results among its parts in whatever format has them there."""
     found = Totals(characters=characters(plain_text(content)))
     for part in as_dicts(content):
+        if part.get("type") in _TEXT_PARTS and _part_text(part) is None:  # text, under a key of another format
+            found += Totals(characters=sum(characters(as_text(value)) for key, value in part.items() if key != "type"))
         if part.get("type") in _CALL_PARTS:
             found += Totals(calls=1)
         elif part.get("type") in _RESULT_PARTS:

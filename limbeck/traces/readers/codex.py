@@ -3,6 +3,9 @@
 A line is ``{"timestamp", "type", "payload"}``; its items are those of OpenAI Responses. Older sessions hold the items
 bare, behind a first line with the session's id and instructions. Events repeat what the items say; of them only the
 exit codes of commands are used. What follows a compaction is a trace of its own, as the model's context was.
+
+What ``codex exec --json`` prints is read as well: ``item.completed`` lines with items of their own form, which lack the
+user's words.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from limbeck.traces.readers.openai_responses import ITEM_TYPES, add_item, item_t
 from limbeck.traces.schema import Trace, describe_validation
 
 _LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
+_PRINTED = ("thread.started", "turn.started", "turn.completed", "turn.failed", "item.started", "item.updated", "error")
+"""Lines of ``codex exec --json`` beside ``item.completed``."""
 
 
 class CodexReader(Reader):
@@ -39,6 +44,8 @@ class CodexReader(Reader):
         """A line of a session, or the head or an item of an older one."""
         if isinstance(data.get("payload"), dict):
             return data.get("type") in _LINES
+        if data.get("type") in ("thread.started", "item.completed"):
+            return "thread_id" in data or isinstance(data.get("item"), dict)
         bare = data.get("type") in ITEM_TYPES and ("call_id" in data or isinstance(data.get("content"), list))
         return {"id", "timestamp", "instructions"} <= set(data) or "record_type" in data or bare
 
@@ -54,6 +61,8 @@ class CodexReader(Reader):
         kind, payload = _line(record.data)
         if kind == "response_item":
             return item_totals(payload)
+        if kind == "item.completed":
+            return sum(map(item_totals, _printed_items(payload)), Totals())
         text = _instructions(payload) if kind == "session_meta" else payload.get("message")
         return Totals(characters=characters(plain_text(text))) if kind in ("session_meta", "compacted") else Totals()
 
@@ -62,9 +71,33 @@ def _line(data: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """What kind of line it is, and what it holds; older lines are brought into today's form."""
     if isinstance(data.get("payload"), dict):
         return str(data.get("type")), data["payload"]
+    if data.get("type") == "thread.started":
+        return "session_meta", {"id": data.get("thread_id")}
+    if data.get("type") == "item.completed" and isinstance(data.get("item"), dict):
+        return "item.completed", data["item"]
+    if data.get("type") in _PRINTED:
+        return str(data["type"]), {}
     if data.get("type") in ITEM_TYPES:
         return "response_item", dict(data)
     return ("session_meta" if "instructions" in data and "id" in data else "state"), dict(data)
+
+
+def _printed_items(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An item as ``codex exec --json`` prints it, as items of a session: a command is its call and its output."""
+    kind, call_id = item.get("type"), as_text(item.get("id")) or ""
+    if kind == "agent_message":
+        return [{"type": "message", "role": "assistant", "content": item.get("text")}]
+    if kind == "reasoning":
+        return [{"type": "reasoning", "summary": [{"text": item.get("text")}]}]
+    if kind == "command_execution":
+        call = {"type": "function_call", "call_id": call_id, "name": "shell"}
+        done = {"metadata": {"exit_code": item.get("exit_code")}, "output": item.get("aggregated_output") or ""}
+        arguments = {"command": item.get("command")}
+        return [
+            {**call, "arguments": arguments},
+            {"type": "function_call_output", "call_id": call_id, "output": done, "status": item.get("status")},
+        ]
+    return [dict(item)]
 
 
 def _instructions(payload: Mapping[str, Any]) -> Any:
@@ -96,6 +129,9 @@ class _Session:
             self._made.say("user", self._made.text(payload.get("message")))
         elif kind == "response_item":
             self._item(payload, record.line)
+        elif kind == "item.completed":
+            for item in _printed_items(payload):
+                self._item(item, record.line)
         else:
             self._event(kind, payload, record.line)
 

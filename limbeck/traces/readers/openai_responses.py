@@ -1,8 +1,8 @@
 """OpenAI Responses: a list of items, in which messages, reasoning, calls and their outputs stand side by side.
 
 Recognised objects: a stored response (``{"object": "response", "output": [...]}``), a request with its ``input``
-items, and both together, in one object or under ``request`` and ``response``. The items are also what Codex CLI logs,
-one per line.
+items, and both together, in one object, under ``request`` and ``response``, or as NeMo Gym stores rollouts, under
+``responses_create_params`` and ``response``. The items are also what Codex CLI logs, one per line.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class OpenAIResponsesReader(RecordReader):
         if not items:
             raise SkipRecord("no_items", f"keys {sorted(data)[:6]}")
         made = Builder(log, record.line, _tools(data))
+        for others in _transitions(data)[1:]:
+            made.skip("other_transition", f"{len(others)} items", sum(map(item_totals, others), Totals()))
         made.say("system", made.text(_field(data, "instructions")))
         for item in items:
             add_item(made, item)
@@ -72,7 +74,8 @@ class OpenAIResponsesReader(RecordReader):
     def totals(self, record: Record) -> Totals:
         """Of the instructions and all items."""
         instructions = Totals(characters=characters(plain_text(_field(record.data, "instructions"))))
-        return sum(map(item_totals, _items(record.data)), instructions)
+        others = [item for items in _transitions(record.data)[1:] for item in items]
+        return sum(map(item_totals, [*_items(record.data), *others]), instructions)
 
 
 def _is_own(item: Mapping[str, Any]) -> bool:
@@ -83,14 +86,27 @@ def _is_own(item: Mapping[str, Any]) -> bool:
 
 def _field(data: Mapping[str, Any], key: str) -> Any:
     """A field of the request, else of the response, else of the object itself."""
-    sources = (as_dict(data.get("request")), as_dict(data.get("response")), data)
+    requests = (as_dict(data.get(name)) for name in ("request", "responses_create_params"))
+    sources = (*requests, as_dict(data.get("response")), data)
     return next((source[key] for source in sources if source.get(key)), None)
 
 
 def _items(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = _field(data, "input")
     asked = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else as_dicts(given)
-    return [*asked, *as_dicts(_field(data, "output"))]
+    transitions = _transitions(data)
+    return [*asked, *(transitions[0] if transitions else as_dicts(_field(data, "output")))]
+
+
+def _transitions(data: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Outputs that are lists of items, one for every step of an environment: the longest, then those that it does not
+    begin with. Each step repeats what was said before it."""
+    output = _field(data, "output")
+    steps = [as_dicts(step) for step in output if isinstance(step, list)] if isinstance(output, list) else []
+    if not steps:
+        return []
+    longest = max(steps, key=len)
+    return [longest, *(step for step in steps if step != longest[: len(step)])]
 
 
 def _tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -185,6 +201,8 @@ def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
 
 _EXIT_LINE = re.compile(r"^(?:Exit code: |Process exited with code )(-?\d+)$", re.MULTILINE)
 _OUTPUT_LINE = "\nOutput:"
+_REFUSED = re.compile(r"failed in sandbox [^\n]{0,200}?exit code: (-?\d+)")
+"""What older versions of Codex wrote in place of the output of a command that failed in their sandbox."""
 
 
 def output_text(output: Any) -> str:
@@ -208,6 +226,8 @@ def _failure(item: Mapping[str, Any], exit_code: int | None) -> ErrorSignal | No
     code = as_dict(found.get("metadata")).get("exit_code", exit_code)
     # above the output Codex writes how the command ended
     head, mark, _ = output_text(item.get("output"))[:600].partition(_OUTPUT_LINE)
+    if code is None and (refused := _REFUSED.match(head)):
+        code = int(refused[1])
     if code is None and mark and (line := _EXIT_LINE.search(head)):
         code = int(line[1])
     if isinstance(code, int) and code != 0:

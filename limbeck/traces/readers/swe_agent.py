@@ -40,7 +40,7 @@ class SWEAgentReader(RecordReader):
         """Steps with an action and an observation, or a history whose messages name their agent."""
         steps = _steps(data)
         if steps:
-            return "action" in steps[0] and "observation" in steps[0]
+            return all(isinstance(steps[0].get(key), str) for key in ("action", "observation"))
         history = as_dicts(data.get("history"))
         return bool(history) and "role" in history[0] and "agent" in history[0]
 

@@ -78,7 +78,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 def _raw(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     prompt = data.get("prompt")
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-    return [*asked, *_messages(data.get("completion"))]
+    answered = _messages(data.get("completion"))
+    # some environments begin the completion with the prompt once more
+    repeated = [(m["role"], m.get("content")) for m in answered[: len(asked)]]
+    if repeated == [(m["role"], m.get("content")) for m in asked]:
+        answered = answered[len(asked) :]
+    return [*asked, *answered]
 
 
 def _object(value: Any) -> dict[str, Any]:
