@@ -54,7 +54,8 @@ def _p_kl_kernel(
         q_at = q_ptr + at.to(tl.int64)[:, None] * lanes_q + col[None, :]
         t_at = t_ptr + at.to(tl.int64)[:, None] * lanes_t + col[None, :]
         q = tl.load(q_at, mask=inside, other=-1.0)
-        t = tl.load(t_at, mask=inside, other=-1e30).to(tl.float32)
+        # float16 has no -1e30
+        t = tl.where(inside, tl.load(t_at, mask=inside, other=0.0).to(tl.float32), -1e30)
         arg_q = tl.where(q > best_q, at[:, None], arg_q)
         arg_t = tl.where(t > best_t, at[:, None], arg_t)
         best_q = tl.maximum(best_q, q)
