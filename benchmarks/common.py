@@ -53,3 +53,14 @@ def parser(script: str, doc: str | None) -> argparse.ArgumentParser:
 def record(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result: where the figures come from, then the figures."""
     path.write_text(json.dumps({**origin(), **result}, indent=1) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer by path, or one of the tests' zoo by its name."""
+    if Path(name).exists():
+        from limbeck.tokens.loading import load_tokenizer as load
+
+        return load(name)
+    from tests import zoo
+
+    return zoo.tokenizer(name)

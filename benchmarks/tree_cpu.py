@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import load_tokenizer
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.layout import padded_row_start
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
@@ -30,17 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(name: str) -> Any:
-    """A tokenizer by path, or of the tests' zoo by its name."""
-    if Path(name).exists():
-        from limbeck.tokens.loading import load_tokenizer
-
-        return load_tokenizer(name)
-    from tests import zoo
-
-    return zoo.tokenizer(name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--student", required=True)
@@ -52,7 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    student, teacher = load(args.student), load(args.teacher)
+    student, teacher = load_tokenizer(args.student), load_tokenizer(args.teacher)
     projection = load_or_build(student, teacher, trees=True)
     collator = CrossTokenizerCollator(
         student_tokenizer=student, teacher_tokenizer=teacher, ctx_length_student=args.rows, ctx_length_teacher=args.rows

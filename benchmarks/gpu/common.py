@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,28 @@ def make_projection(student: int = V_S, teacher: int = V_T, seed: int = 0) -> Ra
     return RandomProjection(indices, weights, teacher)
 
 
+class RealPair(NamedTuple):
+    """What `prepare.py` has written: a projection with its trees, and the batch of a text."""
+
+    projection: Any
+    batch: dict[str, Any]
+
+
+def load_pair(folder: Path) -> RealPair:
+    """Read a folder of `prepare.py`."""
+    from safetensors.torch import load_file
+
+    from limbeck.projection import Projection
+
+    with tempfile.TemporaryDirectory() as scratch:
+        stored = Path(scratch) / "projection.safetensors"
+        stored.write_bytes(gzip.decompress((folder / "projection.safetensors.gz").read_bytes()))
+        projection = Projection.load(stored)
+    batch: dict[str, Any] = load_file(folder / "batch.safetensors")
+    batch["idx"] = list(range(batch["input_ids"].shape[0]))
+    return RealPair(projection, batch)
+
+
 def load_projection(path: str | None) -> Any:
     """A stored projection (`limbeck project -o FILE`), its teacher widened to the head's rows; or a random one."""
     if path is None or not Path(path).exists():
@@ -107,18 +131,25 @@ def microbatch(batch: dict[str, Any]) -> SimpleNamespace:
 
 
 def random_heads(
-    batch: dict[str, Any], device: str, dtype: torch.dtype, spread: float = 2.0
+    batch: dict[str, Any],
+    device: str,
+    dtype: torch.dtype,
+    spread: float = 2.0,
+    *,
+    sizes: tuple[int, int] = (V_S, V_T),
+    widths: tuple[int, int] = (H_S, H_T),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(student hidden, student weight, teacher hidden, teacher weight); logits have the standard deviation `spread`."""
+    """(student hidden, student weight, teacher hidden, teacher weight); logits have the standard deviation `spread`.
+    sizes, widths: vocabulary and hidden size of both sides."""
     gen = torch.Generator(device).manual_seed(0)
 
     def rand(rows: int, width: int, std: float) -> Tensor:
         return torch.randn(rows, width, generator=gen, device=device, dtype=torch.float32).mul_(std).to(dtype)
 
-    hidden = rand(batch["input_ids"].numel(), H_S, 1.0).requires_grad_()
-    weight = rand(V_S, H_S, spread / H_S**0.5).requires_grad_()
-    teacher = rand(batch["teacher_input_ids"].numel(), H_T, 1.0)
-    return hidden, weight, teacher, rand(V_T, H_T, spread / H_T**0.5)
+    hidden = rand(batch["input_ids"].numel(), widths[0], 1.0).requires_grad_()
+    weight = rand(sizes[0], widths[0], spread / widths[0] ** 0.5).requires_grad_()
+    teacher = rand(batch["teacher_input_ids"].numel(), widths[1], 1.0)
+    return hidden, weight, teacher, rand(sizes[1], widths[1], spread / widths[1] ** 0.5)
 
 
 class Measured(NamedTuple):

@@ -1,8 +1,10 @@
 """Head + loss, forward and backward from hidden states, at the sizes of Llama-3.2-1B from Qwen3-4B.
 
     PYTHONPATH=. python benchmarks/gpu/loss.py [--projection W.safetensors] [--profile] [--products]
+    PYTHONPATH=. python benchmarks/gpu/loss.py --pairs .carry/english .carry/japanese [--quick]
 
-Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json.
+Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json. With
+`--pairs`, folders of `prepare.py`: only `tree_kl` on their texts, rows `tree_kl_NAME` and `tree_kl_cheap_NAME`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +21,12 @@ from torch import Tensor
 
 from benchmarks.gpu.common import (
     GIB,
+    H_S,
+    H_T,
     V_S,
     V_T,
     aligned_batch,
+    load_pair,
     load_projection,
     make_projection,
     measure,
@@ -29,7 +35,15 @@ from benchmarks.gpu.common import (
     save_row,
 )
 from benchmarks.gpu.published import Published
+from limbeck.data.layout import padded_row_start
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+
+PAIR_WIDTHS = {"english": (2048, 2560), "japanese": (2048, 2560)}
+"""Hidden sizes of student and teacher by folder: Llama-3.2-1B from Qwen3-4B, SmolLM2-1.7B from Gemma-3-4B."""
+PAIR_GOALS: dict[str, dict[str, float]] = {
+    "english": {"ms": 75.0, "extra_gib": 5.0},
+    "japanese": {"times_products": 1.35},
+}
 
 GOALS = {"p_kl": (72.0, 5.0), "boundary_kl": (75.0, 5.0), "gold": (110.0, 8.0), "h_kl": (110.0, 8.0)}
 
@@ -37,26 +51,45 @@ GOALS = {"p_kl": (72.0, 5.0), "boundary_kl": (75.0, 5.0), "gold": (110.0, 8.0), 
 class Problem:
     """Random hidden states and heads over an aligned batch of `rows` predicting rows on each side."""
 
-    def __init__(self, rows: int, projection: Any, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        rows: int,
+        projection: Any,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        batch: dict[str, Any] | None = None,
+        sizes: tuple[int, int] = (V_S, V_T),
+        widths: tuple[int, int] = (H_S, H_T),
+    ) -> None:
         samples = max(rows // 2048, 1)
-        self.batch = aligned_batch(samples, rows // samples)
-        self.projection, self.rows = projection, rows
-        self.hidden, self.weight, self.t_hidden, self.t_weight = random_heads(self.batch, "cuda", dtype)
+        self.batch = aligned_batch(samples, rows // samples) if batch is None else batch
+        self.projection, self.rows, self.sizes = projection, rows, sizes
+        self.teacher_rows = rows if batch is None else int((batch["teacher_input_lengths"] - 1).sum())
+        self.hidden, self.weight, self.t_hidden, self.t_weight = random_heads(
+            self.batch, "cuda", dtype, sizes=sizes, widths=widths
+        )
+
+    @classmethod
+    def of_pair(cls, folder: Path) -> Problem:
+        """Random heads over the text of a folder of `prepare.py`."""
+        projection, batch = load_pair(folder)
+        rows = int((batch["input_lengths"] - 1).sum())
+        sizes = projection.student_size, projection.teacher_size
+        return cls(rows, projection, batch=batch, sizes=sizes, widths=PAIR_WIDTHS[folder.name])
 
     def step(self, mode: str, **options: Any) -> Callable[[], Tensor]:
         """A function that computes loss and gradients once."""
         loss_fn = CrossTokenizerDistillationLossFn(
-            {"mode": mode, "teacher_vocab_size": V_T, **options}, projections=[self.projection]
+            {"mode": mode, "teacher_vocab_size": self.sizes[1], **options}, projections=[self.projection]
         ).cuda()
         counts = loss_fn.counts(self.batch)
-        start = torch.arange(self.batch["input_ids"].shape[0]) * self.batch["input_ids"].shape[1]
-        inputs = loss_fn.prepare(microbatch(self.batch), [start])
+        inputs = loss_fn.prepare(microbatch(self.batch), [padded_row_start(self.batch["teacher_input_ids"])])
         ids = self.batch["teacher_input_ids"].reshape(-1).cuda()
-        signal = HiddenSignal(self.t_hidden, Head(V_T, weight=self.t_weight), ids)
+        signal = HiddenSignal(self.t_hidden, Head(self.sizes[1], weight=self.t_weight), ids)
 
         def run() -> Tensor:
             self.hidden.grad = self.weight.grad = None
-            loss, _ = loss_fn.compute(self.hidden, Head(V_S, weight=self.weight), [signal], inputs, counts)
+            loss, _ = loss_fn.compute(self.hidden, Head(self.sizes[0], weight=self.weight), [signal], inputs, counts)
             loss.backward()
             return loss.detach()
 
@@ -86,7 +119,7 @@ class Problem:
     @torch.no_grad()
     def products(self) -> None:
         """The four matrix products, and nothing else: both logits, and the student's two gradients."""
-        hidden, teacher = self.hidden[: self.rows], self.t_hidden[: self.rows]
+        hidden, teacher = self.hidden[: self.rows], self.t_hidden[: self.teacher_rows]
         del_logits = hidden @ self.weight.t()
         del_logits @ self.weight
         del_logits.t() @ hidden
@@ -186,6 +219,22 @@ def row_of(
     return row
 
 
+def measure_pair(folder: Path, *, plain: bool, profiled: bool) -> None:
+    """Rows of tree_kl, unconditioned and conditioned, on the text of a folder of `prepare.py`."""
+    problem = Problem.of_pair(folder)
+    floor = measure(problem.products, repeat=10).ms
+    torch.cuda.empty_cache()
+    print(f"{folder.name}: {problem.rows} and {problem.teacher_rows} rows, four products {floor:.2f} ms", flush=True)
+    for name, options in (("tree_kl", {}), ("tree_kl_cheap", {"condition": "cheap"})):
+        try:
+            row = row_of(problem, "tree_kl", floor, published=False, plain=plain, profiled=profiled, **options)
+            row |= {"goal": PAIR_GOALS[folder.name], "times_products": round(row["ms"] / floor, 3)}
+            row |= {"rows": problem.rows, "teacher_rows": problem.teacher_rows, "sizes": problem.sizes}
+            save_row(f"{name}_{folder.name}", row)
+        except Exception:  # one failing row must not lose the others
+            traceback.print_exc()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
@@ -193,7 +242,13 @@ def main() -> None:
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--quick", action="store_true", help="no comparisons")
     parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--pairs", nargs="+", type=Path, default=(), help="folders of prepare.py; nothing else then")
     args = parser.parse_args()
+    for folder in args.pairs:
+        measure_pair(folder, plain=not args.quick, profiled=args.profile)
+        torch.cuda.empty_cache()
+    if args.pairs:
+        return
     projection = load_projection(args.projection)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, projection {projection.teacher_fingerprint}")
     problem = Problem(16_384, projection)

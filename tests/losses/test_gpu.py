@@ -9,6 +9,7 @@ import torch
 
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts
+from tests.losses.test_tree_kl import PAIRS, projection_of, text_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,3 +59,24 @@ def test_device_equals_cpu(mode: str, kind: str, dtype: torch.dtype, tolerance: 
     got = torch.autograd.grad(loss, [device_models.hidden, device_models.weight])
     for a, b in zip(got, torch.autograd.grad(want, [models.hidden, models.weight]), strict=True):
         assert float((a.cpu().double() - b).norm() / b.norm()) < tolerance
+
+
+@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_tree_kl_by_kernels_equals_the_cpu(name: str, condition: str, dtype: torch.dtype, tolerance: float) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=5)
+    cpu = make_models(batch, pair[0].size, pair[1].size, dtype=dtype)
+    found = []
+    for device, models in (("cpu", cpu), ("cuda", on_device(cpu, dtype))):
+        cfg = {"mode": "tree_kl", "condition": condition, "fast_path": "force" if device == "cuda" else "off"}
+        fn = CrossTokenizerDistillationLossFn(cfg, projections=[projection_of(pair)])
+        inputs = fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
+        here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        counts = {k: v.to(device) for k, v in fn.counts(batch).items()}
+        head = Head(pair[0].size, weight=models.weight)
+        loss, _ = fn.compute(models.hidden, head, models.signals(here), inputs, counts)
+        found.append([loss.detach(), *torch.autograd.grad(loss, [models.hidden, models.weight])])
+    for want, got in zip(*found, strict=True):
+        assert float((got.cpu().double() - want.double()).norm() / want.double().norm()) < tolerance

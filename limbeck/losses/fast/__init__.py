@@ -3,7 +3,10 @@ installed."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Literal
 
@@ -14,8 +17,12 @@ from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.errors import LossError
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
 from limbeck.losses.fast.order import Lanes, lanes_for
+from limbeck.losses.fast.trees import plan_trees
 from limbeck.losses.objectives.base import Objective
+from limbeck.losses.objectives.tree_kl import TreeKL
 from limbeck.losses.signals import Head, HiddenSignal, Signal
+
+logger = logging.getLogger(__name__)
 
 FastPath = Literal["auto", "off", "force"]
 FAST_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,9 +66,25 @@ def plan_lanes(
         return None
     if not objectives:
         return lanes_for(("first", "first"), tokens, layouts, None, block_rows)
-    vocab = objectives[0].vocab
+    objective = objectives[0]
+    vocab = objective.vocab
     sizes = None if vocab is None else (vocab.student_size, vocab.teacher_size)
-    return lanes_for(objectives[0].lanes, tokens, layouts, sizes, block_rows)
+    lanes = lanes_for(objective.lanes, tokens, layouts, sizes, block_rows)
+    if lanes is None or not isinstance(objective, TreeKL):
+        return lanes
+    return _with_trees(lanes, objective) if objective.has_kernels(topk=False) else None
+
+
+def _with_trees(lanes: Lanes, objective: TreeKL) -> Lanes:
+    found = []
+    for block, own in zip(lanes.blocks, lanes.lanes, strict=True):
+        if own.teacher is not None:
+            (chunks,) = block.chunks
+            extra = own.student.extra_first, own.teacher.extra_first
+            order = own.order_C - chunks.chunks[0]
+            own = replace(own, trees=plan_trees(objective, chunks, order, own.single, extra))
+        found.append(own)
+    return replace(lanes, lanes=tuple(found))
 
 
 def usable_lanes(
@@ -69,20 +92,27 @@ def usable_lanes(
 ) -> Lanes | None:
     """The lanes if the kernels can do this micro-batch; None: the plain path does it."""
     forced = choice == "force"
-    ready = (
-        lanes is not None
-        and (forced or (hidden_RH.device.type == "cuda" and triton_available()))
-        and hidden_RH.dtype in FAST_TYPES
-        and _is_plain(head)
-        and all(_can_do(term) for term in terms)
-    )
-    if forced and not ready:
-        names = ", ".join(term.objective.mode for term in terms)
+    if choice == "off" or not (forced or (hidden_RH.device.type == "cuda" and triton_available())):
+        return None
+    if lanes is not None and hidden_RH.dtype in FAST_TYPES and _is_plain(head) and all(_can_do(term) for term in terms):
+        return lanes
+    names = ", ".join(term.objective.mode for term in terms)
+    if forced:
         raise LossError(
             f"fast_path is 'force' but the kernels do not cover mode {names!r} with these settings, teachers "
             "and heads; use 'auto'"
         )
-    return lanes if ready else None
+    _tell_once(names)
+    return None
+
+
+@functools.cache
+def _tell_once(modes: str) -> None:
+    logger.warning(
+        "the kernels do not cover mode %r with these settings, teachers and heads: plain torch computes the loss, "
+        "slower and with more memory",
+        modes,
+    )
 
 
 def run_blocks(run: BlockRun, hidden_RH: Tensor, lanes: Lanes | None) -> Tensor:

@@ -6,25 +6,40 @@ with the very functions of the plain objectives. Tests hold each against its pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.losses.blocks import TeacherTerm
-from limbeck.losses.divergences import binary_divergence
+from limbeck.losses.divergences import DivergenceSpec, binary_divergence
 from limbeck.losses.fast.kernels.boundary import boundary_divergence
-from limbeck.losses.fast.kernels.gradient import Paired, Projected
+from limbeck.losses.fast.kernels.cells import (
+    FORWARD,
+    JSD,
+    REVERSE,
+    SMALLEST,
+    SUMS,
+    cell_masses,
+    root_sums,
+    run_sums,
+    segment_masses,
+)
+from limbeck.losses.fast.kernels.gradient import Entries, Paired, Projected
 from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
 from limbeck.losses.fast.kernels.pairs import pairs_divergence
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.fast.kernels.stats import ColumnStats, project_columns
-from limbeck.losses.fast.kernels.tables import identity_pairs, pair_tables, projection_tables
+from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, project_columns
+from limbeck.losses.fast.kernels.tables import cell_tables, identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
+from limbeck.losses.fast.trees import TreePlan, TreePositions
 from limbeck.losses.objectives.base import Objective
 from limbeck.losses.objectives.corrected import (
+    TINY,
     BoundaryKL,
     ChunkLikelihood,
     SameVocabulary,
@@ -32,6 +47,15 @@ from limbeck.losses.objectives.corrected import (
     target_divergence,
 )
 from limbeck.losses.objectives.published import PKL, CommonKL, Gold, HybridKL
+from limbeck.losses.objectives.tree_kl import (
+    Barred,
+    Buckets,
+    TreeKL,
+    TreeTables,
+    ranges,
+    student_node_divergence,
+    teacher_node_divergence,
+)
 from limbeck.losses.signals import TopKSignal
 from limbeck.losses.vocab.projection import VocabMap
 
@@ -55,7 +79,8 @@ class LaneLogits:
 class FastOut:
     """What an objective adds at one block. loss: weighted sum, times temperature squared, before the term's factor.
     source, aligned, owned: G of the gradient kernel; slope_coef, prob_coef, label_coef `[L]`: its factors, the term's
-    factor included."""
+    factor included. entries, kept_coef: tokens whose gradient has a part of its own, and the factor of p that only the
+    tokens that are kept have (`write_entries`)."""
 
     loss: Tensor
     metrics: Sums
@@ -65,6 +90,8 @@ class FastOut:
     source: Projected | Paired | None = None
     aligned: int = 0
     owned: int = 0
+    entries: list[Entries] = field(default_factory=list)
+    kept_coef: Tensor | None = None
     lse: Tensor | None = field(default=None)  # in place of the student's own, where lanes stand for means
 
 
@@ -297,6 +324,284 @@ def pairs(
     )  # fmt: skip
 
 
+# ---- tree_kl ----
+
+
+class _RunSums(torch.autograd.Function):
+    """`run_sums` with its gradient; owner: the run of each value."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, owner: Tensor) -> Tensor:
+        ctx.owner = owner
+        return run_sums(values, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.owner), None, None
+
+
+@dataclass(frozen=True)
+class _LaneBuckets(Buckets):
+    """`Buckets` whose sums by position have a fixed order."""
+
+    offsets: Tensor
+
+    def total(self, values: Tensor) -> Tensor:
+        out: Tensor = _RunSums.apply(values, self.offsets, self.owner)
+        return out
+
+
+@dataclass
+class _TreePart:
+    """One tree's part of a block: its weighted sum, and the gradient with respect to the student's distributions.
+    prob_coef `[L]`, entries: as in `FastOut`."""
+
+    loss: Tensor
+    count: int
+    prob_coef: Tensor
+    entries: Entries
+
+
+def _picked(block: LaneLogits, ids: Tensor, lane: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """(logits, probabilities) of tokens at one lane each."""
+    logits = block.logits.reshape(-1)[ids * block.logits.shape[1] + lane]
+    return logits, (logits.float() / tau - block.stats.lse_tau[lane]).exp()
+
+
+class _TreeBlock:
+    """The buckets of one tree's positions. coarse, fine: the sides by their vocabularies in this tree."""
+
+    def __init__(self, tree: TreeTables, at: TreePositions, coarse: LaneLogits, fine: LaneLogits, tau: float) -> None:
+        self.tree, self.at, self.coarse, self.fine, self.tau = tree, at, coarse, fine, tau
+        start, ends, first = tree.start[at.node], tree.ends[at.node], tree.child_start[at.node]
+        last = tree.child_start[at.node + 1]
+        self.child, owner = ranges(first, last, at.buckets)
+        self.lane = at.coarse_lane[owner]
+        below = (tree.start[self.child], tree.stop[self.child], self.lane)
+        here = (start, start + ends, at.coarse_lane)
+        side = coarse.logits, coarse.stats.lse_tau, tree.order
+        self.fine_logits, fine_mass = _picked(fine, tree.token[self.child], at.fine_lane[owner], tau)
+        self.buckets = _LaneBuckets(
+            owner,
+            segment_masses(*side, *below, tau),
+            fine_mass,
+            segment_masses(*side, *here, tau),
+            ends > 0,
+            F.pad((last - first).cumsum(0), (1, 0)),
+        )
+
+    def student(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor) -> _TreePart:
+        """The student's next tokens inside teacher tokens; weight: of each chunk; factor: of the sum in the gradient
+        with respect to logits."""
+        b, at, lanes = self.buckets, self.at, self.fine.logits.shape[1]
+        with torch.enable_grad():
+            fine = b.fine.requires_grad_()
+            rows = student_node_divergence(replace(b, fine=fine), spec, listed=False) * weight[at.coarse_lane]
+            (slope,) = torch.autograd.grad(rows.sum(), fine)
+        values = slope * fine.detach() * factor
+        prob_coef = values.new_zeros(lanes)
+        prob_coef[at.fine_lane] = -run_sums(values, b.offsets)
+        entries = Entries(self.tree.token[self.child], at.fine_lane[b.owner], self.fine_logits, values)
+        return _TreePart(rows.sum().detach(), at.count, prob_coef, entries)
+
+    def teacher(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor) -> _TreePart:
+        """The student's tokens at the root by the teacher's next tokens inside them; a bucket's slope is that of every
+        token in it. What the positions of a chunk name lies below the first of them: values are summed there."""
+        b, at, tree, lanes = self.buckets, self.at, self.tree, self.coarse.logits.shape[1]
+        with torch.enable_grad():
+            mass, end = b.coarse.requires_grad_(), b.coarse_end.requires_grad_()
+            rows = teacher_node_divergence(replace(b, coarse=mass, coarse_end=end), spec, listed=False)
+            rows = rows * weight[at.coarse_lane]
+            slope, end_slope = torch.autograd.grad(rows.sum(), (mass, end))
+        slope, end_slope = slope * factor, end_slope * factor
+        dense = run_sums(slope * mass.detach(), b.offsets) + end_slope * end.detach()
+        chunks, _, members, ends = at.depths[0] if at.depths else (0, 0, 0, 0)
+        top = at.node[:chunks]
+        member, owner = ranges(tree.start[top], tree.stop[top], members + ends)
+        ids, lane = tree.order[member], at.coarse_lane[:chunks][owner]
+        logits, probs = _picked(self.coarse, ids, lane, self.tau)
+        size = tree.stop[top] - tree.start[top]
+        # of each lane: where its first token would stand in the sums, if it stood at the order's beginning
+        begin = torch.zeros(lanes, dtype=torch.int64, device=slope.device)
+        begin[at.coarse_lane[:chunks]] = size.cumsum(0) - size - tree.start[top]
+        prob_coef, total = slope.new_zeros(lanes), torch.zeros_like(probs)
+        position = bucket = 0
+        for count, buckets, below, here in at.depths:
+            own, its = slice(position, position + count), slice(bucket, bucket + buckets)
+            node, lane_of, child = at.node[own], at.coarse_lane[own], self.child[its]
+            prob_coef[lane_of] -= dense[own]
+            for first, stop, number, where, slopes in (
+                (tree.start[child], tree.stop[child], below, self.lane[its], slope[its]),
+                (tree.start[node], tree.start[node] + tree.ends[node], here, lane_of, end_slope[own]),
+            ):
+                place, which = ranges(first, stop, number)
+                total[place + begin[where[which]]] += slopes[which]
+            position, bucket = position + count, bucket + buckets
+        return _TreePart(rows.sum().detach(), at.count, prob_coef, Entries(ids, lane, logits, total * probs))
+
+
+@dataclass
+class _Root:
+    """The root part of a block: divergences `[C]`, the factors of its gradient, student tokens that are left out, and
+    metrics."""
+
+    rows: Tensor
+    slope_coef: Tensor
+    prob_coef: Tensor
+    kept_coef: Tensor
+    source: Projected
+    barred: Barred | None
+    entries: list[Entries]
+    metrics: Sums
+
+
+def _root(
+    objective: TreeKL, plan: TreePlan, student: LaneLogits, teacher: LaneLogits, factor_C: Tensor, tau: float
+) -> _Root:
+    """`TreeKL.root`. factor_C: of each chunk's divergence in the gradient with respect to logits. Overwrites the
+    teacher's logits; barred tokens' logits are taken out on both sides, and the student's put back."""
+    spec, count, tables = objective.spec, factor_C.numel(), cell_tables(objective)
+    lanes, size = student.logits.shape[1], teacher.logits.shape[0]
+    conditioned = plan.barred is not None
+    flat_s = student.logits.view(-1)
+    index = kept_logits = flat_s.new_zeros(0, dtype=torch.int64)
+    barred_s = None
+    if plan.barred is not None:
+        theirs, own = (side.lists.written_out(side.pairs) for side in plan.barred)
+        teacher.logits.view(-1).index_fill_(0, theirs.ids * teacher.logits.shape[1] + theirs.chunk, -torch.inf)
+        barred_s, index = own, own.ids * lanes + own.chunk
+        kept_logits = flat_s[index]
+        flat_s.index_fill_(0, index, -torch.inf)
+    sides = (student.logits, teacher.logits), (student.stats.lse_tau, teacher.stats.lse_tau)
+    masses = (
+        cell_masses(student.logits, student.stats.lse_tau, tables.student, tau),
+        cell_masses(teacher.logits, teacher.stats.lse_tau, tables.teacher, tau),
+    )
+    rest_s, lost = masses[0][tables.student.rows - 1, :count], masses[1][tables.teacher.rows - 1, :count]
+    # R reaches 1 / SMALLEST: float16 would make it infinite, bfloat16 has the same size and holds it
+    memory = teacher.logits.view(torch.bfloat16) if teacher.logits.dtype == torch.float16 else teacher.logits
+    residual = memory.as_strided((size + 1, memory.shape[1]), memory.stride())
+    smallest, beta = SMALLEST.value, spec.beta
+    common = (*sides, masses, tables, count, residual, tau)
+    if spec.kind == "forward":
+        sums = root_sums(FORWARD, *common, conditioned=conditioned)
+    else:
+        sums = root_sums(SUMS, *common, conditioned=conditioned)
+        totals = sums.target, sums.mass + rest_s + smallest
+        kind = REVERSE if spec.kind == "reverse" else JSD
+        sums = root_sums(kind, *common, conditioned=conditioned, totals=totals, beta=beta)
+    reached, kept_s = sums.target, sums.mass + rest_s
+    total, normaliser = (reached + lost).clamp(min=smallest), kept_s + smallest
+    seen = reached > 0
+    share = torch.where(seen, reached / total, 0.0)
+    slope = factor_C * share / normaliser
+    if spec.kind == "forward":
+        rows = (sums.value + reached * (normaliser.log() - reached.clamp(min=smallest).log())) / total
+        # R is that of the teacher's mass before it is normalised
+        shift, coef, dot, index_of = slope, factor_C * seen / total, sums.dot, tables.index
+    else:
+        rest, rest_r = rest_divergence(rest_s, normaliser, spec)
+        scale = 1.0 if spec.kind == "reverse" or not spec.rescale else 1 / (beta * (1 - beta))
+        rows, coef = (sums.value + rest) * share * scale, slope * scale
+        width = min(-(-count // WIDE) * WIDE, memory.shape[1])
+        residual[size, :width] = F.pad(rest_r, (0, width - count)).to(residual.dtype)
+        dot = sums.dot + rest_s * rest_r
+        shift, index_of = coef * dot / normaliser, tables.index_rest
+    rows = rows.where(seen, torch.zeros_like(rows))
+    # the normaliser's part belongs to every token that is left, so what it adds is a multiple of p
+    prob_coef = coef * dot - shift * kept_s
+    owner = torch.arange(lanes, dtype=torch.int32, device=coef.device).clamp(max=max(count - 1, 0))
+    entries = []
+    metrics: Sums = {"lost_mass": (lost.sum(), count), "proj_accuracy": (sums.right.sum(), count)}
+    if barred_s is not None:
+        flat_s[index] = kept_logits
+        gone = torch.zeros_like(index, dtype=torch.bool)
+        nothing = torch.zeros_like(kept_logits, dtype=torch.float32)
+        entries = [Entries(barred_s.ids, barred_s.chunk, kept_logits, nothing, gone)]
+        metrics["excluded_mass_student"] = ((1 - kept_s).sum(), count)
+        metrics["excluded_mass_teacher"] = ((1 - reached - lost).sum(), count)
+        metrics["unconditioned"] = (barred_s.wrong_C.sum(), count)
+    source = Projected(residual, index_of, tables, owner)
+    return _Root(rows, coef, prob_coef, shift, source, barred_s, entries, metrics)
+
+
+def rest_divergence(rest_s: Tensor, normaliser: Tensor, spec: DivergenceSpec) -> tuple[Tensor, Tensor]:
+    """(what student mass in no cell adds to the divergence, R of its tokens) for reverse and jsd: the teacher has
+    `TINY` there."""
+    log_s = ((rest_s + torch.finfo(torch.float32).tiny) / normaliser).clamp(min=torch.finfo(torch.float32).tiny).log()
+    log_t = math.log(TINY)
+    if spec.kind == "reverse":
+        return log_s.exp() * (log_s - log_t), log_t - log_s
+    beta = spec.beta
+    log_m = ((1 - beta) * log_s.exp() + beta * TINY).log()
+    value = beta * TINY * (log_t - log_m) + (1 - beta) * log_s.exp() * (log_s - log_m)
+    return value, -(1 - beta) * (log_s - log_m)
+
+
+def trees(
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+) -> FastOut:
+    """`TreeKL`: any direction; unconditioned, or the cheap form."""
+    objective, count, plan = term.objective, lanes.chunks, lanes.trees
+    assert isinstance(objective, TreeKL)
+    assert teacher is not None
+    assert plan is not None
+    options, spec, tau = objective.options, objective.spec, objective.temperature
+    num_lanes = student.logits.shape[1]
+    scale = term.factor * tau
+    # both trees are read before the root overwrites the teacher's logits
+    in_student = _TreeBlock(objective.student_tree, plan.student, teacher, student, tau)
+    in_teacher = _TreeBlock(objective.teacher_tree, plan.teacher, student, teacher, tau)
+    parts = (
+        (options.inner_student_weight, in_student.student(spec, weight, scale * options.inner_student_weight)),
+        (options.inner_teacher_weight, in_teacher.teacher(spec, weight, scale * options.inner_teacher_weight)),
+    )
+    log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
+    root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau)
+    root_kl = (root.rows * weight).sum()
+    first_s = objective.student_cell[lanes.student.ids[:count]]
+    first_t = objective.teacher_cell[teacher.side.ids[:count]]
+    zero = torch.zeros_like(root_kl)
+    metrics: Sums = {
+        **root.metrics,
+        "cell_error": ((first_s != first_t).sum(), count),
+        "root_kl": (root_kl, count),
+        "terminal_kl": (zero, 0.0),
+        "first_kl": (zero, 0.0),
+        "chunk_kl": (zero, plan.open_C.sum()),
+    }
+    result = FastOut(
+        root_kl * options.root_weight,
+        metrics,
+        _padded(root.slope_coef, num_lanes),
+        _padded(root.prob_coef, num_lanes),
+        torch.zeros_like(student.stats.lse_tau),
+        root.source,
+        aligned=count,
+        entries=root.entries,
+        kept_coef=_padded(root.kept_coef, num_lanes),
+    )
+    if root.barred is not None:
+        roots = parts[1][1].entries
+        roots.kept = ~root.barred.holds(roots.lane, roots.ids, objective.student_cell.numel())
+    for name, (own_weight, part) in zip(("inner_student_kl", "inner_teacher_kl"), parts, strict=True):
+        result.loss = result.loss + part.loss * own_weight
+        result.prob_coef = result.prob_coef + part.prob_coef
+        if part.count:
+            result.entries.append(part.entries)
+        metrics[name] = (part.loss, part.count)
+    if lanes.multi:
+        open_weight = weight * plan.open_C
+        rows, slope = _chunk_term(term, lanes, student, log_t, open_weight, lanes.single, options.chunk_weight * tau)
+        chunk_kl = (rows * open_weight[lanes.single :]).sum()
+        metrics["chunk_kl"] = (chunk_kl, plan.open_C.sum())
+        result.loss = result.loss + chunk_kl * options.chunk_weight
+        result.prob_coef = result.prob_coef - slope
+        result.label_coef = result.label_coef + slope
+    result.loss = result.loss * tau**2
+    return result
+
+
 FAST_OBJECTIVES: dict[type[Objective], FastObjective] = {
     BoundaryKL: boundary,
     ChunkLikelihood: chunks_only,
@@ -304,5 +609,6 @@ FAST_OBJECTIVES: dict[type[Objective], FastObjective] = {
     PKL: p_kl,
     Gold: pairs,
     HybridKL: pairs,
+    TreeKL: trees,
 }
 """Fast form of each objective that has one."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.losses.blocks import Block, cut_blocks, used_rows
 from limbeck.losses.fast.kernels import padded
+from limbeck.losses.fast.trees import TreePlan
 from limbeck.losses.objectives.base import ChunkBlock, Lane
 
 LOGIT_BYTES = 5 << 29
@@ -51,7 +52,7 @@ class SideLanes:
 @dataclass(frozen=True)
 class BlockLanes:
     """One block. order_C: the layout's chunks in the order of the lanes, the first `single` of them one to one;
-    ce_weight, label `[student.width]`: of cross-entropy (weight 0: none)."""
+    ce_weight, label `[student.width]`: of cross-entropy (weight 0: none); trees: where tree_kl's trees go on."""
 
     chunks: int
     single: int
@@ -61,6 +62,7 @@ class BlockLanes:
     teacher: SideLanes | None
     ce_weight: Tensor
     label: Tensor
+    trees: TreePlan | None = None
 
     @property
     def multi(self) -> int:

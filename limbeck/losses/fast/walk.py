@@ -8,6 +8,7 @@ over blocks in float32 inside the product. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from limbeck.losses.blocks import BlockRun, TeacherTerm
 from limbeck.losses.fast.kernels import padded
-from limbeck.losses.fast.kernels.gradient import Factors, scaled, write_gradient
+from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
 from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, Sums, chunk_means
 from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes
@@ -96,12 +97,12 @@ class _Pass:
     # ---- one side of a block ----
 
     def _product(self, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
-        """Logits `[V, L]` of inputs `[num_lanes, h]`, in memory that all blocks share."""
-        numel = weight.shape[0] * inputs.shape[0]
-        if name not in self.buffers or self.buffers[name].numel() < numel:
+        """Logits `[V, L]` of inputs `[num_lanes, h]`, in memory that all blocks share; one more row follows them."""
+        numel, rows = weight.shape[0] * inputs.shape[0], weight.shape[0] + 1
+        if name not in self.buffers or self.buffers[name].numel() < rows * inputs.shape[0]:
             widest = max(max(b.student.padded, b.teacher.padded if b.teacher else 0) for b in self.blocks)
             self.buffers.pop(name, None)
-            self.buffers[name] = weight.new_empty(max(numel, weight.shape[0] * widest))
+            self.buffers[name] = weight.new_empty(rows * max(inputs.shape[0], widest))
         out = self.buffers[name][:numel].view(weight.shape[0], inputs.shape[0])
         return torch.mm(weight, inputs.t(), out=out)
 
@@ -158,17 +159,17 @@ class _Pass:
             )
             write_gradient(student.logits, student.stats.lse_tau, student.stats.lse, factors, tau)
         else:
-            factors = Factors(
-                out.slope_coef,
-                out.prob_coef if one is not None else out.prob_coef + prob_coef,
-                one,
-                out.label_coef + label_coef,
-                label,
-            )
+            own = out.prob_coef if one is not None else out.prob_coef + prob_coef
+            factors = Factors(out.slope_coef, own, one, out.label_coef + label_coef, label)
+            whole = factors if out.kept_coef is None else replace(factors, prob_coef=own + out.kept_coef)
             lse = student.stats.lse_tau if out.lse is None else out.lse
             write_gradient(
-                student.logits, lse, student.stats.lse, factors, tau, out.source, aligned=out.aligned, owned=out.owned
+                student.logits, lse, student.stats.lse, whole, tau, out.source, aligned=out.aligned, owned=out.owned
             )
+            for entries in out.entries:
+                assert isinstance(out.source, Projected)
+                assert out.kept_coef is not None
+                write_entries(student.logits, lse, student.stats.lse, factors, tau, out.source, entries, out.kept_coef)
         self._through_head(block, inputs, student.logits, first=first)
         return total
 

@@ -31,7 +31,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -149,10 +150,11 @@ class Buckets:
         return chunk_sum(values, self.owner, self.coarse_end.numel())
 
 
-def _ranges(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """All integers of half-open ranges, one range after another, and the range that each belongs to."""
+def ranges(start: Tensor, stop: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """All integers of half-open ranges, one range after another, and the range that each belongs to. total: how many
+    they are, where the host knows it: then it does not wait for a device."""
     size = stop - start
-    owner = torch.repeat_interleave(torch.arange(size.numel(), device=size.device), size)
+    owner = torch.repeat_interleave(torch.arange(size.numel(), device=size.device), size, output_size=total)
     within = torch.arange(owner.numel(), device=size.device) - (size.cumsum(0) - size)[owner]
     return start[owner] + within, owner
 
@@ -171,11 +173,11 @@ def tree_buckets(
 ) -> Buckets:
     """Masses of both sides at the children of nodes. coarse: probabilities `[C, .]` at the chunks' roots; fine: at the
     rows that the positions name. Masses are segment sums: differences of running sums would lose small ones."""
-    child, owner = _ranges(tree.child_start[at.node], tree.child_start[at.node + 1])
-    member, bucket = _ranges(tree.start[child], tree.stop[child])
+    child, owner = ranges(tree.child_start[at.node], tree.child_start[at.node + 1])
+    member, bucket = ranges(tree.start[child], tree.stop[child])
     mass = pick_pairs(coarse[1], coarse[0], at.chunk[owner[bucket]], tree.order[member])
     start, ends = tree.start[at.node], tree.ends[at.node]
-    last, last_owner = _ranges(start, start + ends)
+    last, last_owner = ranges(start, start + ends)
     end_mass = pick_pairs(coarse[1], coarse[0], at.chunk[last_owner], tree.order[last])
     return Buckets(
         owner,
@@ -246,11 +248,6 @@ class Barred:
     ids: Tensor
     wrong_C: Tensor
 
-    def without(self, wrong_C: Tensor) -> Barred:
-        """Nothing is ruled out at these chunks either."""
-        keep = ~wrong_C[self.chunk]
-        return Barred(self.chunk[keep], self.ids[keep], wrong_C)
-
     def holds(self, chunk: Tensor, ids: Tensor, size: int) -> Tensor:
         """bool: the id, of a vocabulary of `size`, is ruled out at the chunk's root."""
         keys, wanted = self.chunk * size + self.ids, chunk * size + ids
@@ -258,21 +255,45 @@ class Barred:
         return (at < keys.numel()) & (F.pad(keys, (0, 1), value=-1)[at] == wanted)
 
 
-def barred_at(table: LastTokens, last_C: Tensor, realised_C: Tensor, size: int) -> Barred:
+@dataclass(frozen=True)
+class BarredLists:
+    """`Barred` before it is written out: the lists of distinct last tokens, one after another in `flat`; those of chunk
+    c are `flat[start_C[c] : stop_C[c]]`."""
+
+    flat: Tensor
+    start_C: Tensor
+    stop_C: Tensor
+    wrong_C: Tensor
+
+    def without(self, wrong_C: Tensor) -> BarredLists:
+        """Nothing is ruled out at these chunks."""
+        return replace(self, stop_C=self.stop_C.where(~wrong_C, self.start_C), wrong_C=wrong_C)
+
+    def written_out(self, total: int | None = None) -> Barred:
+        """total: number of pairs, see `ranges`."""
+        at, chunk = ranges(self.start_C, self.stop_C, total)
+        return Barred(chunk, self.flat[at].long(), self.wrong_C)
+
+
+def barred_lists(table: LastTokens, last_C: Tensor, realised_C: Tensor, size: int) -> BarredLists:
     """What is ruled out at roots whose last token and realised token, of the table's side, are these; only ids below
     `size`."""
     lasts, row = last_C.unique(return_inverse=True)
     lists = [table[last] for last in lasts.tolist()]
     lists = [ids[: np.searchsorted(ids, size)] for ids in lists]
-    flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *lists])).to(last_C.device).long()
+    flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *lists])).to(last_C.device)
     ends = torch.tensor([0, *np.cumsum([ids.size for ids in lists]).tolist()], device=last_C.device)
-    at, chunk = _ranges(ends[row], ends[row + 1])
     wrong_C = torch.zeros_like(row, dtype=torch.bool)
     if table.rule is not None:
         pairs, which = torch.stack((last_C, realised_C), 1).unique(dim=0, return_inverse=True)
         answers = [last >= 0 and not table.rule.allowed(last, token) for last, token in pairs.tolist()]
         wrong_C = torch.tensor(answers, dtype=torch.bool, device=row.device)[which]
-    return Barred(chunk, flat[at], wrong_C)
+    return BarredLists(flat, ends[row], ends[row + 1], wrong_C)
+
+
+def barred_at(table: LastTokens, last_C: Tensor, realised_C: Tensor, size: int) -> Barred:
+    """`barred_lists`, written out."""
+    return barred_lists(table, last_C, realised_C, size).written_out()
 
 
 @dataclass(frozen=True)
@@ -331,7 +352,7 @@ def node_outcomes(
         whole = fine[1].sum(fine[0])[at.row]
         most = (whole - fine_mass_of([b.outside for b in found])).clamp(min=0) + rest_floor(whole.dtype)
         fine_mass = fine_mass.index_add(0, (first + rest)[with_rest], most[with_rest])
-    member, below = _ranges(tree.start[at.node], tree.stop[at.node])
+    member, below = ranges(tree.start[at.node], tree.stop[at.node])
     below_mass = pick_pairs(coarse[1], coarse[0], at.chunk[below], tree.order[member])
     if student_is_fine:
         own = fine_mass_of([b.own for b in found])
@@ -405,7 +426,7 @@ class FirstLevel(nn.Module):
     def masses(self, side: str, probs: Tensor, axis: VocabAxis, chunk: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         """(mass of each group, its number among `chunk`) of the cells at these chunks' roots."""
         start, group = getattr(self, f"{side}_start"), getattr(self, f"{side}_group")
-        member, owner = _ranges(start[cell], start[cell + 1])
+        member, owner = ranges(start[cell], start[cell + 1])
         count = self.groups[cell]
         mass = pick_pairs(axis, probs, chunk[owner], getattr(self, f"{side}_member")[member])
         bucket = (count.cumsum(0) - count)[owner] + group[member]
@@ -418,6 +439,7 @@ class TreeKL(ProjectedObjective):
 
     mode = "tree_kl"
     needs_trees = True
+    lanes = ("first", "first")
 
     student_cell: Tensor
     teacher_cell: Tensor
@@ -430,7 +452,8 @@ class TreeKL(ProjectedObjective):
                 "mode 'tree_kl' needs the trees of the two vocabularies, which this projection does not hold; build it "
                 "anew with `limbeck project -o`, or leave projection_matrix_path out"
             )
-        self.num_cells = trees.num_cells
+        self.trees, self.num_cells = trees, trees.num_cells
+        self.kernel_tables: tuple[object, Any] | None = None
         for name in ("student_cell", "teacher_cell"):
             cells = torch.from_numpy(getattr(trees, name).astype(np.int64))
             # tokens that only one side has are put into one more column
@@ -466,6 +489,16 @@ class TreeKL(ProjectedObjective):
                     "heads that have a row for every token of a text"
                 )
         self.student_cell, self.teacher_cell = self.student_cell[:student_size], self.teacher_cell[:teacher_size]
+
+    def has_kernels(self, *, topk: bool) -> bool:
+        options = self.options
+        plain = options.condition == "exact" or options.terminal_weight > 0 or options.first_weight > 0
+        return not topk and not plain and self.spec.entry_clip is None
+
+    @cached_property
+    def host_trees(self) -> tuple[TreeTables, TreeTables]:
+        """Both trees in main memory, wherever the objective is: what the kernels read is planned there."""
+        return TreeTables(self.trees.student_tree), TreeTables(self.trees.teacher_tree)
 
     @property
     def reads_next_row(self) -> bool:
@@ -541,7 +574,8 @@ class TreeKL(ProjectedObjective):
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         count = chunks.count(probs_NV)
         tail_C = (1 - probs_CU.sum(-1)).clamp(min=0) if listed else None
-        barred = None if self.conditions is None else self._barred(chunks)
+        lists = None if self.conditions is None else self.barred(chunks)
+        barred = None if lists is None else (lists[0].written_out(), lists[1].written_out())
         events = None if self.conditions is None else self.conditions.events
         if barred is None:
             root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
@@ -551,31 +585,32 @@ class TreeKL(ProjectedObjective):
             metrics["excluded_mass_teacher"] = ((axes[1].sum(probs_CU) - root.sum_t).sum(), count)
             metrics["unconditioned"] = (barred[0].wrong_C.to(count).sum(), count)
 
-        inner_s, done_s = self._inside_student(chunks)
-        inner_t, done_t = self._inside_teacher(chunks)
-        inside_student = _InsideStudent(
+        inner_s, done_s = inside_student(self.student_tree, chunks)
+        inner_s = replace(inner_s, row=chunks.student_row_M[inner_s.row])
+        inner_t, done_t = inside_teacher(self.teacher_tree, chunks)
+        student_parts = _InsideStudent(
             self.student_tree,
             (probs_CU, teacher.axis),
             (probs_NV, student.axis),
             None if barred is None or events is None else (events[0], barred[1]),
         )
-        inside_teacher = _InsideTeacher(
+        teacher_parts = _InsideTeacher(
             self.teacher_tree,
             (probs_CV, student.axis),
             (probs_QU, teacher.axis),
             None if barred is None or events is None else (events[1], barred[0]),
         )
-        student_C = inside_student.sums(inner_s, chunks, self.spec, metrics, listed=listed)
-        teacher_C = inside_teacher.sums(inner_t, chunks, self.spec, metrics, listed=listed)
+        student_C = student_parts.sums(inner_s, chunks, self.spec, metrics, listed=listed)
+        teacher_C = teacher_parts.sums(inner_t, chunks, self.spec, metrics, listed=listed)
         terminal_C, ended_count = torch.zeros_like(root.rows_C), 0
         if chunks.next_row_C is not None:
             ended = self._ended(chunks, fine="student")
             ended = replace(ended, row=chunks.next_row_C[ended.chunk])
-            terminal_C = inside_student.sums(ended, chunks, self.spec, metrics, listed=listed)
+            terminal_C = student_parts.sums(ended, chunks, self.spec, metrics, listed=listed)
             ended_count = ended.count
         if teacher.behind is not None:
             at = self._ended(chunks, fine="teacher")
-            after = replace(inside_teacher, fine=(self._list_probs(teacher.behind, probs_NV.dtype), teacher.axis))
+            after = replace(teacher_parts, fine=(self._list_probs(teacher.behind, probs_NV.dtype), teacher.axis))
             terminal_C = terminal_C + after.sums(at, chunks, self.spec, metrics, listed=listed)
             ended_count += at.count
         first_C, deep_count = self._first_level(chunks, probs_CV, probs_CU, axes)
@@ -609,7 +644,7 @@ class TreeKL(ProjectedObjective):
             **metrics,
         )
 
-    def _barred(self, chunks: ChunkBlock) -> tuple[Barred, Barred]:
+    def barred(self, chunks: ChunkBlock) -> tuple[BarredLists, BarredLists]:
         """What the student's and the teacher's last tokens rule out at the roots: the sides' own tokens, or in the
         cheap form the other side's."""
         first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
@@ -617,8 +652,8 @@ class TreeKL(ProjectedObjective):
         sizes = self.student_cell.numel(), self.teacher_cell.numel()
         mine, theirs = sizes if self.options.condition == "exact" else sizes[::-1]
         assert self.conditions is not None
-        by_student = barred_at(self.conditions.student, chunks.student_last_C, first_s, mine)
-        by_teacher = barred_at(self.conditions.teacher, chunks.teacher_last_C, first_t, theirs)
+        by_student = barred_lists(self.conditions.student, chunks.student_last_C, first_s, mine)
+        by_teacher = barred_lists(self.conditions.teacher, chunks.teacher_last_C, first_t, theirs)
         wrong_C = by_student.wrong_C | by_teacher.wrong_C
         return by_student.without(wrong_C), by_teacher.without(wrong_C)
 
@@ -683,16 +718,6 @@ class TreeKL(ProjectedObjective):
         probs = log_t.to(dtype).exp()
         return probs.new_zeros(ids.shape[0], self.teacher_cell.numel()).scatter_add(1, ids, probs)
 
-    def _inside_student(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
-        first_t = chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C)
-        return _inside(
-            self.student_tree,
-            (chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C),
-            first_t,
-            chunks.student_row_M,
-            chunks.teacher_count_C,
-        )
-
     def _ended(self, chunks: ChunkBlock, *, fine: Literal["student", "teacher"]) -> Positions:
         """Chunks of one coarse token that the fine side spells to its end, where the tree goes on; their rows are
         numbered from 0."""
@@ -710,17 +735,6 @@ class TreeKL(ProjectedObjective):
             ended = ended & (count_C > 1)  # a pair of equal bytes has its terminal in the student tree
         at = ended.nonzero().squeeze(1)
         return Positions(node_C[at], torch.arange(at.numel(), device=at.device), at, torch.full_like(at, -1))
-
-    def _inside_teacher(self, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
-        first_s = chunks.student_ids_M.index_select(0, chunks.student_first_C)
-        rows = torch.arange(chunks.teacher_ids_Q.numel(), device=first_s.device)
-        return _inside(
-            self.teacher_tree,
-            (chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C),
-            first_s,
-            rows,
-            chunks.student_count_C,
-        )
 
 
 @dataclass(frozen=True)
@@ -818,12 +832,20 @@ class _InsideTeacher(_Inside):
         return outcome_divergence(out.fine, out.coarse, out.owner, out.own, spec, listed=listed), out.kept
 
 
+def inside_student(tree: TreeTables, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
+    """`_inside` of the student tree; rows number the chunks' student tokens."""
+    fine = chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C
+    return _inside(tree, fine, chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C), chunks.teacher_count_C)
+
+
+def inside_teacher(tree: TreeTables, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
+    """`_inside` of the teacher tree; rows number the chunks' teacher tokens."""
+    fine = chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C
+    return _inside(tree, fine, chunks.student_ids_M.index_select(0, chunks.student_first_C), chunks.student_count_C)
+
+
 def _inside(
-    tree: TreeTables,
-    fine: tuple[Tensor, Tensor, Tensor],
-    coarse_first_C: Tensor,
-    rows: Tensor,
-    coarse_count_C: Tensor,
+    tree: TreeTables, fine: tuple[Tensor, Tensor, Tensor], coarse_first_C: Tensor, coarse_count_C: Tensor
 ) -> tuple[Positions, Tensor]:
     """Positions inside chunks where the fine side's tokens spell the coarse side's first one, and bool `[C]`: they
     spell it to its end and it is the whole chunk. fine: ids, chunk of each, first of each chunk."""
@@ -837,4 +859,4 @@ def _inside(
     at = (tree.holds(node, coarse) & (place > 0)).nonzero().squeeze(1)
     ended = tree.ended(node, coarse)
     last = torch.cat((first_C[1:], first_C.new_tensor([ids.numel()]))) - 1
-    return Positions(node[at - 1], rows[at], chunk[at], ids[at]), ended[last] & (coarse_count_C == 1)
+    return Positions(node[at - 1], at, chunk[at], ids[at]), ended[last] & (coarse_count_C == 1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, TailL1, bin_of
 from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS
-from limbeck.losses.fast.kernels.tables import PairTables, ProjectionTables
+from limbeck.losses.fast.kernels.tables import ByRow, PairTables
 
 STEPS = 64
 """Student tokens that one program walks through."""
@@ -54,7 +54,7 @@ class Projected:
 
     residual: Tensor
     index: Tensor
-    tables: ProjectionTables
+    tables: ByRow
     owner: Tensor
     shift: Tensor | None = None
 
@@ -238,6 +238,48 @@ def write_gradient(
     _launch(logits, (0, straight), *common, source)
     _launch(logits, (straight, mixed), *common, source, owner=True)
     _launch(logits, (mixed, tiles), *common, None)
+
+
+@dataclass
+class Entries:
+    """Single tokens, none twice, whose gradient has a part of its own: id, lane and logit of each, and that part. kept:
+    bool, whether a token takes part in what is normalised at its lane; None: all do."""
+
+    ids: Tensor
+    lane: Tensor
+    logits: Tensor
+    values: Tensor
+    kept: Tensor | None = None
+
+
+def write_entries(
+    grad: Tensor,
+    lse: Tensor,
+    lse_one: Tensor,
+    factors: Factors,
+    temperature: float,
+    source: Projected,
+    entries: Entries,
+    kept_coef: Tensor,
+) -> None:
+    """Write the gradient of some tokens over what `write_gradient` has left there.
+
+    Added to that, their parts would leave its rounding error, which may be larger than the sum: a part and the lane's
+    multiple of p can be far larger than their difference. kept_coef `[L]`: the part of prob_coef that belongs to kept
+    tokens alone; `factors` are without it.
+    """
+    ids, lane, z = entries.ids, entries.lane, entries.logits.float()
+    p = (z / temperature - lse[lane]).exp()
+    row, column = source.index[0, ids].long(), source.owner[lane].long()
+    r = source.residual.reshape(-1)[row.clamp(min=0) * source.residual.shape[1] + column].float()
+    kept = kept_coef[lane] - factors.slope_coef[lane] * r.masked_fill(row < 0, 0.0)
+    if entries.kept is not None:
+        kept = kept * entries.kept
+    out = entries.values + p * (factors.prob_coef[lane] + kept)
+    out += factors.label_coef[lane] * (factors.label[lane] == ids)
+    if factors.prob1_coef is not None:
+        out += factors.prob1_coef[lane] * (z - lse_one[lane]).exp()
+    grad.view(-1)[ids * grad.shape[1] + lane] = out.to(grad.dtype)
 
 
 def gradient_reference(

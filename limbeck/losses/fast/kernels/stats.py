@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.fast.kernels import COLUMNS
-from limbeck.losses.fast.kernels.tables import ProjectionTables
+from limbeck.losses.fast.kernels.tables import ByColumn, ProjectionTables
 
 MAX_SPLITS = 256
 WIDE, WIDE_WARPS = 512, 2
@@ -183,9 +183,7 @@ def _project_kernel(
     tl.store(out_ptr + row.to(tl.int64) * lanes + col, total, mask=inside)
 
 
-def project_columns(
-    logits: Tensor, lse: Tensor, columns: Tensor, tables: ProjectionTables, temperature: float = 1.0
-) -> Tensor:
+def project_columns(logits: Tensor, lse: Tensor, columns: Tensor, tables: ByColumn, temperature: float = 1.0) -> Tensor:
     """Mass of teacher columns `[K]` under student logits `[V, L]` with log-sum-exp `[L]`: float32 `[K, L]`."""
     lanes = logits.shape[1]
     out = torch.empty(columns.numel(), lanes, dtype=torch.float32, device=logits.device)

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from limbeck.losses.objectives.tree_kl import TreeKL
 from limbeck.losses.vocab.projection import CommonPairs, VocabMap
+
+
+class ByColumn(Protocol):
+    """Lists of student tokens with weights: those of column v are `offsets[v] : offsets[v + 1]`."""
+
+    @property
+    def offsets(self) -> Tensor: ...
+    @property
+    def students(self) -> Tensor: ...
+    @property
+    def weights(self) -> Tensor: ...
+
+
+class ByRow(Protocol):
+    """Weights `[k, V]` of each student token's entries, and how many it has `[V]`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def entries(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -126,3 +148,105 @@ def identity_pairs(size: int, device: torch.device) -> PairTables:
     """Pairs of a teacher that shares the student's vocabulary."""
     ids = torch.arange(size, dtype=torch.int32, device=device)
     return PairTables(ids, ids, ids[:0], ids[:0], ids)
+
+
+PIECE = 256
+"""Tokens of a cell that are summed by one program; longer lists are cut, since one program would keep all waiting."""
+
+
+@dataclass(frozen=True)
+class SideCells:
+    """One side's tokens by cell. `source` `[cells]`: the token of a cell that has one, else -1; `place` `[cells]`: the
+    row of a cell's sum where it has several, else -1. Of `rows` sums the last is of tokens in no cell.
+
+    Lists are pieces of at most `PIECE` tokens: piece i is `offsets[i] : offsets[i + 1]` of students, weights are 1. The
+    first `rows` pieces begin the rows' lists; row `long_row[i]` goes on with the pieces `rows + long_offset[i]` to
+    `rows + long_offset[i + 1]`. All int32 and float32.
+    """
+
+    source: Tensor
+    place: Tensor
+    offsets: Tensor
+    students: Tensor
+    weights: Tensor
+    pieces: Tensor
+    rows: int
+    long_row: Tensor
+    long_offset: Tensor
+
+
+@dataclass(frozen=True)
+class CellTables:
+    """Both sides' cells. `row` `[cells]`: the teacher token over whose logits a cell's R is written; `index` `[1, V]`:
+    that row for each student token, -1 for tokens in no cell, `index_rest`: the row behind the teacher's vocabulary for
+    those; one entry of weight 1 for each student token."""
+
+    student: SideCells
+    teacher: SideCells
+    row: Tensor
+    index: Tensor
+    index_rest: Tensor
+    weight: Tensor
+    entries: Tensor
+
+
+def cell_tables(objective: TreeKL) -> CellTables:
+    """Tables of an objective's cells, on its device; kept on it until sizes or device change."""
+    student, teacher = objective.student_cell, objective.teacher_cell
+    key = (student.numel(), teacher.numel(), student.device)
+    if objective.kernel_tables is None or objective.kernel_tables[0] != key:
+        objective.kernel_tables = key, _cell_tables(student.cpu(), teacher.cpu(), objective.num_cells, student.device)
+    tables: CellTables = objective.kernel_tables[1]
+    return tables
+
+
+def _cell_tables(student: Tensor, teacher: Tensor, cells: int, device: torch.device) -> CellTables:
+    order = teacher.argsort(stable=True)
+    first = torch.searchsorted(teacher[order], torch.arange(cells))
+    row = order[first]
+    index = torch.cat((row, torch.tensor([-1])))[student]
+    index_rest = index.masked_fill(index < 0, teacher.numel())
+    tables = {"row": row, "index": index[None], "index_rest": index_rest[None], "entries": torch.ones_like(student)}
+    return CellTables(
+        _side_cells(student, cells, device),
+        _side_cells(teacher, cells, device),
+        weight=torch.ones(1, student.numel(), device=device),
+        **{name: value.to(device, torch.int32).contiguous() for name, value in tables.items()},
+    )
+
+
+def _side_cells(cell: Tensor, cells: int, device: torch.device) -> SideCells:
+    count = torch.bincount(cell, minlength=cells + 1)
+    order = cell.argsort(stable=True)
+    begin = count.cumsum(0) - count
+    source = order[begin[:-1].clamp(max=cell.numel() - 1)].masked_fill(count[:-1] != 1, -1)
+    several = (count[:-1] > 1).nonzero().squeeze(1)
+    # longest lists first: the last programs of a launch should be short ones
+    several = several[count[several].argsort(descending=True, stable=True)]
+    place = torch.full((cells,), -1)
+    place[several] = torch.arange(several.numel())
+    lists = torch.cat((several, torch.tensor([cells])))
+    pieces = (count[lists] + PIECE - 1) // PIECE
+    long_row = (pieces > 1).nonzero().squeeze(1)
+    further = pieces[long_row] - 1
+    owner = torch.cat((torch.arange(lists.numel()), torch.repeat_interleave(long_row, further)))
+    within = torch.arange(int(further.sum())) - torch.repeat_interleave(further.cumsum(0) - further, further)
+    number = torch.cat((torch.zeros_like(lists), within + 1))  # of the piece in its list
+    start = begin[lists][owner] + number * PIECE
+    length = (count[lists][owner] - number * PIECE).clamp(max=PIECE)
+    students = [order[a : a + n] for a, n in zip(start.tolist(), length.tolist(), strict=True)]
+    none = torch.zeros(1, dtype=torch.int64)
+    tables = {
+        "source": source,
+        "place": place,
+        "offsets": torch.cat((none, length.cumsum(0))),
+        "students": torch.cat(students),
+        "pieces": torch.arange(owner.numel()),
+        "long_row": long_row,
+        "long_offset": torch.cat((none, further.cumsum(0))),
+    }
+    return SideCells(
+        weights=torch.ones(int(length.sum()), device=device),
+        rows=lists.numel(),
+        **{name: value.to(device, torch.int32).contiguous() for name, value in tables.items()},
+    )

@@ -1,0 +1,290 @@
+"""tree_kl's kernels: divergence over cells at the roots, and masses of ranges of a tree's order.
+
+A cell's mass on a side is the probability of its token there, or, where it has several, a row that was summed for it
+(`cell_masses`). In one pass over the cells, with q the student's and p the teacher's mass of a cell, each lane adds to
+the divergence, and R, minus the gradient with respect to q (up to a factor and a constant of the lane), replaces one
+row of the teacher's logits: that of the cell's first teacher token.
+
+References: `limbeck.losses.objectives.tree_kl.TreeKL.root`, `tree_buckets`.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, project_columns, splits_for
+from limbeck.losses.fast.kernels.tables import CellTables, SideCells
+from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
+
+LN2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(TINY_VALUE)
+SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+SUMS = tl.constexpr(0)
+FORWARD = tl.constexpr(1)
+REVERSE = tl.constexpr(2)
+JSD = tl.constexpr(3)
+
+SEGMENTS, MEMBERS = 4, 64
+"""Segments that one program sums side by side, and members of each that it reads at a time."""
+
+
+class RootSums(NamedTuple):
+    """Per lane `[C]`: teacher and student mass on cells, the divergence's sum, `sum q R` over cells, and whether both
+    sides prefer one cell."""
+
+    target: Tensor
+    mass: Tensor
+    value: Tensor
+    dot: Tensor
+    right: Tensor
+
+
+# One side's mass of a cell: a token's probability, or the row that was summed for it. One of source and place is -1.
+@triton.jit
+def _mass(x_ptr, sum_ptr, source, place, lanes, col, width, scale, base):
+    x_at = x_ptr + source.to(tl.int64) * lanes + col
+    x = tl.load(x_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
+    row = tl.load(sum_ptr + place.to(tl.int64) * lanes + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
+    return row + tl.exp2(x * scale - base)
+
+
+# What one cell adds to the divergence (in bits), and R.
+@triton.jit
+def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
+    value = q
+    residual = q
+    if KIND == FORWARD:
+        residual = p / (q + SMALLEST)
+        value = tl.where(p > 0, p * (tl.log2(tl.maximum(p, SMALLEST)) - tl.log2(q + SMALLEST)), 0.0)
+    if KIND == REVERSE:
+        s = (q + SMALLEST) * inv_norm
+        gap = tl.log2(tl.maximum(s, SMALLEST)) - tl.log2(tl.maximum(p * inv_target, TINY))
+        residual = -gap * LN2
+        value = s * gap
+    if KIND == JSD:
+        s = tl.maximum((q + SMALLEST) * inv_norm, SMALLEST)
+        t = tl.maximum(p * inv_target, TINY)
+        log_m = tl.log2((1 - beta) * s + beta * t)
+        gap = tl.log2(s) - log_m
+        residual = -(1 - beta) * gap * LN2
+        value = beta * t * (tl.log2(t) - log_m) + (1 - beta) * s * gap
+    return value, residual
+
+
+# Reads both sides' masses of every cell once and writes R over one row of the teacher's logits for each. Over cells,
+# whose two rows of memory neighbouring lanes read whole wherever their tokens lie. Programs split the cells, since
+# there are too few tiles of lanes to fill a GPU; their parts are added outside. Two cells at a time: their loads are
+# under way together, and the store of one would hold up the other's. r_ptr is t_ptr, by a type whose range R needs; a
+# row that is written belongs to this cell alone, so no other cell reads it later.
+@triton.jit
+def _root_kernel(
+    s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr,
+    source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
+    number, lanes_s, lanes_t, width, per_split, inv_tau, beta,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = col < width
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, number)
+    scale = inv_tau * LOG2E
+    base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
+    base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
+    inv_target, inv_norm = base_s, base_s
+    if KIND > FORWARD:
+        inv_target = 1.0 / tl.load(target_ptr + col, mask=inside, other=1.0)
+        inv_norm = 1.0 / tl.load(norm_ptr + col, mask=inside, other=1.0)
+    target = tl.zeros([BN], tl.float32)
+    mass = tl.zeros([BN], tl.float32)
+    value = tl.zeros([BN], tl.float32)
+    dot = tl.zeros([BN], tl.float32)
+    best_s = tl.full([BN], -1.0, tl.float32)
+    best_t = tl.full([BN], -1.0, tl.float32)
+    arg_s = tl.zeros([BN], tl.int32)
+    arg_t = tl.zeros([BN], tl.int32)
+    for i in range(start, end, 2):
+        j = tl.minimum(i + 1, end - 1)
+        also = inside & (i + 1 < end)
+        source0 = tl.load(source_s_ptr + i)
+        source1 = tl.load(source_s_ptr + j)
+        place0 = tl.load(place_s_ptr + i)
+        place1 = tl.load(place_s_ptr + j)
+        q0 = _mass(s_ptr, sum_s_ptr, source0, place0, lanes_s, col, width, scale, base_s)
+        q1 = _mass(s_ptr, sum_s_ptr, source1, place1, lanes_s, col, width, scale, base_s)
+        source0 = tl.load(source_t_ptr + i)
+        source1 = tl.load(source_t_ptr + j)
+        place0 = tl.load(place_t_ptr + i)
+        place1 = tl.load(place_t_ptr + j)
+        p0 = _mass(t_ptr, sum_t_ptr, source0, place0, lanes_t, col, width, scale, base_t)
+        p1 = _mass(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
+        q1 = tl.where(also, q1, 0.0)
+        p1 = tl.where(also, p1, 0.0)
+        if CONDITIONED:
+            # cells of which the student has nothing left leave the target
+            p0 = tl.where(q0 > 0, p0, 0.0)
+            p1 = tl.where(q1 > 0, p1, 0.0)
+        target += p0 + p1
+        mass += q0 + q1
+        arg_s = tl.where(q0 > best_s, i, arg_s)
+        best_s = tl.maximum(best_s, q0)
+        arg_s = tl.where(q1 > best_s, j, arg_s)
+        best_s = tl.maximum(best_s, q1)
+        arg_t = tl.where(p0 > best_t, i, arg_t)
+        best_t = tl.maximum(best_t, p0)
+        arg_t = tl.where(p1 > best_t, j, arg_t)
+        best_t = tl.maximum(best_t, p1)
+        if KIND != SUMS:
+            v0, r0 = _cell(q0, p0, inv_target, inv_norm, beta, KIND)
+            v1, r1 = _cell(q1, p1, inv_target, inv_norm, beta, KIND)
+            value += v0 + tl.where(also, v1, 0.0)
+            dot += q0 * r0 + tl.where(also, q1 * r1, 0.0)
+            row0 = tl.load(row_ptr + i).to(tl.int64)
+            row1 = tl.load(row_ptr + j).to(tl.int64)
+            tl.store(r_ptr + row0 * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
+            tl.store(r_ptr + row1 * lanes_t + col, r1.to(r_ptr.dtype.element_ty), mask=also)
+    part = SPLITS * width
+    out = tl.program_id(1) * width + col
+    tl.store(out_ptr + out, target, mask=inside)
+    tl.store(out_ptr + part + out, mass, mask=inside)
+    tl.store(out_ptr + 2 * part + out, value, mask=inside)
+    tl.store(out_ptr + 3 * part + out, dot, mask=inside)
+    tl.store(out_ptr + 4 * part + out, best_s, mask=inside)
+    tl.store(out_ptr + 5 * part + out, best_t, mask=inside)
+    tl.store(arg_ptr + out, arg_s, mask=inside)
+    tl.store(arg_ptr + part + out, arg_t, mask=inside)
+
+
+def root_sums(
+    kind: Any,
+    logits: tuple[Tensor, Tensor],
+    lse: tuple[Tensor, Tensor],
+    masses: tuple[Tensor, Tensor],
+    tables: CellTables,
+    chunks: int,
+    residual: Tensor,
+    temperature: float = 1.0,
+    *,
+    conditioned: bool = False,
+    totals: tuple[Tensor, Tensor] | None = None,
+    beta: float = 0.5,
+) -> RootSums:
+    """Sums over cells at the first `chunks` lanes of student `[V, L_s]` and teacher `[U, L_t]` logits.
+
+    kind: `SUMS` (masses only, nothing is overwritten) or a direction; masses: `cell_masses` of both sides; residual:
+    the teacher's memory, by the type of R; totals `[C]`: the teacher's mass on cells and the student's normaliser,
+    which reverse and jsd need beforehand.
+    """
+    student, teacher = logits
+    number = tables.row.numel()
+    width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
+    splits = splits_for(number)
+    sums = torch.empty(6, splits, width, dtype=torch.float32, device=student.device)
+    arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
+    known = [lse[0], lse[0]]
+    if totals is not None:
+        known = [torch.nn.functional.pad(t.clamp(min=SMALLEST.value), (0, width - chunks), value=1.0) for t in totals]
+    _root_kernel[(-(-width // WIDE), splits)](
+        student, teacher, residual, *masses, *lse, *known, tables.student.source, tables.student.place,
+        tables.teacher.source, tables.teacher.place, tables.row, sums, arg, number, student.shape[1], teacher.shape[1],
+        width, -(-number // splits), 1 / temperature, beta,
+        KIND=kind, CONDITIONED=conditioned, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
+    )  # fmt: skip
+    target, mass, value, dot = sums[:4, :, :chunks].sum(1)
+    best = sums[4:, :, :chunks].max(1).indices
+    chosen = arg[:, :, :chunks].gather(1, best[:, None]).squeeze(1)
+    return RootSums(target, mass, value * LN2.value, dot, chosen[0] == chosen[1])
+
+
+# Adds the further pieces of a long list to its row. A kernel of its own, since a piece's sum is whole only when all
+# programs of the one before are done; one program per row and tile of lanes, so no addition is atomic.
+@triton.jit
+def _join_kernel(mass_ptr, row_ptr, offset_ptr, lanes, first_piece, BN: tl.constexpr):
+    i = tl.program_id(0)
+    col = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = col < lanes
+    row = tl.load(row_ptr + i).to(tl.int64)
+    total = tl.load(mass_ptr + row * lanes + col, mask=inside, other=0.0)
+    for piece in range(tl.load(offset_ptr + i), tl.load(offset_ptr + i + 1)):
+        total += tl.load(mass_ptr + (first_piece + piece).to(tl.int64) * lanes + col, mask=inside, other=0.0)
+    tl.store(mass_ptr + row * lanes + col, total, mask=inside)
+
+
+def cell_masses(logits: Tensor, lse: Tensor, cells: SideCells, temperature: float = 1.0) -> Tensor:
+    """Masses `[rows + pieces, L]`, float32, of the cells with several tokens and, in row `cells.rows - 1`, of tokens in
+    no cell; what comes behind the rows is scratch."""
+    mass = project_columns(logits, lse, cells.pieces, cells, temperature)
+    if cells.long_row.numel():
+        lanes = logits.shape[1]
+        _join_kernel[(cells.long_row.numel(), -(-lanes // WIDE))](
+            mass, cells.long_row, cells.long_offset, lanes, cells.rows, BN=WIDE, num_warps=WIDE_WARPS
+        )
+    return mass
+
+
+# Reads the logits of each segment's tokens at the segment's one lane, writes a number per segment. SEGMENTS at a time,
+# since most have a token or two; the lanes of neighbouring segments are neighbours or the same, so what one of them
+# reads is often in the cache for the next.
+@triton.jit
+def _segment_kernel(
+    x_ptr, lse_ptr, order_ptr, start_ptr, stop_ptr, lane_ptr, out_ptr, number, lanes, inv_tau,
+    BS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0) * BS + tl.arange(0, BS)
+    real = segment < number
+    start = tl.load(start_ptr + segment, mask=real, other=0)
+    stop = tl.load(stop_ptr + segment, mask=real, other=0)
+    lane = tl.load(lane_ptr + segment, mask=real, other=0)
+    base = tl.load(lse_ptr + lane, mask=real, other=0.0)[:, None] * LOG2E
+    total = tl.zeros([BS, BM], tl.float32)
+    for done in range(0, tl.max(stop - start, 0), BM):
+        at = start[:, None] + done + tl.arange(0, BM)[None, :]
+        inside = at < stop[:, None]
+        token = tl.load(order_ptr + at, mask=inside, other=0)
+        x = tl.load(x_ptr + token * lanes + lane[:, None], mask=inside, other=float("-inf")).to(tl.float32)
+        total += tl.exp2(x * (inv_tau * LOG2E) - base)
+    tl.store(out_ptr + segment, tl.sum(total, 1), mask=real)
+
+
+def segment_masses(
+    logits: Tensor, lse: Tensor, order: Tensor, start: Tensor, stop: Tensor, lane: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Probability `[n]` of the tokens `order[start : stop]` (int64) at one lane each of logits `[V, L]`."""
+    out = torch.empty(start.numel(), dtype=torch.float32, device=logits.device)
+    if out.numel():
+        _segment_kernel[(-(-out.numel() // SEGMENTS),)](
+            logits, lse, order, start, stop, lane, out, out.numel(), logits.shape[1], 1 / temperature,
+            BS=SEGMENTS, BM=MEMBERS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+# Sums runs of a flat list. The same sum every time: additions by index would be atomic, and their order a matter of
+# chance.
+@triton.jit
+def _runs_kernel(x_ptr, offset_ptr, out_ptr, number, BS: tl.constexpr, BM: tl.constexpr):
+    run = tl.program_id(0) * BS + tl.arange(0, BS)
+    real = run < number
+    start = tl.load(offset_ptr + run, mask=real, other=0)
+    stop = tl.load(offset_ptr + run + 1, mask=real, other=0)
+    total = tl.zeros([BS, BM], tl.float32)
+    for done in range(0, tl.max(stop - start, 0), BM):
+        at = start[:, None] + done + tl.arange(0, BM)[None, :]
+        total += tl.load(x_ptr + at, mask=at < stop[:, None], other=0.0)
+    tl.store(out_ptr + run, tl.sum(total, 1), mask=real)
+
+
+def run_sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sums `[n]` of `values[offsets[i] : offsets[i + 1]]`, float32."""
+    out = torch.empty(offsets.numel() - 1, dtype=torch.float32, device=values.device)
+    if out.numel():
+        _runs_kernel[(-(-out.numel() // SEGMENTS),)](
+            values.contiguous(), offsets, out, out.numel(), BS=SEGMENTS, BM=MEMBERS, num_warps=4
+        )
+    return out
