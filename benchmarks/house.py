@@ -37,7 +37,8 @@ except ImportError:
 root = os.path.join(os.getcwd(), "limbeck") + os.sep
 student, teacher = tiny.student(train_micro_batch_size=4), tiny.teacher()
 collate = tiny.collator()
-loss = CrossTokenizerDistillationLossFn({}, projections=[build_rules(tiny.tokenizer(300), tiny.tokenizer(340))])
+projection = build_rules(tiny.tokenizer(300), tiny.tokenizer(340))
+loss = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[projection])
 records = [{"text": text, "idx": i} for i, text in enumerate(tiny.TEXTS[:4])]
 try:
     live = LiveTeacher(teacher, prefix="teacher_0_")

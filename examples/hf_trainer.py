@@ -42,7 +42,7 @@ lines = Path(texts).read_text(encoding="utf-8").splitlines()
 DistillationTrainer(
     model=AutoModelForCausalLM.from_pretrained(student_name),
     teacher=AutoModelForCausalLM.from_pretrained(teacher_name),
-    loss_fn=CrossTokenizerDistillationLossFn({}, projections=[load_or_build(s_tok, t_tok)]),
+    loss_fn=CrossTokenizerDistillationLossFn({}, projections=[load_or_build(s_tok, t_tok, trees=True)]),
     args=TrainingArguments(out, per_device_train_batch_size=8, num_train_epochs=1, logging_steps=1,
                            remove_unused_columns=False, report_to=[]),
     train_dataset=[{"text": line, "idx": i} for i, line in enumerate(lines) if line.strip()],

@@ -23,7 +23,7 @@ collate = CrossTokenizerCollator(
     student_tokenizer=s_tok, teacher_tokenizer=t_tok, aligner=TokenAligner(s_tok, t_tok),
     ctx_length_student=512, ctx_length_teacher=512,
 )  # fmt: skip
-loss_fn = CrossTokenizerDistillationLossFn({}, projections=[load_or_build(s_tok, t_tok)])
+loss_fn = CrossTokenizerDistillationLossFn({}, projections=[load_or_build(s_tok, t_tok, trees=True)])
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
 
 records = [{"text": line} for line in Path(texts).read_text(encoding="utf-8").splitlines() if line.strip()]

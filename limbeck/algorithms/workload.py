@@ -17,7 +17,7 @@ from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.utils.files import package_file
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KERNEL_MODES = ("boundary_kl", "p_kl", "gold", "h_kl")
+_KERNEL_MODES = ("tree_kl", "boundary_kl", "p_kl", "gold", "h_kl")
 # A position of a server's answer is JSON text: per token an id, a number, a rank and a piece of text.
 _JSON_BYTES_PER_TOKEN = 75
 

@@ -1,6 +1,6 @@
 """The distillation loss: cross-entropy plus one divergence per teacher, over any pair of vocabularies.
 
-    loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[projection])
+    loss_fn = CrossTokenizerDistillationLossFn({"mode": "tree_kl"}, projections=[projection])
     global_batch = loss_fn.annotate(global_batch)             # chunks, before the batch is split
     counts = loss_fn.counts(global_batch)                     # reduce over data-parallel ranks
     for microbatch in ...:
@@ -52,7 +52,7 @@ from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_
 from limbeck.projection import Projection
 from limbeck.utils.metrics import Metrics, Pair
 
-LossMode = Literal["boundary_kl", "tree_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
+LossMode = Literal["tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
 
@@ -72,7 +72,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    mode: LossMode = Field("boundary_kl", description="which loss compares the two models")
+    mode: LossMode = Field("tree_kl", description="which loss compares the two models")
     projection_matrix_path: str | list[str | None] | None = Field(
         None, description="stored projection, or one per teacher (null: the teacher shares the student's vocabulary)"
     )
@@ -156,7 +156,10 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         if self.mode != "tree_kl" and self.condition != "none":
             raise ValueError(f"condition is {self.condition!r} but mode {self.mode!r} has none; use mode tree_kl")
         if self.mode == "tree_kl" and self.learnable_projection:
-            raise ValueError("mode 'tree_kl' does not read the projection's weights; leave learnable_projection out")
+            raise ValueError(
+                "mode 'tree_kl' does not read the projection's weights; leave learnable_projection out, or use mode "
+                "boundary_kl"
+            )
         if self.condition == "none":
             return
         if self.first_weight:

@@ -294,13 +294,13 @@ def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
     """Family of losses, our mode of that family, and the reason, from the coverage of the classes.
 
     A loss on common tokens (H-KL) pushes tokens outside the common set down; that is harmless while every class that
-    matters is inside. Where one is outside, the whole distribution must be projected (P-KL family).
+    matters is inside. Where one is outside, the whole distribution must be compared (P-KL family; of ours, tree_kl).
     """
     for name, needed in CRITICAL.items():
         coverage = classes[name]
         if coverage.share < needed:
             found = f"{coverage.exact} of {coverage.total} {name} tokens of the student are teacher tokens"
-            return "P-KL", "boundary_kl", f"{found}; a loss on common tokens would push the others down."
+            return "P-KL", "tree_kl", f"{found}; a loss on common tokens would push the others down."
     occurrences = sum(coverage.corpus_tokens or 0 for coverage in classes.values())
     for name, coverage in classes.items():
         share = coverage.corpus_share
@@ -308,7 +308,7 @@ def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
             continue
         if share < CORPUS_EXACT:
             found = f"only {share:.0%} of the corpus's {name} tokens are teacher tokens"
-            return "P-KL", "boundary_kl", f"{found}; a loss on common tokens would push the others down."
+            return "P-KL", "tree_kl", f"{found}; a loss on common tokens would push the others down."
     return "H-KL", "h_kl", "every critical class (numerals, punctuation, words) is covered by common tokens."
 
 

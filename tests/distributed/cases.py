@@ -132,7 +132,7 @@ def teachers_of(case: Case, layout: dict[str, Any] | list[dict[str, Any]]) -> li
 
 def loss_of(case: Case) -> CrossTokenizerDistillationLossFn:
     maps = [projection() if kind == "cross" else None for kind in case.teachers]
-    return CrossTokenizerDistillationLossFn({"block_rows": 40, **case.loss}, projections=maps)
+    return CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "block_rows": 40, **case.loss}, projections=maps)
 
 
 def whole(value: Any) -> torch.Tensor:

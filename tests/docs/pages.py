@@ -84,7 +84,7 @@ def pair() -> dict[str, Any]:
         "batch": batch,
         "batches": [batch],
         "student": Policy({"model_name": "Llama-3.2-1B"}, student, device="cpu"),
-        "loss_fn": CrossTokenizerDistillationLossFn({}, projections=[load_or_build(student, teacher)]),
+        "loss_fn": CrossTokenizerDistillationLossFn({}, projections=[load_or_build(student, teacher, trees=True)]),
     }
 
 

@@ -71,7 +71,7 @@ def projection() -> Any:
 
 def loss_fn(cross: bool = True, **settings: Any) -> CrossTokenizerDistillationLossFn:
     return CrossTokenizerDistillationLossFn(
-        {"block_rows": 7, **settings}, projections=[projection() if cross else None]
+        {"mode": "boundary_kl", "block_rows": 7, **settings}, projections=[projection() if cross else None]
     )
 
 

@@ -16,7 +16,7 @@ BATCH = make_batch(samples=3, seed=2)
 
 
 def build(**cfg: Any) -> CrossTokenizerDistillationLossFn:
-    return CrossTokenizerDistillationLossFn(cfg, projections=[make_projection(23, 31)])
+    return CrossTokenizerDistillationLossFn({"mode": "boundary_kl", **cfg}, projections=[make_projection(23, 31)])
 
 
 def first_rows(loss_fn: CrossTokenizerDistillationLossFn) -> tuple[int, int]:
@@ -103,10 +103,10 @@ def test_ids_and_rows_out_of_range() -> None:
 
 def test_a_matrix_of_other_tokenizers() -> None:
     models = make_models(BATCH)
-    other = CrossTokenizerDistillationLossFn({}, projections=[make_projection(19, 31)])
+    other = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[make_projection(19, 31)])
     with pytest.raises(ProjectionError, match="19 student tokens"):
         run(other, BATCH, models)
-    other = CrossTokenizerDistillationLossFn({}, projections=[make_projection(23, 40)])
+    other = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[make_projection(23, 40)])
     with pytest.raises(ProjectionError, match="40 teacher tokens"):
         run(other, BATCH, models)
 

@@ -9,12 +9,13 @@ from limbeck.errors import ConfigError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from tests.losses.cases import make_projection
+from tests.losses.test_tree_kl import COARSE, FINE, projection_of
 
 
 @pytest.mark.parametrize(
     ("flags", "mode"),
     [
-        ({}, "boundary_kl"),
+        ({}, "tree_kl"),
         ({"gold_loss": False}, "p_kl"),
         ({"gold_loss": False, "xtoken_loss": False}, "p_kl"),
         ({"gold_loss": True}, "gold"),
@@ -27,7 +28,7 @@ def test_published_flags_select_a_mode(flags: dict, mode: str) -> None:
     cfg = CrossTokenizerDistillationLossConfig(**flags)
     assert cfg.mode == mode
     for given in (flags, cfg, cfg.model_dump()):
-        loss_fn = CrossTokenizerDistillationLossFn(given, projections=[make_projection(5, 6)])
+        loss_fn = CrossTokenizerDistillationLossFn(given, projections=[projection_of((FINE, COARSE))])
         assert loss_fn.cfg.mode == loss_fn.objectives[0].mode == mode
 
 

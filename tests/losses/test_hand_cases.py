@@ -31,7 +31,9 @@ def loss_of(
     cfg: dict[str, Any], batch: dict[str, Any], projection: Any, student: Tensor, teacher: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     """Loss on logits `[T, V]` of a one-sample batch, cross-entropy left out."""
-    loss_fn = CrossTokenizerDistillationLossFn({"ce_loss_scale": 0.0, **cfg}, projections=[projection])
+    loss_fn = CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "ce_loss_scale": 0.0, **cfg}, projections=[projection]
+    )
     inputs = loss_fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
     signal = LogitsSignal(teacher, batch["teacher_0_input_ids"].reshape(-1))
     return loss_fn.compute(student, Head.identity(student.shape[1]), [signal], inputs, loss_fn.counts(batch))
@@ -149,7 +151,7 @@ def test_predicting_positions_with_one_hot_logits() -> None:
     batch["alignment_0_pair_valid"] = batch["alignment_0_pair_is_correct"] = torch.ones(1, 5, dtype=torch.bool)
     rows = torch.zeros(6, size, dtype=torch.float64)
     rows[torch.arange(5), torch.tensor(ids)] = 60.0
-    loss_fn = CrossTokenizerDistillationLossFn({}, projections=[identity(size)])
+    loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[identity(size)])
     signal = LogitsSignal(rows, batch["teacher_0_input_ids"].reshape(-1))
     inputs = loss_fn.prepare(microbatch(batch), [torch.tensor([0])])
     loss, metrics = loss_fn.compute(rows, Head.identity(size), [signal], inputs, loss_fn.counts(batch))

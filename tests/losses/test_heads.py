@@ -22,7 +22,7 @@ PROJECTION = make_projection(23, 31)
 
 
 def loss_fn(**extra: Any) -> CrossTokenizerDistillationLossFn:
-    return CrossTokenizerDistillationLossFn({"block_rows": 4, **extra}, projections=[PROJECTION])
+    return CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "block_rows": 4, **extra}, projections=[PROJECTION])
 
 
 def on_logits(logits: Tensor, models: Any) -> Tensor:

@@ -20,7 +20,9 @@ PROJECTIONS = [make_projection(V_S, V_T, seed=s) for s in range(2)]
 
 
 def two(**cfg: Any) -> CrossTokenizerDistillationLossFn:
-    return CrossTokenizerDistillationLossFn({"ce_loss_scale": 0.0, "block_rows": 6, **cfg}, projections=PROJECTIONS)
+    return CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "ce_loss_scale": 0.0, "block_rows": 6, **cfg}, projections=PROJECTIONS
+    )
 
 
 @pytest.fixture
@@ -104,7 +106,9 @@ def test_select_teacher(models: Any) -> None:
 
 
 def same(count: int = 1, **cfg: Any) -> CrossTokenizerDistillationLossFn:
-    return CrossTokenizerDistillationLossFn({"ce_loss_scale": 0.0, "block_rows": 6, **cfg}, projections=[None] * count)
+    return CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "ce_loss_scale": 0.0, "block_rows": 6, **cfg}, projections=[None] * count
+    )
 
 
 def same_reference(student: Tensor, teacher: Tensor, direction: str, tau: float = 1.0) -> tuple[Tensor, int]:
@@ -193,7 +197,7 @@ def test_averaged_logits() -> None:
 
 
 def test_dynamic_scaling_is_one_number_per_step(models: Any) -> None:
-    cfg = {"dynamic_loss_scaling": True, "dynamic_scaling_decay": 0.5}
+    cfg = {"mode": "boundary_kl", "dynamic_loss_scaling": True, "dynamic_scaling_decay": 0.5}
     fn = CrossTokenizerDistillationLossFn(cfg, projections=PROJECTIONS)
     loss, metrics = run(fn, BATCH, models)
     kd, ce = (float(metrics[n][0] / metrics[n][1]) for n in ("kl_loss", "ce_loss"))
@@ -213,7 +217,7 @@ def test_dynamic_scaling_is_one_number_per_step(models: Any) -> None:
 
 
 def test_first_pass_scaling(models: Any) -> None:
-    cfg = {"dynamic_loss_scaling": True, "dynamic_scaling_source": "first_pass"}
+    cfg = {"mode": "boundary_kl", "dynamic_loss_scaling": True, "dynamic_scaling_source": "first_pass"}
     fn = CrossTokenizerDistillationLossFn(cfg, projections=PROJECTIONS)
     with torch.no_grad():
         _, metrics = run(fn, BATCH, models)

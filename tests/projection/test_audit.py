@@ -64,7 +64,7 @@ def test_coverage_by_hand() -> None:
     }
     assert report.corpus_share is None
     assert report.unmapped_tokens == 0
-    assert (report.recommendation, report.mode) == ("P-KL", "boundary_kl")
+    assert (report.recommendation, report.mode) == ("P-KL", "tree_kl")
     shown = {example.token: example for example in report.examples}
     assert shown["'201'"].pieces == (("'20'", 0.9091), ("'1'", 0.0909))
     assert not shown["'201'"].exact

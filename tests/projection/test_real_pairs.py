@@ -44,7 +44,7 @@ def test_llama_to_qwen_loses_all_longer_numerals() -> None:
     assert report.student_tokens == 128_000
     assert report.exact_tokens == sum(c.exact for c in report.classes.values()) == 109_566
     assert report.recommendation == "P-KL"
-    assert report.mode == "boundary_kl"
+    assert report.mode == "tree_kl"
     assert "0 of 100 digits_2" in report.reason
 
 

@@ -1,4 +1,4 @@
-"""Losses whose targets are distributions: boundary KL (the default), normalised P-KL, chunk likelihoods, ULD, and the
+"""Losses whose targets are distributions: boundary KL, normalised P-KL, chunk likelihoods, ULD, and the
 direct divergence for a teacher that shares the student's vocabulary.
 
 Both sides are put on the same buckets: teacher columns and one rest bucket. Student mass without a mapping, or on

@@ -450,7 +450,8 @@ class TreeKL(ProjectedObjective):
         if trees is None:
             raise LossError(
                 "mode 'tree_kl' needs the trees of the two vocabularies, which this projection does not hold; build it "
-                "anew with `limbeck project -o`, or leave projection_matrix_path out"
+                "anew with `limbeck project -o` or `load_or_build(..., trees=True)`, leave projection_matrix_path out, "
+                "or use mode boundary_kl"
             )
         self.trees, self.num_cells = trees, trees.num_cells
         self.kernel_tables: tuple[object, Any] | None = None

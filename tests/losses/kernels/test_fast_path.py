@@ -28,7 +28,9 @@ def both(
     for fast_path in ("off", "force"):
         models = make_models(batch, v_s, v_t, seed=seed, dtype=dtype)
         projection = None if same else make_projection(v_s, v_t, seed=seed)
-        loss_fn = CrossTokenizerDistillationLossFn({**options, "fast_path": fast_path}, projections=[projection])
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", **options, "fast_path": fast_path}, projections=[projection]
+        )
         loss, metrics = run(loss_fn, batch, models, kind)
         loss.backward()
         out.append((loss.detach(), models, metrics))
@@ -133,7 +135,7 @@ def test_shares_of_two_ranks_choose_the_columns_of_the_whole() -> None:
     whole, models = both(options, batch)[0], make_models(batch, V_S, V_T, dtype=torch.float32)
     brought: list[Tensor] = []
     loss_fn = CrossTokenizerDistillationLossFn(
-        {**options, "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
+        {"mode": "boundary_kl", **options, "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
     )
     inputs = loss_fn.prepare(microbatch(batch), [starts(teacher_ids(batch))])
     rest = models.signals(batch), loss_fn.counts(batch)
@@ -166,7 +168,7 @@ def test_padded_head_rows_stay_untouched() -> None:
     batch = make_batch(samples=4, seed=2)
     models = make_models(batch, V_S + 9, V_T, dtype=torch.float32)
     projection = make_projection(V_S, V_T)
-    loss_fn = CrossTokenizerDistillationLossFn({"fast_path": "force"}, projections=[projection])
+    loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "fast_path": "force"}, projections=[projection])
     loss, _ = run(loss_fn, batch, models, head=Head(V_S, weight=models.weight))
     loss.backward()
     assert models.weight.grad is not None
@@ -177,7 +179,9 @@ def test_padded_head_rows_stay_untouched() -> None:
 def test_evaluation_gives_the_same_loss_without_gradient() -> None:
     batch = make_batch(samples=4, seed=2)
     models = make_models(batch, dtype=torch.float32)
-    loss_fn = CrossTokenizerDistillationLossFn({"fast_path": "force"}, projections=[make_projection(V_S, V_T)])
+    loss_fn = CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
+    )
     with_grad = run(loss_fn, batch, models)[0].detach()
     with torch.no_grad():
         without = run(loss_fn, batch, models)[0]
@@ -190,7 +194,9 @@ def test_nan_is_named() -> None:
     models = make_models(batch, dtype=torch.float32)
     with torch.no_grad():
         models.hidden[3, 1] = float("nan")
-    loss_fn = CrossTokenizerDistillationLossFn({"fast_path": "force"}, projections=[make_projection(V_S, V_T)])
+    loss_fn = CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "fast_path": "force"}, projections=[make_projection(V_S, V_T)]
+    )
     with pytest.raises(LossError, match="student: row 3 has a non-finite score"):
         run(loss_fn, batch, models)
 
@@ -202,13 +208,25 @@ def test_what_the_kernels_do_not_know_is_refused_or_left_to_the_plain_path(optio
     projection = make_projection(V_S, V_T)
     with pytest.raises(LossError, match="use 'auto'"):
         run(
-            CrossTokenizerDistillationLossFn({**options, "fast_path": "force"}, projections=[projection]), batch, models
+            CrossTokenizerDistillationLossFn(
+                {"mode": "boundary_kl", **options, "fast_path": "force"}, projections=[projection]
+            ),
+            batch,
+            models,
         )
     auto = run(
-        CrossTokenizerDistillationLossFn({**options, "fast_path": "auto"}, projections=[projection]), batch, models
+        CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", **options, "fast_path": "auto"}, projections=[projection]
+        ),
+        batch,
+        models,
     )
     off = run(
-        CrossTokenizerDistillationLossFn({**options, "fast_path": "off"}, projections=[projection]), batch, models
+        CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", **options, "fast_path": "off"}, projections=[projection]
+        ),
+        batch,
+        models,
     )
     assert torch.equal(auto[0], off[0])
 

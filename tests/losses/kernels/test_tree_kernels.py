@@ -63,7 +63,7 @@ def compare(
     **cfg: Any,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Hold the kernels against the plain path on the same numbers; returns the kernels' metrics."""
-    batch = text_batch(pair, samples=5) if batch is None else batch
+    batch = text_batch(pair, samples=3) if batch is None else batch
     projection = projection or projection_of(pair)
     models = make_models(batch, pair[0].size, pair[1].size, seed=3, dtype=dtype)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_float64_is_the_judge(name: str) -> None:
     compare(PAIRS[name], 3e-5, judge_dtype=torch.float64, condition="cheap")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.parametrize("seed", [1, 5])
 def test_random_vocabularies_weights_and_temperature(seed: int) -> None:
     weights = {"root_weight": 0.5, "inner_student_weight": 2.0, "inner_teacher_weight": 3.0, "chunk_weight": 0.25}
     compare(PAIRS[f"random {seed}"], temperature=1.7, jsd_beta=0.3, jsd_rescale=True, direction="jsd", **weights)
@@ -112,8 +112,9 @@ def test_random_vocabularies_weights_and_temperature(seed: int) -> None:
     compare(PAIRS[f"random {seed}"], 1e-4, temperature=0.6, **weights)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
-@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize(
+    ("condition", "direction"), [("none", "reverse"), ("cheap", "forward"), ("cheap", "reverse"), ("none", "jsd")]
+)
 def test_tokens_in_no_cell(condition: str, direction: str) -> None:
     projection = projection_of((FINE, COARSE))
     assert projection.trees is not None
@@ -122,10 +123,9 @@ def test_tokens_in_no_cell(condition: str, direction: str) -> None:
     assert float(metrics["teacher_0/lost_mass"][0]) > 0
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
-@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize(("name", "condition"), zip(BOTH_WAYS, ["cheap", "none"], strict=True))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_types_within_their_rounding(dtype: torch.dtype, condition: str, name: str) -> None:
+def test_narrow_types_within_their_rounding(dtype: torch.dtype, name: str, condition: str) -> None:
     compare(PAIRS[name], 2e-2, dtype=dtype, condition=condition)
 
 
@@ -133,12 +133,11 @@ def test_large_logits_in_float16() -> None:
     compare((FINE, COARSE), 2e-2, dtype=torch.float16, spread=6.0)
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap"])
-def test_several_blocks_and_masked_samples(condition: str) -> None:
-    batch = text_batch((FINE, COARSE), samples=6, seed=2)
+def test_several_blocks_and_masked_samples() -> None:
+    batch = text_batch((FINE, COARSE), samples=4, seed=2)
     batch["sample_mask"][1] = 0
     batch["token_mask"][2] = 0
-    compare((FINE, COARSE), batch=batch, block_rows=9, condition=condition)
+    compare((FINE, COARSE), batch=batch, block_rows=16, condition="cheap")
 
 
 def test_rows_without_chunks_and_chunks_that_are_all_single() -> None:
