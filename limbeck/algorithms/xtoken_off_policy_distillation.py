@@ -47,6 +47,7 @@ from limbeck.teachers.build import connect_servers, make_teacher
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import class_table
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger, to_means
@@ -153,6 +154,7 @@ def setup(
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
     loss_fn = _make_loss(config, student_tokenizer, foreign)
+    loss_fn.count_by_class(class_table(vocab))
     conditions = [objective.conditions for objective in loss_fn.objectives]
     collator = make_collator(config, student_tokenizer, foreign, conditions)
     loader, val_loader = make_loaders(config, collator, train_dataset, val_dataset)

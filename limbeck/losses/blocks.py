@@ -194,6 +194,20 @@ class TeacherTerm:
         return replace(own, weight_C=self.chunk_weight_C[own.chunks[0] : own.chunks[1]])
 
 
+@dataclass(frozen=True)
+class TokenClasses:
+    """Classes of student tokens by which a pass counts its parts, too. of_id `[ids]`: number of each token's class."""
+
+    names: tuple[str, ...]
+    of_id: Tensor
+
+    def sums(self, prefix: str, ids: Tensor, values: Tensor, weight: Tensor) -> Sums:
+        """`prefix/class` of all classes: values and weights `[n]` of tokens, summed by the tokens' classes."""
+        kind = self.of_id[ids]
+        totals, counts = (_wide(x.new_zeros(len(self.names))).index_add(0, kind, _wide(x)) for x in (values, weight))
+        return {f"{prefix}/{name}": (totals[i], counts[i]) for i, name in enumerate(self.names)}
+
+
 @dataclass
 class BlockRun:
     """Everything that one micro-batch's pass over its blocks needs; `metrics` is filled by it."""
@@ -203,6 +217,7 @@ class BlockRun:
     token_factor: float | Tensor
     terms: list[TeacherTerm]
     comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
+    classes: TokenClasses | None = None  # counted by, too; a chunk belongs to its first token's class
     metrics: Sums = field(default_factory=dict)
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
     raise_mismatch: Callable[[], object] | None = None  # raises the error that belongs to such a flag
@@ -218,15 +233,17 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def block_cross_entropy(student: BlockLogits, block: Block) -> tuple[Tensor, Sums]:
+def block_cross_entropy(student: BlockLogits, block: Block, classes: TokenClasses | None = None) -> tuple[Tensor, Sums]:
     """Weighted negative log-likelihood of the block's supervised tokens, with accuracy."""
     log_NV, row_E, ids_E = student.log_probs(), block.token_row_E, block.token_ids_E
     weight_E = block.token_weight_E.to(log_NV.dtype)
-    loss = -(student.axis.pick(log_NV, row_E, ids_E) * weight_E).sum()
+    loss_E = -(student.axis.pick(log_NV, row_E, ids_E) * weight_E)
+    loss = loss_E.sum()
     with torch.no_grad():
         right_E = (student.axis.argmax(log_NV).index_select(0, row_E) == ids_E).to(weight_E.dtype)
         total = weight_E.sum()
-    return loss, {"ce": (loss.detach(), total), "accuracy": ((right_E * weight_E).sum(), total)}
+    by_class = {} if classes is None else classes.sums("ce_loss", ids_E, loss_E.detach(), weight_E)
+    return loss, {"ce": (loss.detach(), total), "accuracy": ((right_E * weight_E).sum(), total), **by_class}
 
 
 def _block_loss(
@@ -236,7 +253,7 @@ def _block_loss(
     student, total = BlockLogits(logits_NV, run.head.axis), logits_NV.new_zeros(())
     explicit_NV: Tensor | None = None
     if block.token_ids_E.numel():
-        loss, metrics = block_cross_entropy(student, block)
+        loss, metrics = block_cross_entropy(student, block, run.classes)
         total = total + loss * run.token_factor
         run.add("", metrics)
     for term, leaves in zip(run.terms, learned, strict=True):
@@ -255,6 +272,10 @@ def _block_loss(
             chunks = replace(chunks, gate_C=term.objective.gate(student, chunks, whole))
         out = term.objective(student, chunks, scores, *leaves)
         run.add(f"{term.name}/", out.metrics)
+        if run.classes is not None and out.rows_C is not None:
+            ids_C = chunks.student_ids_M.index_select(0, chunks.student_first_C)
+            weight_C = torch.ones_like(out.rows_C) if chunks.weight_C is None else chunks.weight_C
+            run.add(f"{term.name}/", run.classes.sums("kl_loss", ids_C, out.rows_C, weight_C))
         total = total + out.loss * term.factor
         if out.grad_NV is not None:
             grad_NV = out.grad_NV * term.factor

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.errors import ConfigError, LossError
 from limbeck.losses import fast
-from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
+from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, TokenClasses, cut_blocks, shard_layouts, verify
 from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdGuard
 from limbeck.losses.fast import FastPath
@@ -50,6 +51,7 @@ from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, chec
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
 from limbeck.projection import Projection
+from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.utils.metrics import Metrics, Pair
 
 LossMode = Literal["tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
@@ -248,6 +250,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
 
     tensor_parallel = True
     context_parallel = True
+    class_of_id: Tensor | None
 
     def __init__(
         self,
@@ -280,8 +283,14 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         self.needs_first_pass = cfg.dynamic_loss_scaling and cfg.dynamic_scaling_source == "first_pass"
         self.weights = [float(w) for w in weights]
         self.block_rows = cfg.block_rows or PLAIN_BLOCK_ROWS
+        self.register_buffer("class_of_id", None, persistent=False)
         self.scale = DynamicScale(cfg.dynamic_scaling_decay)
         self.guard = JsdGuard(cfg.spec, patience=cfg.jsd_patience)
+
+    def count_by_class(self, class_of_id: np.ndarray) -> None:
+        """Passes without gradient count cross-entropy and distillation by class of token, too (`ce_loss/digits`,
+        `teacher_0/kl_loss/digits`; a chunk by its first token). class_of_id: `limbeck.tokens.classes.class_table`."""
+        self.class_of_id = torch.from_numpy(class_of_id.astype(np.int64))
 
     @property
     def objectives(self) -> list[Objective]:
@@ -383,6 +392,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
                 term.teacher.vocab_ids_K = term.objective.choose_ids(term.teacher, self.block_rows, inputs.comm)
         blocks = inputs.blocks if lanes is None else lanes.blocks
         run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm)
+        if self.class_of_id is not None and not torch.is_grad_enabled():
+            run.classes = TokenClasses(TEXT_CLASSES, self.class_of_id)
         run.id_mismatch_flags = differing
         run.raise_mismatch = lambda: self._compare_ids(signals, inputs, defer=False)
         loss = fast.run_blocks(run, hidden_RH, lanes)

@@ -37,7 +37,7 @@ from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, project_columns
 from limbeck.losses.fast.kernels.tables import cell_tables, identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
 from limbeck.losses.fast.trees import TreePlan, TreePositions
-from limbeck.losses.objectives.base import Objective
+from limbeck.losses.objectives.base import Objective, chunk_sum
 from limbeck.losses.objectives.corrected import (
     TINY,
     BoundaryKL,
@@ -77,11 +77,13 @@ class LaneLogits:
 
 @dataclass
 class FastOut:
-    """What an objective adds at one block. loss: weighted sum, times temperature squared, before the term's factor.
+    """What an objective adds at one block. rows `[C]`: divergence of each chunk, without its weight; loss: their
+    weighted sum, times temperature squared, before the term's factor.
     source, aligned, owned: G of the gradient kernel; slope_coef, prob_coef, label_coef `[L]`: its factors, the term's
     factor included. entries, kept_coef: tokens whose gradient has a part of its own, and the factor of p that only the
     tokens that are kept have (`write_entries`)."""
 
+    rows: Tensor
     loss: Tensor
     metrics: Sums
     slope_coef: Tensor
@@ -188,6 +190,7 @@ def boundary(
         prob_coef, residual = slope_coef * out.student_term, out.ratio
     owner = torch.arange(num_lanes, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
     result = FastOut(
+        rows,
         (rows * weight).sum() * tau**2,
         {"boundary_kl": ((rows * weight).sum(), count), "proj_accuracy": (right, count)},
         _padded(slope_coef, num_lanes),
@@ -201,6 +204,7 @@ def boundary(
     if lanes.multi:
         chunk_rows, slope = _chunk_term(term, lanes, student, log_t, weight, lanes.single, chunk_weight * tau)
         chunk_kl = (chunk_rows * weight[lanes.single :]).sum()
+        result.rows = rows + F.pad(chunk_rows * chunk_weight, (lanes.single, 0))
         result.loss = result.loss + chunk_kl * (chunk_weight * tau**2)
         result.prob_coef -= slope
         result.label_coef += slope
@@ -248,7 +252,7 @@ def chunks_only(
     """`ChunkLikelihood`."""
     log_t, tau = _teacher_tokens(term, lanes, teacher, 0), term.objective.temperature
     rows, slope = _chunk_term(term, lanes, student, log_t, weight, 0, tau)
-    return FastOut((rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
+    return FastOut(rows, (rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
 
 
 def p_kl(
@@ -274,6 +278,7 @@ def p_kl(
         chosen = mass.index_select(1, owner[single:])
         own_term[single:] = (own * chosen).sum(0) - shift[single:] * own.sum(0)
     return FastOut(
+        out.rows,
         (out.rows * weight).sum() * tau**2,
         {"proj_accuracy": (out.right.sum(), count)},
         _padded(slope_coef, num_lanes),
@@ -319,8 +324,8 @@ def pairs(
         shared = (own / student.side.count_C).index_select(0, student.side.owner)
         prob_coef[count : count + student.side.extras] = shared
     return FastOut(
-        (rows * weight).sum() * tau**2, metrics, _padded(slope_coef, num_lanes), prob_coef, torch.zeros_like(prob_coef),
-        Paired(teacher.logits, lse_t, tables, rest), aligned=count, lse=lse_s,
+        rows, (rows * weight).sum() * tau**2, metrics, _padded(slope_coef, num_lanes), prob_coef,
+        torch.zeros_like(prob_coef), Paired(teacher.logits, lse_t, tables, rest), aligned=count, lse=lse_s,
     )  # fmt: skip
 
 
@@ -353,9 +358,10 @@ class _LaneBuckets(Buckets):
 
 @dataclass
 class _TreePart:
-    """One tree's part of a block: its weighted sum, and the gradient with respect to the student's distributions.
-    prob_coef `[L]`, entries: as in `FastOut`."""
+    """One tree's part of a block: its divergences `[P]`, their weighted sum, and the gradient with respect to the
+    student's distributions. prob_coef `[L]`, entries: as in `FastOut`."""
 
+    rows: Tensor
     loss: Tensor
     count: int
     prob_coef: Tensor
@@ -396,13 +402,14 @@ class _TreeBlock:
         b, at, lanes = self.buckets, self.at, self.fine.logits.shape[1]
         with torch.enable_grad():
             fine = b.fine.requires_grad_()
-            rows = student_node_divergence(replace(b, fine=fine), spec, listed=False) * weight[at.coarse_lane]
-            (slope,) = torch.autograd.grad(rows.sum(), fine)
+            rows = student_node_divergence(replace(b, fine=fine), spec, listed=False)
+            loss = (rows * weight[at.coarse_lane]).sum()
+            (slope,) = torch.autograd.grad(loss, fine)
         values = slope * fine.detach() * factor
         prob_coef = values.new_zeros(lanes)
         prob_coef[at.fine_lane] = -run_sums(values, b.offsets)
         entries = Entries(self.tree.token[self.child], at.fine_lane[b.owner], self.fine_logits, values)
-        return _TreePart(rows.sum().detach(), at.count, prob_coef, entries)
+        return _TreePart(rows.detach(), loss.detach(), at.count, prob_coef, entries)
 
     def teacher(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor) -> _TreePart:
         """The student's tokens at the root by the teacher's next tokens inside them; a bucket's slope is that of every
@@ -411,8 +418,8 @@ class _TreeBlock:
         with torch.enable_grad():
             mass, end = b.coarse.requires_grad_(), b.coarse_end.requires_grad_()
             rows = teacher_node_divergence(replace(b, coarse=mass, coarse_end=end), spec, listed=False)
-            rows = rows * weight[at.coarse_lane]
-            slope, end_slope = torch.autograd.grad(rows.sum(), (mass, end))
+            loss = (rows * weight[at.coarse_lane]).sum()
+            slope, end_slope = torch.autograd.grad(loss, (mass, end))
         slope, end_slope = slope * factor, end_slope * factor
         dense = run_sums(slope * mass.detach(), b.offsets) + end_slope * end.detach()
         chunks, _, members, ends = at.depths[0] if at.depths else (0, 0, 0, 0)
@@ -437,7 +444,7 @@ class _TreeBlock:
                 place, which = ranges(first, stop, number)
                 total[place + begin[where[which]]] += slopes[which]
             position, bucket = position + count, bucket + buckets
-        return _TreePart(rows.sum().detach(), at.count, prob_coef, Entries(ids, lane, logits, total * probs))
+        return _TreePart(rows.detach(), loss.detach(), at.count, prob_coef, Entries(ids, lane, logits, total * probs))
 
 
 @dataclass
@@ -571,6 +578,7 @@ def trees(
         "chunk_kl": (zero, plan.open_C.sum()),
     }
     result = FastOut(
+        root.rows * options.root_weight,
         root_kl * options.root_weight,
         metrics,
         _padded(root.slope_coef, num_lanes),
@@ -584,7 +592,9 @@ def trees(
     if root.barred is not None:
         roots = parts[1][1].entries
         roots.kept = ~root.barred.holds(roots.lane, roots.ids, objective.student_cell.numel())
-    for name, (own_weight, part) in zip(("inner_student_kl", "inner_teacher_kl"), parts, strict=True):
+    both = (("inner_student_kl", plan.student), ("inner_teacher_kl", plan.teacher))
+    for (name, positions), (own_weight, part) in zip(both, parts, strict=True):
+        result.rows = result.rows + chunk_sum(part.rows, positions.coarse_lane, count) * own_weight
         result.loss = result.loss + part.loss * own_weight
         result.prob_coef = result.prob_coef + part.prob_coef
         if part.count:
@@ -595,6 +605,8 @@ def trees(
         rows, slope = _chunk_term(term, lanes, student, log_t, open_weight, lanes.single, options.chunk_weight * tau)
         chunk_kl = (rows * open_weight[lanes.single :]).sum()
         metrics["chunk_kl"] = (chunk_kl, plan.open_C.sum())
+        open_rows = rows * plan.open_C[lanes.single :] * options.chunk_weight
+        result.rows = result.rows + F.pad(open_rows, (lanes.single, 0))
         result.loss = result.loss + chunk_kl * options.chunk_weight
         result.prob_coef = result.prob_coef - slope
         result.label_coef = result.label_coef + slope

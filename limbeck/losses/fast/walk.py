@@ -185,6 +185,9 @@ class _Pass:
             right = (student.stats.argmax[:width] == block.label) * block.ce_weight
             weight = block.ce_weight.sum()
             self._add("", {"ce": (loss, weight), "accuracy": (right.sum(), weight)})
+            if (classes := self.work.classes) is not None:
+                ids = block.label.clamp(min=0)
+                self._add("", classes.sums("ce_loss", ids, -log_p * block.ce_weight, block.ce_weight))
         return loss.double() * self.work.token_factor, block.ce_weight * self.work.token_factor
 
     def _distil(self, term: TeacherTerm, block: BlockLanes, student: LaneLogits) -> FastOut:
@@ -200,6 +203,9 @@ class _Pass:
             weight = term.chunk_weight_C.index_select(0, block.order_C).float()
         out = FAST_OBJECTIVES[type(term.objective)](term, block, student, teacher, weight)
         self._add(f"{term.name}/", {"kl": (out.loss, block.chunks), **out.metrics})
+        if (classes := self.work.classes) is not None:
+            ids, rows = block.student.ids[: block.chunks], out.rows * weight * term.objective.temperature**2
+            self._add(f"{term.name}/", classes.sums("kl_loss", ids, rows, weight))
         return out
 
     def _through_head(self, block: BlockLanes, inputs: Tensor, grad: Tensor, *, first: bool) -> None:

@@ -146,11 +146,13 @@ def advantage_gate(advantage_C: Tensor, kind: Gate) -> Tensor:
 @dataclass
 class BlockOut:
     """Result of an objective on one block. `loss`: sum over chunks, by weight. `grad_NV`: its gradient with respect to
-    the block's logits where the objective computes it itself; `loss` then needs no graph."""
+    the block's logits where the objective computes it itself; `loss` then needs no graph. rows_C: what each chunk adds
+    to `loss`, detached."""
 
     loss: Tensor
     metrics: Sums
     grad_NV: Tensor | None = None
+    rows_C: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,8 @@ class Objective(nn.Module, ABC):
             metrics["gate"] = (chunks.gate_C.sum(), chunks.count(rows_C))
         loss = rows_C.sum() * self.temperature**2
         detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
-        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached})
+        rows_C = rows_C.detach() * self.temperature**2
+        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached}, rows_C=rows_C)
 
 
 class ProjectedObjective(Objective):
