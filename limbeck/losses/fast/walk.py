@@ -7,7 +7,7 @@ over blocks in float32 inside the product. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from limbeck.losses.blocks import BlockRun, TeacherTerm
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
-from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, Sums, chunk_means
+from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, chunk_means
 from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes
 from limbeck.losses.signals import HiddenSignal, compute_dtype
 
@@ -227,7 +227,7 @@ class _Pass:
 
     # ---- metrics ----
 
-    def _add(self, prefix: str, metrics: Sums) -> None:
+    def _add(self, prefix: str, metrics: Mapping[str, tuple[Tensor, Tensor | float]]) -> None:
         for name, (value, count) in metrics.items():
             self.sums.setdefault(prefix + name, []).append((value.detach().float(), count))
 
