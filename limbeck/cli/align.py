@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.cli.options import JsonOption, model_files, print_json
+from limbeck.cli.options import JsonOption, model_files, print_json, short_name
 from limbeck.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def align_command(
     else:
         view = view_text(*tokenizers, content)
     notes = _score(view, student, teacher, quiet=json_output) if score else []
-    names = _short(student), _short(teacher)
+    names = short_name(student), short_name(teacher)
     if html:
         from limbeck.report.alignment import write_alignment_page
 
@@ -152,11 +152,6 @@ def _score(view: dict[str, Any], student: str, teacher: str, *, quiet: bool) -> 
             scorer.score(row)
         bar.close()
     return scorer.notes
-
-
-def _short(spec: str) -> str:
-    path = Path(spec)
-    return path.parent.name if path.name in ("tokenizer.json", "tekken.json") else path.name or spec
 
 
 def _read_text(text: str | None, file: Path | None) -> str:

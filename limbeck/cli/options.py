@@ -31,6 +31,12 @@ def model_files(*specs: str) -> list[Path]:
     return found
 
 
+def short_name(spec: str) -> str:
+    """What a page or a table calls a model: the last part of its path."""
+    path = Path(spec)
+    return path.parent.name if path.name in ("tokenizer.json", "tekken.json") else path.name or spec
+
+
 def console() -> Console:
     """Standard output for tables; a file or a pipe has no width of its own to keep to."""
     from rich.console import Console

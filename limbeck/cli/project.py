@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, console, model_files, print_json
+from limbeck.cli.options import JsonOption, StudentOption, TeacherOption, console, model_files, print_json, short_name
 from limbeck.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from limbeck.projection.audit import Audit, PairAudit
+    from limbeck.projection.audit import Audit, Masses, PairAudit
     from limbeck.projection.counted import PairCounter
     from limbeck.projection.matrix import Projection
     from limbeck.projection.published import Conversion
@@ -60,6 +60,11 @@ ConvertOption = Annotated[
 ]
 
 
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Also write a page: search tokens, spellings, cells and trees.")
+]
+
+
 def project_command(
     student: StudentOption,
     teacher: TeacherOption,
@@ -71,6 +76,7 @@ def project_command(
     smoothing: SmoothingOption = None,
     convert: ConvertOption = None,
     cell_epsilon: EpsilonOption = None,
+    html: HtmlOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Build, audit and store the projection from the student's vocabulary to the teacher's.
@@ -86,13 +92,13 @@ def project_command(
     _check_options(rule, corpus, convert, reverse, k)
     if cell_epsilon is not None and not corpus:
         raise ConfigError("--cell-epsilon needs text to count: add --corpus FILE (text or .jsonl).")
-    if out is not None:
+    for written in filter(None, (out, html)):
         from limbeck.utils.files import refuse_inputs
 
-        refuse_inputs(out, [*model_files(student, teacher), *(corpus or []), *([convert] if convert else [])])
+        refuse_inputs(written, [*model_files(student, teacher), *(corpus or []), *([convert] if convert else [])])
 
     from limbeck.cli.progress import display
-    from limbeck.projection.audit import audit_pair, audit_projection
+    from limbeck.projection.audit import audit_masses, audit_pair, audit_projection
     from limbeck.projection.published import convert_published
     from limbeck.projection.rules import build_trees
     from limbeck.tokens import ByteVocab, read_tokenizer
@@ -119,17 +125,27 @@ def project_command(
     tokens = None if counter is None else counter.student_tokens
     report = audit_projection(projection, *vocabularies, corpus_tokens=tokens)
     pair = audit_pair(projection, vocabularies[1], counter)
+    masses = audit_masses(projection, *vocabularies, counter)
     if out is not None:
         _save(projection, out)
+    if html is not None:
+        from limbeck.report.vocabulary import vocabulary_page
+
+        names = short_name(student), short_name(teacher)
+        vocabulary_page(projection, vocabularies, names, report, pair, masses, counter).write(html)
     seconds, memory = time.perf_counter() - started, peak_rss_mb()
     if json_output:
-        facts = {**report.to_dict(), **pair.to_dict(), **_facts(projection, conversion, out)}
+        facts = {**report.to_dict(), **pair.to_dict(), **masses.to_dict(), **_facts(projection, conversion, out)}
         print_json({**facts, "seconds": round(seconds, 3), "peak_rss_mb": memory})
         return
     out_console = console()
     _print_report(out_console, report)
     _print_pair(out_console, pair)
+    if counter is not None:
+        _print_masses(out_console, masses)
     _print_facts(out_console, projection, conversion, out)
+    if html is not None:
+        out_console.print(f"page: {html}", markup=False, highlight=False)
     used = "" if memory is None else f", {memory:.0f} MB at peak"
     out_console.print(f"[dim]{seconds:.1f} s{used}[/dim]")
 
@@ -270,6 +286,32 @@ def _print_pair(console: Console, pair: PairAudit) -> None:
         )
     if pair.warning is not None:
         console.print(f"[yellow]{escape(pair.warning)}[/yellow]")
+
+
+def _print_masses(console: Console, masses: Masses) -> None:
+    """Where the teacher's mass goes in the corpus, by class and script."""
+    from rich.table import Table
+
+    for title, groups in (("class", masses.classes), ("script", masses.scripts)):
+        table = Table(
+            title=f"teacher tokens of the corpus by {title} (shares of tokens, no model)", title_justify="left"
+        )
+        table.add_column(title)
+        for heading in ("chunks", "share", "unreached", "in no cell", "cells differ"):
+            table.add_column(heading, justify="right")
+        total = sum(group.starts or 0 for group in groups.values())
+        for name, group in groups.items():
+            if not group.starts:
+                continue
+            shares = (
+                group.starts / total,
+                *((x or 0) / group.starts for x in (group.unreached, group.lost, group.apart)),
+            )
+            table.add_row(name, f"{group.starts:,}", *(f"{share:.1%}" for share in shares))
+        console.print(table)
+    if masses.lost_tokens:
+        shown = ", ".join(f"{token.token} {token.share:.2%}" for token in masses.lost_tokens[:10])
+        console.print(f"out of reach most often: {shown}", markup=False, highlight=False)
 
 
 def _print_facts(console: Console, projection: Projection, conversion: Conversion | None, out: Path | None) -> None:

@@ -15,6 +15,7 @@ from limbeck.projection.counted import PairCounter
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import SCRIPTS, script_of
 from limbeck.tokens.vocab import quoted
 
 CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
@@ -187,8 +188,7 @@ def audit_pair(projection: Projection, teacher: ByteVocab, counter: PairCounter 
         raise ProjectionError("the projection holds no trees to audit; build it with `load_or_build(..., trees=True)`.")
     mine, theirs = trees.cell_sizes
     cells = trees.num_cells + int((trees.student_cell < 0).sum()) + int((trees.teacher_cell < 0).sum())
-    reached = np.zeros(projection.teacher_size, dtype=bool)
-    reached[projection.indices[projection.indices >= 0]] = True
+    reached = reached_ids(projection)
     text_ids = np.fromiter((bool(data) for data in teacher.token_bytes), dtype=bool, count=teacher.size)
     share = float(reached[text_ids].mean())
     mass = agreement = inner_student = inner_teacher = None
@@ -211,6 +211,121 @@ def audit_pair(projection: Projection, teacher: ByteVocab, counter: PairCounter 
         inner_teacher_on_tree=inner_teacher,
         warning=_reach_warning(share, mass),
     )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tokens of one class or script on both sides, and their part in a corpus.
+
+    Attributes:
+        student_tokens, student_exact: student ids with bytes, and those whose bytes are a teacher token.
+        teacher_tokens, teacher_reached: teacher ids with bytes, and those that some student token maps to.
+        starts: chunks of the corpus whose first teacher token is of this group; None, as the following, without one.
+        unreached: of them, those whose teacher token no student token maps to: losses on the projection drop it.
+        lost: those whose teacher token lies in no cell, so that `tree_kl` drops it.
+        apart: those whose first tokens lie in different cells, so that the realised text has no common name.
+    """
+
+    student_tokens: int
+    student_exact: int
+    teacher_tokens: int
+    teacher_reached: int
+    starts: int | None = None
+    unreached: int | None = None
+    lost: int | None = None
+    apart: int | None = None
+
+
+@dataclass(frozen=True)
+class LostToken:
+    """A teacher token out of reach of losses on the projection (and of `tree_kl`, where it is `lost`), and how often a
+    chunk of the corpus begins with it."""
+
+    teacher_id: int
+    token: str
+    starts: int
+    share: float
+    lost: bool
+
+
+@dataclass(frozen=True)
+class Masses:
+    """Where the teacher's mass goes, by class of token and by script.
+
+    Attributes:
+        basis: "tokens": shares are counted over the tokens of a corpus, which stand in for probabilities.
+        classes, scripts: groups by name; a chunk counts with its first teacher token.
+        lost_tokens: the tokens that carry most of what is out of reach, most frequent first.
+    """
+
+    basis: str
+    classes: Mapping[str, Group]
+    scripts: Mapping[str, Group]
+    lost_tokens: tuple[LostToken, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for JSON: `mass_basis`, `by_class`, `by_script`, `lost_tokens`."""
+        plain = asdict(self)
+        return {
+            "mass_basis": plain["basis"],
+            "by_class": plain["classes"],
+            "by_script": plain["scripts"],
+            "lost_tokens": list(plain["lost_tokens"]),
+        }
+
+
+def reached_ids(projection: Projection) -> npt.NDArray[np.bool_]:
+    """[V_t]; teacher ids that some student token maps to."""
+    reached = np.zeros(projection.teacher_size, dtype=bool)
+    reached[projection.indices[projection.indices >= 0]] = True
+    return reached
+
+
+def audit_masses(
+    projection: Projection, student: ByteVocab, teacher: ByteVocab, counter: PairCounter | None = None, most: int = 50
+) -> Masses:
+    """What of the teacher is within reach, by class and script; with a corpus, how much of its text that is.
+
+    The projection must hold trees; counter: `count_pairs` over a corpus; most: how many lost tokens are listed.
+    """
+    trees = projection.trees
+    if trees is None:
+        raise ProjectionError("the projection holds no trees to audit; build it with `load_or_build(..., trees=True)`.")
+    reached = reached_ids(projection)
+    exact = np.fromiter((bool(b) and b in teacher.ids_by_bytes for b in student.token_bytes), bool, student.size)
+    rows, columns, counts = counter.pairs() if counter is not None else (np.zeros(0, np.int64),) * 3
+    apart = trees.student_cell[rows] != trees.teacher_cell[columns]
+    lost = trees.teacher_cell < 0
+    groups: list[dict[str, Group]] = []
+    for names, of in (((*CLASSES, "other"), token_class), (SCRIPTS, script_of)):
+        number = {name: i for i, name in enumerate(names)}
+        mine, theirs = (
+            np.fromiter((number[of(b)] if b else -1 for b in side.token_bytes), np.int64, side.size)
+            for side in (student, teacher)
+        )
+        found = {}
+        for name, i in number.items():
+            here = theirs[columns] == i
+            seen = [int(counts[here & which].sum()) for which in (True, ~reached[columns], lost[columns], apart)]
+            group = Group(
+                int((mine == i).sum()),
+                int(exact[mine == i].sum()),
+                int((theirs == i).sum()),
+                int(reached[theirs == i].sum()),
+                *(seen if counter is not None else ()),
+            )
+            if group.student_tokens or group.teacher_tokens:
+                found[name] = group
+        groups.append(found)
+    starts = np.bincount(columns, counts, projection.teacher_size).astype(np.int64)
+    out_of_reach = np.flatnonzero((starts > 0) & (~reached | lost))
+    listed = out_of_reach[np.argsort(-starts[out_of_reach], kind="stable")][:most].tolist()
+    total = max(int(counts.sum()), 1)
+    tokens = tuple(
+        LostToken(i, quoted(teacher.token_bytes[i]), int(starts[i]), int(starts[i]) / total, bool(lost[i]))
+        for i in listed
+    )
+    return Masses("tokens", groups[0], groups[1], tokens)
 
 
 def _share(part: int, whole: int) -> float | None:

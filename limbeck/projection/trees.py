@@ -185,6 +185,17 @@ class SpellingTree:
             first, count, node, coarse = first[longer], count[longer], following[longer], coarse[longer]
         return [int(node) for node in np.concatenate([np.zeros(0, np.int64), *found])]
 
+    def spellings(self) -> list[Spelling]:
+        """The spelling of each coarse id, `()` where it has none: what `from_spellings` was given."""
+        out: list[Spelling] = [()] * self.coarse_size
+        path: list[Spelling] = [()]
+        order, columns = self.order.tolist(), (self.parent, self.token, self.start, self.ends)
+        for parent, token, start, ends in zip(*(column[1:].tolist() for column in columns), strict=True):
+            path.append((*path[parent], token))
+            for coarse in order[start : start + ends]:
+                out[coarse] = path[-1]
+        return out
+
     def members(self, node: int) -> IdArray:
         """Coarse ids below a node, those spelled exactly so first."""
         return self.order[self.start[node] : self.stop[node]]

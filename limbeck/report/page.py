@@ -17,7 +17,7 @@ from limbeck.errors import ConfigError, one_line
 from limbeck.utils.files import write_atomic
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("charts.js", "page.js", "traces.js", "alignment.js")
+_SCRIPTS = ("charts.js", "page.js", "traces.js", "alignment.js", "vocabulary.js")
 
 
 @dataclass(frozen=True)

@@ -138,3 +138,17 @@ def test_peak_memory_is_plausible() -> None:
     peak = peak_rss_mb()
     assert peak is not None
     assert 20 < peak < 100_000
+
+
+def test_the_page_and_the_masses_of_a_corpus(folders: tuple[str, str], tmp_path: Path) -> None:
+    corpus, page = tmp_path / "corpus.txt", tmp_path / "page.html"
+    corpus.write_text("the 201 of the the 20", encoding="utf-8")
+    found = json.loads(run(folders, "--corpus", str(corpus), "--html", str(page), "--json").stdout)
+    assert found["mass_basis"] == "tokens"
+    assert found["by_class"]["digits_1"]["starts"] == 2
+    assert found["by_script"]["latin"]["student_tokens"] > 50
+    assert "Search a token" in page.read_text(encoding="utf-8")
+    text = run(folders, "--corpus", str(corpus)).stdout
+    assert "teacher tokens of the corpus by script" in text
+    with pytest.raises(ConfigError, match="input"):
+        run(folders, "--html", folders[0] + "/tokenizer.json")

@@ -8,7 +8,7 @@ import pytest
 
 from limbeck.errors import ProjectionError
 from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
-from limbeck.projection.audit import CLASSES, recommend, token_class
+from limbeck.projection.audit import CLASSES, audit_masses, recommend, token_class
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
 
@@ -138,3 +138,29 @@ def test_the_pair_is_seen_from_both_sides() -> None:
     assert json.loads(json.dumps(report.to_dict()))["cells"] == 258
     with pytest.raises(ProjectionError, match="no trees"):
         audit_pair(replace(projection, trees=None), vocab)
+
+
+def test_masses_by_hand() -> None:
+    """A coarser teacher: what it begins with is out of reach of W where the student has no such token."""
+    student, teacher = byte_level(["中", " the"]), byte_level(["中国", " the"], specials=["<|odd|>"])
+    vocabs = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    projection = replace(build_rules(student, teacher), trees=build_trees(student, teacher))
+    bare = audit_masses(projection, *vocabs)
+    assert bare.scripts["han"].student_tokens == 1
+    assert (bare.scripts["han"].teacher_tokens, bare.scripts["han"].teacher_reached) == (2, 1)
+    assert bare.scripts["latin"].starts is None
+    assert bare.lost_tokens == ()
+
+    counter = count_pairs(student, teacher, ["中国 the", "中国", "中 the"], trees=projection.trees)
+    found = audit_masses(projection, *vocabs, counter)
+    # chunks: 中国, the | 中国 | 中, the
+    han = found.scripts["han"]
+    assert (han.starts, han.unreached, han.lost, han.apart) == (3, 2, 0, 0)
+    assert (found.scripts["latin"].starts, found.scripts["latin"].unreached) == (2, 0)
+    assert sum(group.starts or 0 for group in found.classes.values()) == counter.boundaries
+    (token,) = found.lost_tokens
+    assert (token.token, token.starts, token.lost) == ("'中国'", 2, False)
+    assert token.share == pytest.approx(2 / 5)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["mass_basis"] == "tokens"
+    assert plain["by_script"]["han"]["unreached"] == 2

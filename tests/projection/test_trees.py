@@ -81,6 +81,15 @@ def test_nodes_are_the_prefixes_of_spellings(pair: Pair) -> None:
 
 @few
 @pairs
+def test_trees_give_back_their_spellings(pair: Pair) -> None:
+    sigma, tau = worlds.spellings(*pair)
+    trees = trees_of(*pair)
+    assert trees.student_tree.spellings() == [tuple(spelling) for spelling in sigma]
+    assert trees.teacher_tree.spellings() == [tuple(spelling) for spelling in tau]
+
+
+@few
+@pairs
 def test_the_pair_rule_is_the_encoders(pair: Pair) -> None:
     for vocab in pair:
         rule = vocab.rule()
