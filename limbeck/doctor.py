@@ -170,11 +170,15 @@ def _head(spec: str, vocab: ByteVocab) -> list[Finding]:
     return [_finding("ok", f"{spec}: head", text + extra)]
 
 
+def has_weights(spec: str) -> bool:
+    """Whether a model's weights lie here: a GGUF file, or a folder with one or with safetensors."""
+    path = Path(spec).expanduser()
+    return path.suffix == ".gguf" or any(path.glob("*.safetensors")) or any(path.glob("*.gguf"))
+
+
 def _begin(spec: str, tokenizer: Tokenizer) -> list[Finding]:
     """Whether the weights, where they lie here, expect the begin token."""
-    path = Path(spec).expanduser()
-    weights = path.suffix == ".gguf" or any(path.glob("*.safetensors")) or any(path.glob("*.gguf"))
-    if not weights or tokenizer.bos_id is None or importlib.util.find_spec("torch") is None:
+    if not has_weights(spec) or tokenizer.bos_id is None or importlib.util.find_spec("torch") is None:
         return []
     from limbeck.evaluation.begin import begin_bits
     from limbeck.evaluation.bits import EvalModel, EvalOptions

@@ -35,6 +35,7 @@ class ExitCode(IntEnum):
     ERROR = 1
     USAGE = 2
     PARTLY_DONE = 3
+    NOT_WORTH_IT = 4
     STOPPED_EARLY = 75
     INTERRUPTED = 130
 

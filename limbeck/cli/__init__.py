@@ -1,7 +1,7 @@
 """The ``limbeck`` command: all of typer and rich. Each command imports what it needs when it runs.
 
 Exit codes: 0 done; 1 an expected error, in one line (``--debug`` adds the traceback); 2 wrong usage; 3 done in part,
-some files or teachers failed; 75 stopped early, the same command goes on; 130 Ctrl-C.
+some files or teachers failed; 4 checked, and not worth a run; 75 stopped early, the same command goes on; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def application() -> typer.Typer:
     """All commands as one typer application."""
     import typer
 
-    from limbeck.cli import align, demo, doctor, evaluate, plan, project, recipes, report, traces, train
+    from limbeck.cli import align, check, demo, doctor, evaluate, plan, project, recipes, report, traces, train
 
     app = typer.Typer(
         name="limbeck",
@@ -97,6 +97,7 @@ def application() -> typer.Typer:
             raise typer.Exit
 
     app.command("align")(align.align_command)
+    app.command("check")(check.check_command)
     app.command("train")(train.train_command)
     app.command("cache")(train.cache_command)
     app.command("demo")(demo.demo_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from limbeck.evaluation.begin import begin_bits
 from limbeck.evaluation.bits import EvalModel, EvalOptions
 from limbeck.evaluation.models import find_model
 from limbeck.projection import load_or_build
+from limbeck.projection.audit import reached_ids
 from limbeck.tokens import Tokenizer
 
 _BLOCK_ROWS = 64
@@ -31,9 +33,10 @@ class ChunkScorer:
         options = options or EvalOptions()
         self._sides = [_Side(spec, options) for spec in (student, teacher)]
         tokenizers = [side.model.tokenizer for side in self._sides]
-        trees = load_or_build(*tokenizers, trees=True).trees
+        projection = load_or_build(*tokenizers, trees=True)
+        trees = projection.trees
         assert trees is not None
-        self._cells = trees.num_cells
+        self._unreached = torch.from_numpy(~reached_ids(projection))
         for side, cell in zip(self._sides, (trees.student_cell, trees.teacher_cell), strict=True):
             side.bind_cells(cell, trees.num_cells)
         self.notes = [side.note for side in self._sides if side.note]
@@ -44,7 +47,8 @@ class ChunkScorer:
         Each chunk gets ``student_logprobs`` and ``teacher_logprobs`` (one per token), ``student_logprob`` and
         ``teacher_logprob`` (their sums), ``student_top`` and ``teacher_top`` (the likeliest first tokens with their
         probabilities) and ``divergence``: KL(teacher || student) of the next cell at the chunk's start, the finest
-        statement that both vocabularies can make.
+        statement that both vocabularies can make. ``unreached`` is the teacher's mass there on tokens that no student
+        token maps to, ``lost`` that on tokens in no cell.
         """
         names = ("student", "teacher")
         chunks = view["chunks"]
@@ -52,16 +56,20 @@ class ChunkScorer:
         scored = [side.score(view[name]["ids"]) for side, name in zip(self._sides, names, strict=True)]
         reach = [(start > s.first) & (start <= s.last) for s, start in zip(scored, starts, strict=True)]
         both = np.flatnonzero(reach[0] & reach[1])
-        divergence = np.full(len(chunks), np.nan)
+        figures = {name: np.full(len(chunks), np.nan) for name in ("divergence", "unreached", "lost")}
         tops: list[dict[int, list[list[Any]]]] = [{}, {}]
         for begin in range(0, len(both), _BLOCK_ROWS):
             places = both[begin : begin + _BLOCK_ROWS]
             masses = []
             for number, (side, s, start) in enumerate(zip(self._sides, scored, starts, strict=True)):
-                mass, top = side.next_cells(s, start[places])
-                masses.append(mass)
-                tops[number].update(zip(places.tolist(), top, strict=True))
-            divergence[places] = _kl(masses[1], masses[0])
+                share = side.next_tokens(s, start[places])
+                masses.append(side.by_cell(share))
+                tops[number].update(zip(places.tolist(), side.likeliest(share), strict=True))
+                if number:
+                    unreached = self._unreached[: share.shape[1]].to(share.device)
+                    figures["unreached"][places] = share[:, unreached].sum(1).cpu().numpy()
+            figures["lost"][places] = masses[1][:, -1].cpu().numpy()
+            figures["divergence"][places] = _kl(masses[1], masses[0])
         for k, chunk in enumerate(chunks):
             for number, name in enumerate(names):
                 at = chunk[f"{name}_start"]
@@ -70,7 +78,8 @@ class ChunkScorer:
                 chunk[f"{name}_logprobs"] = [round(float(v), 4) for v in values] if known else None
                 chunk[f"{name}_logprob"] = round(float(values.sum()), 4) if known else None
                 chunk[f"{name}_top"] = tops[number].get(k)
-            chunk["divergence"] = round(float(divergence[k]), 4) if np.isfinite(divergence[k]) else None
+            for name, values in figures.items():
+                chunk[name] = round(float(values[k]), 4) if np.isfinite(values[k]) else None
 
 
 class _Scored:
@@ -93,7 +102,9 @@ class _Side:
         self._wants = None if bits is None else bits.expected
         if bits is not None and self._wants is not None and self._wants != tokenizer.adds_bos:
             how = "behind its begin token" if self._wants else "without a begin token"
-            self.note = f"{spec} is scored {how}, as its weights expect ({bits}); its tokenizer does otherwise."
+            self.note = (
+                f"{Path(spec).name} is scored {how}, as its weights expect ({bits}); its tokenizer does otherwise."
+            )
 
     def bind_cells(self, cell: npt.NDArray[np.int32], count: int) -> None:
         """Cell of every row of the head; tokens in none share the last place."""
@@ -121,17 +132,23 @@ class _Side:
         return _Scored(policy.get_hidden(batch)[0], logprobs, -shift, len(row) - 1 - shift, shift)
 
     @torch.no_grad()
-    def next_cells(self, scored: _Scored, start: npt.NDArray[np.int64]) -> tuple[Tensor, list[list[list[Any]]]]:
-        """Mass [rows, cells + 1] of the token at each ``start`` by cell, and the likeliest tokens."""
+    def next_tokens(self, scored: _Scored, start: npt.NDArray[np.int64]) -> Tensor:
+        """Probabilities [rows, ids] of the token at each ``start``."""
         rows = torch.from_numpy(start - 1 + scored.shift).to(scored.hidden.device)
-        share = self.model.policy.head().logits(scored.hidden.index_select(0, rows)).softmax(1)
-        mass = share.new_zeros((len(start), self._places)).index_add_(1, self._cell, share[:, : len(self._cell)])
+        return self.model.policy.head().logits(scored.hidden.index_select(0, rows)).softmax(1)
+
+    def by_cell(self, share: Tensor) -> Tensor:
+        """Probabilities [rows, cells + 1]; the last place is for tokens in no cell."""
+        width = self._cell.numel()
+        return share.new_zeros((share.shape[0], self._places)).index_add_(1, self._cell, share[:, :width])
+
+    def likeliest(self, share: Tensor) -> list[list[list[Any]]]:
+        """The most probable tokens of each row, with their probabilities."""
         values, ids = share.topk(min(_TOP, share.shape[1]), dim=1)
-        top = [
+        return [
             [[token, round(float(p), 4)] for token, p in zip(self.vocab.display(own), some, strict=True)]
             for own, some in zip(ids.tolist(), values.tolist(), strict=True)
         ]
-        return mass, top
 
 
 def _kl(teacher: Tensor, student: Tensor) -> npt.NDArray[np.float64]:

@@ -1,0 +1,159 @@
+"""The audit of a pair: what it measures by hand, what it skips, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limbeck.check import check_pair, chunk_bits, verdict
+from limbeck.errors import ExitCode
+from tests.cli.command import run
+from tests.helpers.tokenizers import byte_level, tiny
+
+CHAT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+SPECIALS = ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    words = {"s": ["201", "the", "中"], "t": ["the", "中国"]}
+    for name, own in words.items():
+        byte_level(own, specials=SPECIALS, template=CHAT).save_pretrained(tmp_path / name)
+    return str(tmp_path / "s"), str(tmp_path / "t")
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return str(path)
+
+
+def test_tokenizers_alone_give_half_of_the_audit(pair: tuple[str, str], tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [{"text": "the 201"}, {"text": "中国"}])
+    report = check_pair(*pair, [data])
+    alignment = report["alignment"]
+    # the | space | 201 against 2 0 1; 中 国(3 bytes) against 中国
+    assert alignment["kinds"] == {"1:1": 2, "1:n": 1, "n:1": 1, "n:m": 0}
+    assert alignment["strict"] == pytest.approx(0.5)
+    assert alignment["classes"]["digits"] == {"chunks": 1, "one_to_one": 0}
+    assert alignment["coverage"] == 1.0
+    assert report["vocabulary"]["unreached_mass"] == pytest.approx(1 / 4)
+    assert report["headroom"] is report["estimate"] is None
+    assert set(report["skipped"]) == {"headroom", "memory and time"}
+    assert report["verdict"]["worth"]
+    assert report["verdict"]["mode"] == "tree_kl", "a quarter of the teacher's tokens is out of reach"
+    by_what = {finding["what"]: finding for finding in report["findings"]}
+    assert by_what["digits"]["level"] == "note"
+    assert "<|im_end|>" in by_what["end of turn"]["found"]
+
+
+def test_conversations_need_templates_on_both_sides(pair: tuple[str, str], tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [{"question": "the?", "answer": "the 201"}])
+    report = check_pair(*pair, [data])
+    assert report["templates"]["needed"]
+    assert report["templates"]["student"]["text"].startswith("[start_of_turn]user")
+    assert report["verdict"]["worth"]
+    tiny(300).save_pretrained(tmp_path / "bare")
+    refused = check_pair(pair[0], str(tmp_path / "bare"), [data])
+    assert not refused["verdict"]["worth"]
+    assert refused["alignment"]["refused_rows"] == 1
+
+
+def test_the_same_tokenizer_needs_no_projection(pair: tuple[str, str], tmp_path: Path) -> None:
+    report = check_pair(pair[0], pair[0], [write(tmp_path / "d.jsonl", [{"text": "the 201"}])])
+    assert report["tokenizers"]["same"]
+    assert report["alignment"]["strict"] == 1.0
+    assert report["verdict"]["mode"] == "boundary_kl"
+
+
+def chunk(data: bytes, student: float, teacher: float, **more: Any) -> dict[str, Any]:
+    scores = {"student_logprob": student, "teacher_logprob": teacher, "divergence": 1.0, "unreached": 0.5, "lost": 0.0}
+    return {"bytes": data.hex(), "exact": True, "role": False, **scores, **more}
+
+
+def test_bits_of_chunks_by_hand() -> None:
+    chunks = [chunk(b"ab", -2.0, -1.0), chunk(b"12", -4.0, -5.0), chunk(b"zz", -9.0, -9.0, exact=False)]
+    found = chunk_bits(
+        [{"chunks": [*chunks, chunk(b"", -9.0, -9.0, role=True), chunk(b"q", -1.0, -1.0) | {"student_logprob": None}]}]
+    )
+    assert found["bytes"] == 4
+    assert found["student"] == pytest.approx(6 / math.log(2) / 4)
+    assert found["gap"] == pytest.approx(0.0)
+    assert found["classes"]["digits"]["gap"] == pytest.approx(-1 / math.log(2) / 2)
+    assert found["unreached"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "worth", "mode", "words"),
+    [
+        ({}, True, "boundary_kl", "Worth it: the teacher is ahead by 0.40"),
+        ({"gap": 0.01}, True, "boundary_kl", "Worth little"),
+        ({"gap": -0.1}, False, "boundary_kl", "Not worth a run as it is: on this text"),
+        ({"unreached": 0.3}, True, "tree_kl", "30% of the teacher"),
+        ({"coverage": 0.2}, False, "boundary_kl", "only 20% of the supervised bytes"),
+        ({"usable": False}, False, "boundary_kl", "no chat template"),
+        ({"same": True, "unreached": 0.3}, True, "boundary_kl", "Worth it"),
+    ],
+)
+def test_verdicts(change: dict[str, Any], worth: bool, mode: str, words: str) -> None:
+    values = {"gap": 0.4, "unreached": 0.0, "coverage": 1.0, "usable": True, "same": False, **change}
+    report = {
+        "tokenizers": {"same": values["same"]},
+        "headroom": {
+            "gap": values["gap"],
+            "student": 1.0,
+            "teacher": 1 - values["gap"],
+            "unreached": values["unreached"],
+        },
+        "alignment": {"coverage": values["coverage"]},
+        "templates": {"needed": True, "student": {"usable": True}, "teacher": {"usable": values["usable"]}},
+        "vocabulary": {"unreached_mass": 0.0},
+    }
+    found = verdict(report)
+    assert (found["worth"], found["mode"]) == (worth, mode)
+    assert words in found["sentence"]
+
+
+def test_the_command_fits_eighty_columns_and_writes_a_page(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "<script>document.title=1</script>"
+    data = write(tmp_path / "d.jsonl", [{"text": evil}, {"text": "中国 " * 40}])
+    page = tmp_path / "check.html"
+    code, out, _ = run(capsys, "check", *pair, "--data", data, "--html", page)
+    assert code == 0
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert "use loss_fn.mode: tree_kl" in " ".join(out.split())
+    html = page.read_text(encoding="utf-8")
+    assert html.count("<script>") == 1
+    assert "By class of text" in html
+    code, out, _ = run(capsys, "check", *pair, "--data", data, "--json")
+    assert json.loads(out)["verdict"]["mode"] == "tree_kl"
+
+
+@pytest.mark.train
+@pytest.mark.slow
+def test_a_teacher_that_is_no_better_ends_with_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.helpers import tiny as models
+
+    for name, policy in (("s", models.student()), ("t", models.teacher())):
+        policy.save_checkpoint(tmp_path / name)
+        policy.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[attr-defined]
+    data = write(tmp_path / "d.jsonl", [{"text": text} for text in models.TEXTS])
+    sides = [str(tmp_path / "s"), str(tmp_path / "t")]
+    codes = {}
+    for order in (sides, sides[::-1]):
+        code, out, _ = run(capsys, "check", *order, "--data", data, "--json")
+        report = json.loads(out)
+        codes[report["headroom"]["gap"] > 0] = code
+        assert report["estimate"]["student_parameters"] > 1000
+        assert report["skipped"] == {}
+    assert codes == {True: ExitCode.DONE, False: ExitCode.NOT_WORTH_IT}
