@@ -297,7 +297,7 @@ def _print_masses(console: Console, masses: Masses) -> None:
             title=f"teacher tokens of the corpus by {title} (shares of tokens, no model)", title_justify="left"
         )
         table.add_column(title)
-        for heading in ("chunks", "share", "unreached", "in no cell", "cells differ"):
+        for heading in ("chunks", "share", "unreached", "in no cell", "cells differ", "excluded"):
             table.add_column(heading, justify="right")
         total = sum(group.starts or 0 for group in groups.values())
         for name, group in groups.items():
@@ -307,8 +307,14 @@ def _print_masses(console: Console, masses: Masses) -> None:
                 group.starts / total,
                 *((x or 0) / group.starts for x in (group.unreached, group.lost, group.apart)),
             )
-            table.add_row(name, f"{group.starts:,}", *(f"{share:.1%}" for share in shares))
+            excluded = "-" if group.excluded is None else f"{group.excluded:.1%}"
+            table.add_row(name, f"{group.starts:,}", *(f"{share:.1%}" for share in shares), excluded)
         console.print(table)
+    if masses.excluded_student is not None and masses.excluded_teacher is not None:
+        console.print(
+            f"condition: cheap would exclude {masses.excluded_student:.1%} of the student's and "
+            f"{masses.excluded_teacher:.1%} of the teacher's mass"
+        )
     if masses.lost_tokens:
         shown = ", ".join(f"{token.token} {token.share:.2%}" for token in masses.lost_tokens[:10])
         console.print(f"out of reach most often: {shown}", markup=False, highlight=False)

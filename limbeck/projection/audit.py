@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from limbeck.errors import ProjectionError
 from limbeck.projection.counted import PairCounter
+from limbeck.projection.events import Conditions
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
+from limbeck.projection.trees import VocabTrees
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.classes import SCRIPTS, script_of
 from limbeck.tokens.vocab import quoted
@@ -224,6 +226,8 @@ class Group:
         unreached: of them, those whose teacher token no student token maps to: losses on the projection drop it.
         lost: those whose teacher token lies in no cell, so that `tree_kl` drops it.
         apart: those whose first tokens lie in different cells, so that the realised text has no common name.
+        excluded: share of the group's mass on the teacher's side that `condition: cheap` leaves out, because the
+            student's last token rules it out; the corpus's tokens stand in for probabilities.
     """
 
     student_tokens: int
@@ -234,6 +238,7 @@ class Group:
     unreached: int | None = None
     lost: int | None = None
     apart: int | None = None
+    excluded: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,8 @@ class Masses:
     Attributes:
         basis: "tokens": shares are counted over the tokens of a corpus, which stand in for probabilities.
         classes, scripts: groups by name; a chunk counts with its first teacher token.
+        excluded_student, excluded_teacher: share of either side's mass that `condition: cheap` leaves out; None
+            without a corpus. Measured behind the corpus's most frequent last tokens.
         lost_tokens: the tokens that carry most of what is out of reach, most frequent first.
     """
 
@@ -262,15 +269,19 @@ class Masses:
     classes: Mapping[str, Group]
     scripts: Mapping[str, Group]
     lost_tokens: tuple[LostToken, ...]
+    excluded_student: float | None = None
+    excluded_teacher: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for JSON: `mass_basis`, `by_class`, `by_script`, `lost_tokens`."""
+        """Plain types for JSON: `mass_basis`, `by_class`, `by_script`, `lost_tokens` and the excluded masses."""
         plain = asdict(self)
         return {
             "mass_basis": plain["basis"],
             "by_class": plain["classes"],
             "by_script": plain["scripts"],
             "lost_tokens": list(plain["lost_tokens"]),
+            "excluded_mass_student": plain["excluded_student"],
+            "excluded_mass_teacher": plain["excluded_teacher"],
         }
 
 
@@ -296,6 +307,8 @@ def audit_masses(
     rows, columns, counts = counter.pairs() if counter is not None else (np.zeros(0, np.int64),) * 3
     apart = trees.student_cell[rows] != trees.teacher_cell[columns]
     lost = trees.teacher_cell < 0
+    left_out = _excluded(trees, counter) if counter is not None else None
+    share_t = _shares(columns, counts, projection.teacher_size)
     groups: list[dict[str, Group]] = []
     for names, of in (((*CLASSES, "other"), token_class), (SCRIPTS, script_of)):
         number = {name: i for i, name in enumerate(names)}
@@ -306,14 +319,13 @@ def audit_masses(
         found = {}
         for name, i in number.items():
             here = theirs[columns] == i
-            seen = [int(counts[here & which].sum()) for which in (True, ~reached[columns], lost[columns], apart)]
-            group = Group(
-                int((mine == i).sum()),
-                int(exact[mine == i].sum()),
-                int((theirs == i).sum()),
-                int(reached[theirs == i].sum()),
-                *(seen if counter is not None else ()),
-            )
+            parts = {"starts": True, "unreached": ~reached[columns], "lost": lost[columns], "apart": apart}
+            seen = {part: int(counts[here & which].sum()) for part, which in parts.items()}
+            sizes = (mine == i).sum(), exact[mine == i].sum(), (theirs == i).sum(), reached[theirs == i].sum()
+            group = Group(*map(int, sizes))
+            if left_out is not None:
+                excluded = _part(left_out[1][theirs == i], share_t[theirs == i])
+                group = replace(group, **seen, excluded=excluded)
             if group.student_tokens or group.teacher_tokens:
                 found[name] = group
         groups.append(found)
@@ -325,7 +337,42 @@ def audit_masses(
         LostToken(i, quoted(teacher.token_bytes[i]), int(starts[i]), int(starts[i]) / total, bool(lost[i]))
         for i in listed
     )
-    return Masses("tokens", groups[0], groups[1], tokens)
+    totals = (None, None) if left_out is None else (float(left_out[0].sum()), float(left_out[1].sum()))
+    return Masses("tokens", groups[0], groups[1], tokens, *totals)
+
+
+_MOST_LAST_TOKENS = 400
+FloatArray = npt.NDArray[np.float64]
+
+
+def _shares(ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], size: int) -> FloatArray:
+    total = np.bincount(ids, counts, size)
+    shares: FloatArray = total / max(total.sum(), 1)
+    return shares
+
+
+def _part(part: FloatArray, whole: FloatArray) -> float | None:
+    return float(part.sum() / whole.sum()) if whole.sum() else None
+
+
+def _excluded(trees: VocabTrees, counter: PairCounter) -> tuple[FloatArray, FloatArray]:
+    """[V_s], [V_t]: mass of each token that the other side's last token rules out, in the cheap form, with the shares
+    of first tokens as both models' distribution everywhere."""
+    rows, columns, counts = counter.pairs()
+    known = Conditions(trees, exact=False)
+    out = []
+    for ids, size, tables, last in (
+        (rows, counter.shape[0], known.teacher, counter.teacher_last),
+        (columns, counter.shape[1], known.student, counter.student_last),
+    ):
+        share, barred = _shares(ids, counts, size), np.zeros(size)
+        frequent = np.argsort(-last, kind="stable")[:_MOST_LAST_TOKENS]
+        frequent = frequent[last[frequent] > 0]
+        total = max(int(last[frequent].sum()), 1)
+        for token in frequent.tolist():
+            barred[tables[token]] += last[token] / total
+        out.append(share * barred)
+    return out[0], out[1]
 
 
 def _share(part: int, whole: int) -> float | None:

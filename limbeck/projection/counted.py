@@ -38,6 +38,7 @@ class PairCounter:
 
     Attributes:
         student_tokens: int64 [V_s]; how often each student token occurs in the corpus.
+        student_last, teacher_last: int64 [V_s], [V_t]; how many of the chunks each token stands before.
         inner_student, inner_teacher: tokens inside chunks (not the first of theirs), and how many of them lie on a
             tree; counted where `trees` are given.
         boundaries: chunks that were counted; `inexact`: chunks left out because a normaliser changed their bytes.
@@ -51,6 +52,7 @@ class PairCounter:
         self.student, self.teacher = self._student.vocab, self._teacher.vocab
         self.shape = (self.student.size, self.teacher.size)
         self.student_tokens: IntArray = np.zeros(self.shape[0], dtype=np.int64)
+        self.student_last, self.teacher_last = (np.zeros(size, dtype=np.int64) for size in self.shape)
         self.texts = self.bytes = self.boundaries = self.inexact = 0
         self._keys: IntArray = np.zeros(0, dtype=np.int64)
         self._counts: IntArray = np.zeros(0, dtype=np.int64)
@@ -66,6 +68,13 @@ class PairCounter:
             first_student = student.ids[chunks.student_start[counted]]
             first_teacher = teacher.ids[chunks.teacher_start[counted]]
             self.student_tokens += np.bincount(student.ids, minlength=self.shape[0])
+            # before a text's first chunk stands nothing
+            self.student_last += np.bincount(
+                _before(student.ids, chunks.student_start[counted]), minlength=self.shape[0]
+            )
+            self.teacher_last += np.bincount(
+                _before(teacher.ids, chunks.teacher_start[counted]), minlength=self.shape[1]
+            )
             self.texts += 1
             self.bytes += len(student.source)
             if self._trees is not None:
@@ -103,6 +112,11 @@ class PairCounter:
         np.add.at(counts, inverse, np.concatenate([self._counts, ones]))
         self._keys, self._counts = keys, counts
         self._pending, self._pending_size = [], 0
+
+
+def _before(ids: IntArray, start: IntArray) -> IntArray:
+    before: IntArray = ids[start[start > 0] - 1]
+    return before
 
 
 def count_pairs(

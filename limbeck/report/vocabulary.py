@@ -58,7 +58,7 @@ def vocabulary_page(
 
 
 _COLUMNS = ("student tokens", "exact", "teacher tokens", "reached")
-_CORPUS_COLUMNS = ("share of chunks", "unreached", "in no cell", "cells differ")
+_CORPUS_COLUMNS = ("share of chunks", "unreached", "in no cell", "cells differ", "excluded")
 
 
 def _rows(groups: Mapping[str, Group]) -> list[list[str]]:
@@ -76,7 +76,7 @@ def _row(group: Group, total: int) -> list[str]:
     if group.starts is None:
         return cells
     seen = [_share(part or 0, group.starts) for part in (group.unreached, group.lost, group.apart)]
-    return [*cells, _share(group.starts, total), *seen]
+    return [*cells, _share(group.starts, total), *seen, "-" if group.excluded is None else f"{group.excluded:.1%}"]
 
 
 def _share(part: int, whole: int) -> str:

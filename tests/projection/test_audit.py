@@ -9,6 +9,7 @@ import pytest
 from limbeck.errors import ProjectionError
 from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
 from limbeck.projection.audit import CLASSES, audit_masses, recommend, token_class
+from limbeck.projection.events import Conditions
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
 
@@ -162,5 +163,34 @@ def test_masses_by_hand() -> None:
     assert (token.token, token.starts, token.lost) == ("'中国'", 2, False)
     assert token.share == pytest.approx(2 / 5)
     plain = json.loads(json.dumps(found.to_dict()))
+    assert bare.excluded_teacher is None
     assert plain["mass_basis"] == "tokens"
     assert plain["by_script"]["han"]["unreached"] == 2
+
+
+def test_excluded_mass_against_enumeration() -> None:
+    """Shares of first tokens as both distributions; the other side's last token rules out what it would merge."""
+    student, teacher = byte_level(["th", "the", "ab"], split_words=False), byte_level(["he", "ba"], split_words=False)
+    vocabs = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    projection = replace(build_rules(student, teacher), trees=build_trees(student, teacher))
+    counter = count_pairs(student, teacher, ["thab the ba he tab", "eh ab ba the"], trees=projection.trees)
+    found = audit_masses(projection, *vocabs, counter)
+    rows, columns, counts = counter.pairs()
+    assert projection.trees is not None
+    known = Conditions(projection.trees, exact=False)
+    for ids, last, rules, value in (
+        (rows, counter.teacher_last, known.teacher, found.excluded_student),
+        (columns, counter.student_last, known.student, found.excluded_teacher),
+    ):
+        wanted = sum(
+            int(n) * int(last[before]) * (token in set(rules[before].tolist()))
+            for before in np.flatnonzero(last).tolist()
+            for token, n in zip(ids.tolist(), counts.tolist(), strict=True)
+        )
+        assert value == pytest.approx(wanted / counts.sum() / last.sum())
+    assert found.excluded_teacher is not None
+    assert found.excluded_teacher > 0
+    mass = sum((g.excluded or 0) * (g.starts or 0) for g in found.classes.values()) / counter.boundaries
+    assert mass == pytest.approx(found.excluded_teacher)
+    # every chunk but a text's first has a token before it
+    assert counter.student_last.sum() == counter.teacher_last.sum() == counter.boundaries - counter.texts

@@ -62,7 +62,7 @@
       const c = box.chunk, bytes = c.bytes.match(/../g) ?? [];
       const shown = bytes.slice(0, 24).join(" ") + (bytes.length > 24 ? " …" : "");
       const head = make("div", {name: "what"}, make("span", {name: `chunk ${MARKS[kindOf(c)]}`, text: kindOf(c)}),
-        make("code", {text: c.role ? "special tokens of one role" : `${shown} (${bytes.length} bytes)`}));
+        make("code", {text: c.role ? "special tokens of one role" : `${shown} (${bytes.length} ${bytes.length === 1 ? "byte" : "bytes"})`}));
       const parts = [head, side(data.names[0], c.student, c.student_ids, c.student_logprobs, c.student_logprob, c.student_top),
         side(data.names[1], c.teacher, c.teacher_ids, c.teacher_logprobs, c.teacher_logprob, c.teacher_top)];
       if ("divergence" in c) {
