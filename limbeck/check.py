@@ -447,7 +447,7 @@ def _about_estimate(estimate: Report) -> Finding:
 def _duration(hours: float) -> str:
     if hours >= 1:
         return f"{hours:,.1f} h"
-    return f"{hours * 60:.0f} min" if hours >= 1 / 60 else f"{hours * 3600:.0f} s"
+    return f"{hours * 60:.0f} min" if hours >= 1 / 60 else f"{max(hours * 3600, 1):.0f} s"
 
 
 def verdict(report: Report) -> Report:

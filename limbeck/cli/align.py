@@ -220,11 +220,11 @@ def print_rows(view: dict[str, Any], console: Console) -> None:
     from limbeck.align.view import summary_lines
     from limbeck.tokens.vocab import readable
 
-    table = Table(show_edge=False, pad_edge=False, header_style="bold")
-    table.add_column("row", overflow="fold")
+    table = Table(show_edge=False, pad_edge=False, header_style="bold", expand=True)
+    table.add_column("row", no_wrap=True)
     for name in ("chunks", "one to one", "exact"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("begins", overflow="ellipsis", no_wrap=True, max_width=40)
+    table.add_column("begins", overflow="ellipsis", no_wrap=True, ratio=1)
     for row in view["rows"]:
         where = Path(row["source"]).name
         if "problem" in row:

@@ -12,8 +12,12 @@ from limbeck.errors import ExitCode
 
 
 def check_command(
-    student: Annotated[str, typer.Argument(help="Student's model folder, tokenizer file or hub id.")],
-    teacher: Annotated[str, typer.Argument(help="Teacher's model folder, tokenizer file or hub id.")],
+    student: Annotated[
+        str, typer.Argument(metavar="STUDENT", help="Student's model folder, tokenizer file or hub id.")
+    ],
+    teacher: Annotated[
+        str, typer.Argument(metavar="TEACHER", help="Teacher's model folder, tokenizer file or hub id.")
+    ],
     data: Annotated[list[str], typer.Option("--data", "-d", help="Data file of the run to come; repeatable.")],
     rows: Annotated[int, typer.Option(help="Rows to look at, spread over the data.", min=1)] = 64,
     text_key: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from limbeck.report.page import Page
 from limbeck.report.reasons import explain
 from limbeck.tokens.vocab import readable
 
+MOST_CHUNKS = 30_000
+"""Chunks on a page; with scores that is about 15 MB."""
 _KINDS = {"1:1": "", "1:n": "k-1n", "n:1": "k-n1", "n:m": "k-nm"}
 
 
@@ -65,7 +68,7 @@ def _viewer_chunk(chunk: dict[str, Any]) -> dict[str, Any]:
     shown["bytes"] = chunk.get("bytes", "")
     shown["student"] = [readable(token) for token in chunk["student_tokens"]]
     shown["teacher"] = [readable(token) for token in chunk["teacher_tokens"]]
-    shown["ends_line"] = "\n" in chunk["text"]
+    shown["ends_line"] = "\n" in chunk["text"] or chunk["role"]  # special tokens that meet end a turn or a document
     scores = ("student_logprobs", "teacher_logprobs", "student_logprob", "teacher_logprob", "divergence")
     shown.update({key: chunk[key] for key in scores if chunk.get(key) is not None})
     for key in ("student_top", "teacher_top"):
@@ -86,15 +89,23 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str], *, notes: Seque
         ("Teacher", f"{s['teacher_tokens_per_byte']:.3f}", "tokens per byte"),
         *_score_cards(rows),
     ]
+    shown = _fitting(rows)
+    left = [f"The page shows the first {len(shown):,} rows; the figures are of all."] if len(shown) < len(rows) else []
     data = {
         "student": names[0],
         "teacher": names[1],
-        "notes": list(notes),
+        "notes": [*notes, *left],
         "left_out": "; ".join(f"{v:,} {explain(k) or k}" for k, v in sorted(s["left_out"].items())) or "nothing",
         "cards": [{"title": title, "value": value, "below": below} for title, value, below in cards],
-        "viewer": viewer(rows, names),
+        "viewer": viewer(shown, names),
     }
     return Page("alignment", f"Alignment of {names[0]} and {names[1]}", data)
+
+
+def _fitting(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The first rows, at least one, whose chunks are not too many for a page."""
+    ends = accumulate(len(row.get("chunks", ())) for row in rows)
+    return rows[: max(sum(end <= MOST_CHUNKS for end in ends), 1)]
 
 
 def _share(part: int, whole: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from limbeck.align.view import merged_summary, view_messages, view_text
+from limbeck.report import alignment
 from limbeck.report.alignment import alignment_page, viewer
 from limbeck.tokens import Tokenizer
 from tests.helpers import tiny
@@ -58,6 +59,17 @@ def test_what_a_template_drops_is_told_with_its_reason() -> None:
     (row,) = viewer([view], ("s", "t"))["rows"]
     assert "only one side's template renders" in row["left_out"][0]["why"]
     assert "".join(row["reads"]["student"]["tokens"]).startswith("user:")
+
+
+def test_a_page_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = views("In 2011.", "The second", "third")
+    sizes = [len(row["chunks"]) for row in view["rows"]]
+    monkeypatch.setattr(alignment, "MOST_CHUNKS", sizes[0] + sizes[1])
+    page = alignment_page(view, ("s", "t"))
+    assert len(page.data["viewer"]["rows"]) == 2
+    assert "the first 2 rows" in page.data["notes"][0]
+    monkeypatch.setattr(alignment, "MOST_CHUNKS", 1)
+    assert len(alignment_page(view, ("s", "t")).data["viewer"]["rows"]) == 1
 
 
 @pytest.mark.slow
