@@ -30,6 +30,8 @@ MOST_SCORED_BYTES = 20_000
 CLEAR_GAP = 0.05
 """Bits per byte below which a teacher has little to tell."""
 ENOUGH_COVERED = 0.5
+MODE = "tree_kl"
+"""The loss to use: a run's default, which needs nothing of the teacher to be within the projection's reach."""
 _ROLES = ("bos", "eos", "eot", "start_of_turn", "pad")
 _THINK = ("<think>", "</think>")
 _PROBE = ({"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."})
@@ -367,7 +369,7 @@ def _about_reach(report: Report) -> list[Finding]:
     value, basis = unreached(report)
     if value is not None:
         more = "" if headroom is None or headroom["lost"] is None else f"; lost to tree_kl {headroom['lost']:.1%}"
-        level, remedy = ("ok", "") if 1 - value >= REACHED else ("note", "use loss_fn.mode: tree_kl")
+        level, remedy = ("ok", "") if 1 - value >= REACHED else ("note", "losses on the projection would drop it")
         found.append(_finding(level, "unreached mass", f"{value:.1%} of the teacher's {basis}{more}", remedy))
     return found
 
@@ -454,8 +456,7 @@ def verdict(report: Report) -> Report:
     """``worth``, ``mode`` (the loss to use) and one ``sentence``."""
     headroom, alignment, templates = report["headroom"], report["alignment"], report["templates"]
     value, _ = unreached(report)
-    coarse = value is not None and 1 - value < REACHED
-    mode = "tree_kl" if coarse and not report["tokenizers"]["same"] else "boundary_kl"
+    coarse = value is not None and 1 - value < REACHED and not report["tokenizers"]["same"]
     blocked = [name for name in ("student", "teacher") if templates["needed"] and not templates[name]["usable"]]
     against = ""
     if headroom is not None and headroom["gap"] <= 0:
@@ -466,12 +467,12 @@ def verdict(report: Report) -> Report:
     elif alignment["coverage"] < ENOUGH_COVERED:
         against = f"only {alignment['coverage']:.0%} of the supervised bytes can be compared"
     if against:
-        return {"worth": False, "mode": mode, "sentence": f"Not worth a run as it is: {against}."}
+        return {"worth": False, "mode": MODE, "sentence": f"Not worth a run as it is: {against}."}
     if headroom is None:
         known = "The tokenizers fit; whether the teacher is better here was not measured"
     elif headroom["gap"] < CLEAR_GAP:
         known = f"Worth little: the teacher is ahead by {headroom['gap']:.3f} bits per byte only"
     else:
         known = f"Worth it: the teacher is ahead by {headroom['gap']:.2f} bits per byte"
-    why = f", since {value:.0%} of the teacher is out of the projection's reach" if mode == "tree_kl" else ""
-    return {"worth": True, "mode": mode, "sentence": f"{known}; use loss_fn.mode: {mode}{why}."}
+    why = f": {value:.0%} of the teacher is out of the projection's reach" if coarse else ""
+    return {"worth": True, "mode": MODE, "sentence": f"{known}; use loss_fn.mode: {MODE}, the default{why}."}
