@@ -65,13 +65,24 @@ are bytes that are no whole characters."""
 
 # first code points of stretches, and their script; what a script does not name is told by whether it is a letter
 _STRETCHES: tuple[tuple[int, str], ...] = (
-    *((0x00, ""), (0x41, "latin"), (0x5B, ""), (0x61, "latin"), (0x7B, ""), (0xC0, "latin"), (0x250, "")),
+    *((0x00, ""), (0x41, "latin"), (0x5B, ""), (0x61, "latin"), (0x7B, ""), (0xC0, "latin"), (0x2B0, "")),
     *((0x370, "greek"), (0x400, "cyrillic"), (0x530, ""), (0x590, "hebrew"), (0x600, "arabic"), (0x780, "")),
     *((0x8A0, "arabic"), (0x900, "indic"), (0xE00, "thai"), (0xE80, ""), (0x1100, "hangul"), (0x1200, "")),
-    *((0x1E00, "latin"), (0x1F00, "greek"), (0x2000, ""), (0x2E80, "han"), (0x3000, ""), (0x3040, "kana")),
+    *((0x1D00, "latin"), (0x1DC0, ""), (0x1E00, "latin"), (0x1F00, "greek"), (0x2000, "")),
+    *((0x2C60, "latin"), (0x2C80, ""), (0x2E80, "han"), (0x3000, ""), (0x3040, "kana")),
     *((0x3100, ""), (0x3130, "hangul"), (0x3190, ""), (0x31F0, "kana"), (0x3200, ""), (0x3400, "han"), (0xA000, "")),
+    *((0xA720, "latin"), (0xA800, "")),
     *((0xAC00, "hangul"), (0xD7B0, ""), (0xF900, "han"), (0xFB00, "latin"), (0xFB07, ""), (0xFB1D, "hebrew")),
-    *((0xFB50, "arabic"), (0xFE00, ""), (0xFE70, "arabic"), (0xFF00, ""), (0xFF66, "kana"), (0xFFA0, "")),
+    *(
+        (0xFB50, "arabic"),
+        (0xFE00, ""),
+        (0xFE70, "arabic"),
+        (0xFF00, ""),
+        (0xFF21, "latin"),
+        (0xFF5B, ""),
+        (0xFF66, "kana"),
+        (0xFFA0, ""),
+    ),
     *((0x20000, "han"), (0x40000, "")),
 )
 _STARTS = [start for start, _ in _STRETCHES]
