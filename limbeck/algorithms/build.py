@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -17,6 +17,9 @@ from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
 from limbeck.tokens.begin import set_begin
 from limbeck.tokens.tokenizer import read_template
+
+Collate = Callable[[list[Any]], Any]
+"""Records to what a step takes."""
 
 
 def tokenizer_of(policy: ModelConfig) -> Any:
@@ -106,13 +109,13 @@ def teacher_lengths(config: MasterConfig) -> list[int]:
 
 
 def make_loaders(
-    config: MasterConfig, collator: CrossTokenizerCollator, train: Any, val: Any | None
+    config: MasterConfig, collate: Collate, train: Any, val: Any | None, *, val_collator: CrossTokenizerCollator
 ) -> tuple[StatefulDataLoader, StatefulDataLoader | None]:
     """Loaders of this rank's share of the training and validation records; both can be resumed."""
     loop, layout, workers = config.distillation, config.policy.dtensor_cfg, config.data.num_workers
     train_loader = make_loader(
         train,
-        collator,
+        collate,
         records=loop.num_prompts_per_step,
         layout=layout,
         seed=loop.seed,
@@ -122,5 +125,5 @@ def make_loaders(
     if val is None:
         return train_loader, None
     return train_loader, make_validation_loader(
-        val, collator, rows=loop.val_batch_size, layout=layout, seed=loop.seed, num_workers=workers
+        val, val_collator, rows=loop.val_batch_size, layout=layout, seed=loop.seed, num_workers=workers
     )

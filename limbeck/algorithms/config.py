@@ -14,10 +14,12 @@ from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.errors import ConfigError
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
+from limbeck.losses.divergences import Direction
 from limbeck.losses.hint import HintLossConfig
 from limbeck.losses.policy_gradient import PolicyLossConfig
 from limbeck.losses.preference import PreferenceLossConfig
 from limbeck.losses.weights import ChannelWeights, WeightConfig
+from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.traces.dataset import TracesConfig
@@ -101,6 +103,74 @@ class MasterConfig(_Section):
     def all_teachers(self) -> list[TeacherConfig]:
         """The teachers in order, however they were given."""
         return [self.teacher] if self.teacher is not None else list(self.teachers)
+
+
+# -- on-policy ---------------------------------------------------------------------------------------------------------
+
+
+class SampledLossConfig(CrossTokenizerDistillationLossConfig):
+    """The distillation loss on text that the student wrote: reverse KL, and no cross-entropy with its own words."""
+
+    ce_loss_scale: float = Field(0.0, description="factor of cross-entropy")
+    direction: Direction = Field("reverse", description="forward: KL(teacher||student); reverse; jsd")
+
+
+class OnPolicyConfig(SamplingConfig):
+    """What the student writes, and how it is corrected."""
+
+    fraction: float = Field(default=1.0, ge=0, le=1)
+    """Share of the records that are prompts; the others are learnt from as they are stored. Which is which follows from
+    ``distillation.seed``. The two losses count by their shares."""
+    prompt_tokens: int = Field(default=32, ge=1)
+    """Of a text so many student tokens are its prompt (text mode); a conversation is one up to its last answer."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Most that is written after a prompt: the first tokens of an answer teach most."""
+    loss_fn: SampledLossConfig = Field(default_factory=lambda: SampledLossConfig.model_validate({}))
+    """The loss on sampled text, with defaults of its own: reverse KL, no cross-entropy."""
+    compare_stops: bool = True
+    """Compare the student's end of an answer with the teacher's by role, whatever their ids; False: leave it out."""
+    mask_blanks: bool = True
+    """Leave out chunks of nothing but spaces and tabs, where the sides differ in splitting and not in meaning."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OnPolicyConfig:
+        if self.loss_fn.learnable_projection or self.loss_fn.projection_matrix_path is not None:
+            raise ValueError("on_policy.loss_fn uses the projections of loss_fn; give projection keys there")
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError("at temperature 0 all samples of a prompt are the same; set samples_per_prompt to 1")
+        return self
+
+
+class OnPolicyMasterConfig(MasterConfig):
+    """A whole run file."""
+
+    algorithm: Literal["on_policy_distillation"] = "on_policy_distillation"
+    on_policy: OnPolicyConfig = OnPolicyConfig()
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> OnPolicyMasterConfig:
+        if self.on_policy.fraction == 0:
+            return self
+        if not self.all_teachers:
+            raise ValueError("on-policy distillation needs a teacher; give teacher, or set on_policy.fraction to 0")
+        if any(own.cache is not None for own in self.all_teachers):
+            raise ValueError("a cache has no signals for text that is yet to be written; leave out teacher.cache")
+        if self.loss_fn.learnable_projection:
+            raise ValueError("loss_fn.learnable_projection goes with on_policy.fraction 0 alone; leave it out")
+        if self.policy.train_global_batch_size != self.distillation.num_prompts_per_step:
+            raise ValueError("what is sampled is learnt from in one update; leave out policy.train_global_batch_size")
+        remote = any(own.server is not None for own in self.all_teachers)
+        if remote and self.on_policy.loss_fn.temperature != 1.0:
+            raise ValueError("a server gives log-probabilities at 1; set on_policy.loss_fn.temperature to 1")
+        most = self.policy.max_total_sequence_length
+        length = min(self.data.max_input_seq_length or most, most)
+        if length <= self.on_policy.max_new_tokens:
+            raise ValueError(
+                f"on_policy.max_new_tokens is {self.on_policy.max_new_tokens}, which leaves no room for a prompt in "
+                f"rows of {length} tokens; lower it, or raise data.max_input_seq_length"
+            )
+        return self
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ DEFAULT = "xtoken_off_policy_distillation"
 # Name -> (module, its config model). Imported on demand: each brings models and losses of its own.
 _ALGORITHMS = {
     DEFAULT: ("limbeck.algorithms.xtoken_off_policy_distillation", "MasterConfig"),
+    "on_policy_distillation": ("limbeck.algorithms.on_policy_distillation", "OnPolicyMasterConfig"),
     "trace_distillation": ("limbeck.algorithms.trace_distillation", "TraceMasterConfig"),
 }
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
 from limbeck.errors import CheckpointError, DataError, LossError
 from limbeck.losses.contract import State
@@ -91,6 +92,11 @@ class TrainingLoop(ABC):
         """A step's metrics besides those of every recipe."""
         return {}
 
+    def rows_of(self, batch: Any) -> BatchedDataDict:
+        """The rows that a step was taken on, which are kept where it fails."""
+        rows: BatchedDataDict = batch
+        return rows
+
     def look_ahead(self) -> None:
         """Before a run's first step: what a user should know now and not after it. Collective."""
 
@@ -159,7 +165,7 @@ class TrainingLoop(ABC):
         try:
             result = self.train_step(batch)
         except LossError as error:
-            kept = run_folder.save_failed_batch(self.config.logger.log_dir, step, batch)
+            kept = run_folder.save_failed_batch(self.config.logger.log_dir, step, self.rows_of(batch))
             last = self.checkpointer.latest()
             good = f"the last checkpoint is {last.name}" if last else "there is no checkpoint yet"
             raise LossError(f"step {step}: {error}; the batch is kept in {str(kept)!r}, {good}") from error

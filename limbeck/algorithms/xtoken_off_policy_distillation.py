@@ -9,7 +9,7 @@ backward -> one optimizer step. Validation, checkpoints and logging around it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -32,12 +32,13 @@ from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.samples import PromptSamples
 from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
 from limbeck.errors import ConfigError, DataError, one_line
 from limbeck.losses.contract import Teacher
-from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig, CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.loading import ModelConfig, check_length, check_settings
@@ -109,6 +110,8 @@ def setup(
     teacher_tokenizer: object,
     train_dataset: Any,
     val_dataset: Any | None,
+    *,
+    wrap: Callable[[CrossTokenizerCollator], Any] | None = None,
 ) -> tuple[
     Policy,
     Teachers,
@@ -125,6 +128,7 @@ def setup(
     Args:
         teacher_tokenizer: of the teacher, or one per teacher.
         train_dataset, val_dataset: map-style data sets of records, see ``limbeck.data.sources``.
+        wrap: makes what collates training records of the collator, where that is more than it; not for validation.
 
     Returns:
         Student, teacher (a Policy for one live teacher, otherwise a list of sources), loaders, loss, logger,
@@ -140,7 +144,7 @@ def setup(
         raise ConfigError(f"{len(teachers)} teachers in the run file but {len(tokenizers)} teacher tokenizers")
     _check_models(config, student_tokenizer, tokenizers)
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
-    foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
+    foreign = foreign_tokenizers(student_tokenizer, tokenizers)
     remote = connect_servers(
         teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
     )
@@ -153,11 +157,12 @@ def setup(
             seed=config.distillation.seed, student_fingerprint=vocab.fingerprint, teacher_fingerprints=prints
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
-    loss_fn = _make_loss(config, student_tokenizer, foreign)
+    loss_fn = make_loss(config.loss_fn, student_tokenizer, foreign)
     loss_fn.count_by_class(class_table(vocab))
     conditions = [objective.conditions for objective in loss_fn.objectives]
     collator = make_collator(config, student_tokenizer, foreign, conditions)
-    loader, val_loader = make_loaders(config, collator, train_dataset, val_dataset)
+    collate = collator if wrap is None else wrap(collator)
+    loader, val_loader = make_loaders(config, collate, train_dataset, val_dataset, val_collator=collator)
     student = Policy(
         config.policy,
         student_tokenizer,
@@ -217,17 +222,26 @@ def _check_models(config: MasterConfig, student_tokenizer: object, tokenizers: l
             check_length(own, lengths[index], name=f"teacher_{index}")
 
 
-def _make_loss(config: MasterConfig, student_tokenizer: object, foreign: list[Any]) -> CrossTokenizerDistillationLossFn:
-    paths = config.loss_fn.projection_matrix_path
+def foreign_tokenizers(student_tokenizer: object, tokenizers: Sequence[Any]) -> list[Any]:
+    """The teachers' tokenizers; None for those that are the student's own."""
+    vocab = ByteVocab.from_tokenizer(student_tokenizer)
+    return [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in tokenizers]
+
+
+def make_loss(
+    settings: CrossTokenizerDistillationLossConfig, student_tokenizer: object, foreign: Sequence[Any]
+) -> CrossTokenizerDistillationLossFn:
+    """The loss with a projection for every teacher; ``foreign``: None for those that share the student's tokenizer."""
+    paths = settings.projection_matrix_path
     per_teacher = paths if isinstance(paths, list) else [paths] * len(foreign)
     if len(per_teacher) != len(foreign):
         raise ConfigError(f"loss_fn.projection_matrix_path has {len(per_teacher)} entries for {len(foreign)} teachers")
-    trees = OBJECTIVES[config.loss_fn.mode].needs_trees
+    trees = OBJECTIVES[settings.mode].needs_trees
     projections = [
         None if tokenizer is None else load_or_build(student_tokenizer, tokenizer, path, trees=trees)
         for tokenizer, path in zip(foreign, per_teacher, strict=True)
     ]
-    return CrossTokenizerDistillationLossFn(config.loss_fn, projections=projections)
+    return CrossTokenizerDistillationLossFn(settings, projections=projections)
 
 
 def live_teacher(config: MasterConfig, index: int, tokenizer: object) -> Policy:
@@ -289,7 +303,7 @@ def xtoken_off_policy_distillation_train(
     master_config: MasterConfig,
 ) -> None:
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
-    _Loop(
+    OffPolicyLoop(
         student_policy,
         as_teachers(teacher_policy),
         dataloader,
@@ -315,7 +329,7 @@ def check_widths(batch: BatchedDataDict) -> None:
             )
 
 
-class _Loop(TrainingLoop):
+class OffPolicyLoop(TrainingLoop):
     """Steps on texts that teachers read too, validated by bits per byte."""
 
     def __init__(
@@ -391,11 +405,16 @@ class _Loop(TrainingLoop):
         if (self.validates and self.config.distillation.val_at_start) or not self.teachers:
             return
         records: Any = self.loader.dataset
-        batch = self.loader.collate_fn([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
+        batch = self.stored_rows([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
         metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
         means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
         self.timer.reset()
         self.logger.print(f"on the first {min(len(records), RECORDS_AHEAD)} training records: {compared_bits(means)}")
+
+    def stored_rows(self, records: list[Any]) -> BatchedDataDict:
+        """Records as they are stored, collated."""
+        batch: BatchedDataDict = self.loader.collate_fn(records)
+        return batch
 
     def own_state(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn.state_dict(), "data": _fingerprints(self.loader, self.val_loader)}

@@ -7,7 +7,7 @@ It runs in data-loader workers. Records are dicts with ``text`` or ``messages`` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -25,8 +25,11 @@ from limbeck.projection.events import Conditions, Facts, Runs
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
 
-# No real text comes near this many characters per token over a whole context.
-_CHARS_PER_TOKEN = 64
+Refine = Callable[[int, Chunks, Counter[str]], Chunks]
+"""Chooses among the chunks of a row: (row, chunks, what is left out) -> chunks."""
+
+CHARS_PER_TOKEN = 64
+"""No real text comes near this many characters per token over a whole context."""
 
 
 class DatumSpec(TypedDict, total=False):
@@ -188,11 +191,40 @@ class CrossTokenizerCollator:
     def __call__(self, batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch = flatten_documents(batch)  # type: ignore[arg-type, assignment]
         dropped: list[Counter[str]] = [Counter() for _ in batch]
-        batch = [self._record(r, d) for r, d in zip(batch, dropped, strict=True)]
-        student, teachers, chunks = self._render(batch, dropped)
-        student, teachers, chunks = self._cut(student, teachers, chunks, dropped)
-        out: dict[str, Any] = dict(self.student.padded(student, self.pad_to_max))
+        batch = [self.in_our_form(r, d) for r, d in zip(batch, dropped, strict=True)]
+        student, teachers = self._render(batch, dropped)
+        idx = [int(r.get("idx", row)) for row, r in enumerate(batch)]
         weights = [float(r.get("loss_multiplier", 1.0)) for r in batch]
+        return self.assemble(student, teachers, idx=idx, weights=weights, dropped=dropped)
+
+    def assemble(
+        self,
+        student: list[Rendering],
+        teachers: Sequence[list[Rendering]],
+        *,
+        idx: list[int],
+        weights: list[float],
+        dropped: list[Counter[str]],
+        refine: Refine | None = None,
+    ) -> BatchedDataDict[Any]:
+        """The batch of rows that are rendered already: aligned, cut to the context lengths, padded.
+
+        Args:
+            student: one rendering per row.
+            teachers: per teacher one rendering per row; empty for a teacher that reads the student's ids.
+            idx, weights: record and ``loss_multiplier`` of each row.
+            dropped: what rendering left out, by row; what is left out here is added.
+            refine: chooses among the chunks of a row.
+        """
+        weights = list(weights)
+        chunks: list[list[Chunks]] = [[] for _ in self.teachers]
+        for row, mine in enumerate(student):
+            for i, side in enumerate(self.teachers):
+                if side is not None:
+                    found = self._align(i, mine, teachers[i][row], dropped[row])
+                    chunks[i].append(found if refine is None else refine(row, found, dropped[row]))
+        student, theirs, chunks = self._cut(student, [list(own) for own in teachers], chunks, dropped)
+        out: dict[str, Any] = dict(self.student.padded(student, self.pad_to_max))
         for row, r in enumerate(student):
             dropped[row].update(r.dropped)
             if not r.target[1:].any():
@@ -200,13 +232,13 @@ class CrossTokenizerCollator:
                 weights[row] = 0.0
         for i, side in enumerate(self.teachers):
             if side is not None:
-                tensors = side.padded(teachers[i], self.pad_to_max)
+                tensors = side.padded(theirs[i], self.pad_to_max)
                 ids = out["input_ids"], tensors["input_ids"]
                 for number in ("", "0_") if i == 0 else (f"{i}_",):
                     out |= {f"teacher_{number}{key}": value for key, value in tensors.items()}
                 out |= self._alignment(i, chunks[i], *ids)
         out["sample_mask"] = torch.tensor(weights, dtype=torch.float32)
-        out["idx"] = [int(r.get("idx", row)) for row, r in enumerate(batch)]
+        out["idx"] = idx
         out["dropped"] = [{k: v for k, v in d.items() if v} for d in dropped]
         return BatchedDataDict(out)
 
@@ -223,11 +255,10 @@ class CrossTokenizerCollator:
 
     def _render(
         self, batch: list[DatumSpec], dropped: list[Counter[str]]
-    ) -> tuple[list[Rendering], list[list[Rendering]], list[list[Chunks]]]:
-        """Renderings of every side and the chunks of every teacher, record by record where one may fail."""
+    ) -> tuple[list[Rendering], list[list[Rendering]]]:
+        """Renderings of every side, record by record where one may fail."""
         student: list[Rendering] = []
         teachers: list[list[Rendering]] = [[] for _ in self.teachers]
-        chunks: list[list[Chunks]] = [[] for _ in self.teachers]
         if self.mode == "text":
             known = self._render_texts([self._text(r, d) for r, d in zip(batch, dropped, strict=True)])
         for row, record in enumerate(batch):
@@ -236,8 +267,7 @@ class CrossTokenizerCollator:
             for i, side in enumerate(self.teachers):
                 if side is not None:
                     teachers[i].append(theirs[i])
-                    chunks[i].append(self._align(i, mine, theirs[i], dropped[row]))
-        return student, teachers, chunks
+        return student, teachers
 
     def _align(self, i: int, student: Rendering, teacher: Rendering, dropped: Counter[str]) -> Chunks:
         aligner = self.aligners[i]
@@ -247,29 +277,34 @@ class CrossTokenizerCollator:
         dropped.update({f"teacher_{i}_{k}" if i else k: v for k, v in counts.items()})
         return chunks
 
-    def _record(self, record: DatumSpec, dropped: Counter[str]) -> DatumSpec:
+    def in_our_form(self, record: DatumSpec, dropped: Counter[str]) -> DatumSpec:
         """A record in our form, whether it came in it or in the published one."""
         try:
             return as_record(record)  # type: ignore[return-value]
         except BadRecord as error:
-            self._refuse(record, error, dropped)
+            self.refuse(record, error, dropped)
             return {**record, "text": "", "messages": [], "skip_reason": error.reason}
 
     def _text(self, record: DatumSpec, dropped: Counter[str]) -> str:
         try:
-            text = record.get("text")
-            if not isinstance(text, str):
-                raise DataError(f"record {_where(record)} has no text; its keys are {sorted(record)}.")
-            text.encode("utf-8")
-            return self._prefix(text, dropped)
+            return self._prefix(self.text_of(record), dropped)
         except (DataError, UnicodeEncodeError) as error:
-            self._refuse(record, error, dropped)
+            self.refuse(record, error, dropped)
             return ""
+
+    @staticmethod
+    def text_of(record: DatumSpec) -> str:
+        """A record's text, refused where there is none or no tokenizer could read it."""
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise DataError(f"record {_where(record)} has no text; its keys are {sorted(record)}.")
+        text.encode("utf-8")
+        return text
 
     def _prefix(self, text: str, dropped: Counter[str]) -> str:
         """As much of a text as can matter: tokenizing megabytes to keep one context would be waste."""
         longest = max(side.ctx_length for side in (self.student, *self.teachers) if side is not None)
-        budget = _CHARS_PER_TOKEN * longest
+        budget = CHARS_PER_TOKEN * longest
         if len(text) <= budget:
             return text
         dropped["prefix_of_document"] += 1
@@ -294,11 +329,12 @@ class CrossTokenizerCollator:
                 return mine, theirs
             dropped[str(record["skip_reason"])] += 1
         except LimbeckError as error:
-            self._refuse(record, error, dropped)
+            self.refuse(record, error, dropped)
         empty = [None if s is None else s.encoder.encode("") for s in self.teachers]
         return self.student.encoder.encode(""), empty
 
-    def _refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
+    def refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
+        """Stop at a record that cannot be used, or count it, as ``on_error`` says."""
         if not self.skip_errors:
             message = str(error) if isinstance(error, DataError) else f"record {_where(record)}: {error}"
             raise DataError(message) from error

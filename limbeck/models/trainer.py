@@ -63,6 +63,7 @@ class Channel:
         rows_together: neighbouring rows that must share a micro-batch (a preference pair: 2).
         monitor: measured along with every micro-batch.
         reported: metrics of the loss that are kept, also where no rank has a row for them; empty: all of them.
+        prefix: of the names of its metrics and counts, where two channels have losses of one kind.
     """
 
     batch: BatchedDataDict
@@ -72,6 +73,13 @@ class Channel:
     rows_together: int = 1
     monitor: Monitor | None = None
     reported: Sequence[str] = ()
+    prefix: str = ""
+
+    def own(self, metrics: Mapping[str, Pair]) -> Mapping[str, Pair]:
+        """Of a step's metrics those of this channel, by the names that its loss gave them."""
+        if not self.prefix:
+            return metrics
+        return {name.removeprefix(self.prefix): pair for name, pair in metrics.items() if name.startswith(self.prefix)}
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ class Trainer:
             channels, asked = prefetch(self.model, channels, timer)
             for channel in channels:
                 if channel.loss.needs_first_pass:
-                    channel.loss.first_pass(_measured(self.model, [channel], rows, timer, {}).metrics)
+                    channel.loss.first_pass(channel.own(_measured(self.model, [channel], rows, timer, {}).metrics))
             self._drop_gradients()
             work = _Pass(self.model, channels, rows, timer, training=True)
             work.metrics.add(asked)
@@ -161,7 +169,7 @@ class Trainer:
         finally:
             self.model.model.eval()
         for channel in channels:
-            channel.loss.step_end(result.metrics)
+            channel.loss.step_end(channel.own(result.metrics))
             for teacher in channel.teachers:
                 teacher.step_end()
         return result
@@ -337,7 +345,7 @@ class _Pass:
         for mb in iterator:
             self._microbatch(mb, channel, counts)
         self.microbatches += number
-        self.counts.update(counts)
+        self.counts.update({channel.prefix + name: count for name, count in counts.items()})
         self.valid = {name: value + float(prepared[name]) for name, value in self.valid.items()}
         self.samples += list(batch.get("idx") or [])
 
@@ -391,6 +399,8 @@ class _Pass:
                 metrics = Metrics({name: metrics.get(name, (0.0, 0.0)) for name in channel.reported})
             if channel.monitor is not None:
                 metrics.add(channel.monitor(hidden_RH, head, signals, inputs))
+            if channel.prefix:
+                metrics = Metrics().add(metrics, channel.prefix)
         return loss if channel.factor == 1 else loss * channel.factor, metrics
 
     def read(self, norm: Tensor | None = None) -> StepResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,4 +95,23 @@ class Rendering:
             segments=segments,
             fields=tuple(f for f in self.fields if f.end <= end_byte),
             dropped={**self.dropped, "truncated_tokens": len(self) - length},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rendering]) -> Rendering:
+        """Several renderings, one after the other, as one; their segments and fields are left behind."""
+        before = np.cumsum([0, *(len(part.source) for part in parts)])
+        none = np.zeros(0, dtype=np.int64)
+
+        def flags(name: str) -> BoolArray:
+            return np.concatenate([none.astype(bool), *(getattr(part, name) for part in parts)])
+
+        return cls(
+            np.concatenate([none, *(part.ids for part in parts)]),
+            np.concatenate([none, *(part.ends + shift for part, shift in zip(parts, before[:-1], strict=True))]),
+            b"".join(part.source for part in parts),
+            flags("exact"),
+            flags("special"),
+            flags("target"),
+            dropped=dict(sum((Counter(part.dropped) for part in parts), Counter())),
         )

@@ -264,6 +264,25 @@ class Tokenizer:
         plain = [self._locate(e.ids, text) or self._resync(text) for text, e in zip(texts, encodings, strict=True)]
         return [self._frame(r, bos=bos, eos=eos) for r in plain]
 
+    def encode_bytes(self, data: bytes, *, bos: bool = False) -> Rendering:
+        """:meth:`encode` of bytes that need not be text all through, as a model may write them.
+
+        Parts that are no whole characters are spelled byte by byte. Where the vocabulary cannot, the rendering and its
+        source end before them.
+        """
+        parts = []
+        for run in _utf8_runs(data):
+            text = _as_text(run)
+            if text is not None:
+                parts.append(self.encode(text))
+                continue
+            ids = np.array(self._spell_bytes(run), dtype=np.int64)
+            if not len(ids):
+                break
+            parts.append(self._plain(ids, np.cumsum(self.vocab.byte_len[ids]), run, np.ones(len(ids), dtype=bool), {}))
+        r = Rendering.joined(parts)
+        return self._frame(self._plain(r.ids, r.ends, r.source, r.exact, r.dropped), bos=bos, eos=False)
+
     def encode_aliased(self, text: str) -> Rendering:
         """Render a text in which aliases stand for special tokens; nothing is a target yet."""
         _check_text(text)

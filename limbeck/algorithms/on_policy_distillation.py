@@ -1,0 +1,211 @@
+"""On-policy distillation: the student writes, its teachers correct what it wrote.
+
+Per step: prompts -> the student's continuations -> each teacher reads their bytes in its own tokens and template ->
+loss -> one optimizer step. Stored text may be mixed in (``on_policy.fraction``). Everything around a step is that of
+off-policy distillation, and with ``fraction: 0`` so is the step.
+
+    limbeck train recipes/on_policy_cpu.yaml
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from limbeck.algorithms import run_folder
+from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
+from limbeck.algorithms.build import load_datasets, load_tokenizers
+from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
+from limbeck.algorithms.loop import whole_run
+from limbeck.algorithms.rollouts import Rollout, Rollouts, StepCollate, StepData
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.continuations import ContinuationCollator
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.distributed.comm import Comm
+from limbeck.losses.contract import Loss, Teacher
+from limbeck.models.checkpoint import Checkpoint
+from limbeck.models.generate import LocalSampler
+from limbeck.models.policy import Policy
+from limbeck.models.trainer import Channel
+from limbeck.tokens import ByteVocab
+from limbeck.utils.checkpoint import CheckpointManager
+from limbeck.utils.logger import Logger
+from limbeck.utils.state import fitting, restore_rng
+
+__all__ = ["OnPolicyConfig", "OnPolicyMasterConfig", "OnPolicyRun", "run", "setup", "train"]
+
+PREFIX = "on_policy/"
+"""Of the metrics of the loss on sampled text."""
+
+
+@dataclass
+class OnPolicyRun:
+    """Everything that :func:`train` needs; ``rollouts`` and ``sampled_loss`` are what off-policy distillation lacks."""
+
+    config: OnPolicyMasterConfig
+    student: Policy
+    teachers: list[Teacher]
+    loader: StatefulDataLoader
+    val_loader: StatefulDataLoader | None
+    loss_fn: Any
+    sampled_loss: Loss[Any]
+    rollouts: Rollouts
+    logger: Logger
+    checkpointer: CheckpointManager
+    state: off_policy.OffPolicyDistillationSaveState
+
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
+
+
+def setup(
+    config: OnPolicyMasterConfig,
+    student_tokenizer: object,
+    teacher_tokenizers: Sequence[Any],
+    train_dataset: Any,
+    val_dataset: Any | None,
+) -> OnPolicyRun:
+    """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
+    own = config.on_policy
+    parts = off_policy.setup(
+        config,
+        student_tokenizer,
+        list(teacher_tokenizers),
+        train_dataset,
+        val_dataset,
+        wrap=partial(_step_collate, config),
+    )
+    student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, _ = parts
+    rows: ContinuationCollator = loader.collate_fn.rows
+    vocab = ByteVocab.from_tokenizer(student_tokenizer)
+    foreign = off_policy.foreign_tokenizers(student_tokenizer, teacher_tokenizers)
+    paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
+    sampled_loss = off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
+    sampler = LocalSampler(student, own, rows.end_ids, vocab)
+    found = checkpointer.to_resume()
+    if found is not None:
+        latest = Checkpoint(found)
+        with fitting(f"the checkpoint {str(latest.folder)!r}"):
+            stored = latest.own()
+            sampled_loss.load_state_dict(stored["sampled_loss"])
+            restore_rng(stored["rng"])
+    return OnPolicyRun(
+        config,
+        student,
+        off_policy.as_teachers(teacher),
+        loader,
+        val_loader,
+        loss_fn,
+        sampled_loss,
+        Rollouts(sampler, rows, n=own.samples_per_prompt, seed=config.distillation.seed),
+        logger,
+        checkpointer,
+        state,
+    )
+
+
+def _step_collate(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator) -> StepCollate:
+    own = config.on_policy
+    # the facts that a collator sends along belong to the loss on stored text
+    plain = copy.copy(collator)
+    plain.conditions = [None] * len(plain.teachers)
+    rows = ContinuationCollator(
+        plain,
+        prompt_tokens=own.prompt_tokens,
+        max_new_tokens=own.max_new_tokens,
+        compare_stops=own.compare_stops,
+        mask_blanks=own.mask_blanks,
+    )
+    return StepCollate(rows, collator, seed=config.distillation.seed, fraction=own.fraction)
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def train(run: OnPolicyRun) -> None:
+    """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
+    OnPolicyLoop(run).train()
+
+
+class OnPolicyLoop(off_policy.OffPolicyLoop):
+    """Steps on what the student writes, validated like off-policy distillation."""
+
+    def __init__(self, run: OnPolicyRun) -> None:
+        super().__init__(
+            run.student,
+            run.teachers,
+            run.loader,
+            run.val_loader,
+            run.loss_fn,
+            run.logger,
+            run.checkpointer,
+            run.state,
+            run.config,
+        )
+        self.rollouts, self.sampled_loss, self.collator = run.rollouts, run.sampled_loss, run.loader.collate_fn.stored
+        self.fraction = run.config.on_policy.fraction
+        self.rollout: Rollout | None = None
+
+    def train_step(self, batch: StepData) -> dict[str, Any]:  # type: ignore[override]
+        self.state.pop("val_loss", None)
+        trainer = self.student.trainer
+        assert trainer is not None
+        step = self.state["total_steps"]
+        with self.timer.time("sample"):
+            self.rollouts.sampler.sync(self.student, step)
+            self.rollout = rollout = self.rollouts.draw(batch.prompts, step)
+        if self.student.dims.owns_records:
+            for counts in rollout.batch["dropped"]:
+                self.dropped.update(counts)
+        # data-parallel ranks, per step: some figures of what was written
+        figures, _ = rollout.metrics.reduced(self.student.dims.data)
+        result = trainer.step(self.channels(batch, rollout), self.timer).as_dict()
+        result["metrics"] = {**result["metrics"], **figures.pairs()}
+        return result
+
+    def channels(self, batch: StepData, rollout: Rollout) -> list[Channel]:
+        """What a step learns from; the same ones on every rank, whatever rows it has."""
+        found = [Channel(rollout.batch, self.sampled_loss, self.teachers, factor=self.fraction, prefix=PREFIX)]
+        if batch.stored is not None:
+            found.append(Channel(batch.stored, self.loss_fn, self.teachers, factor=1 - self.fraction))
+        return found
+
+    def dropped_of(self, batch: StepData) -> list[dict[str, int]]:  # type: ignore[override]
+        return [batch.dropped]
+
+    def rows_of(self, batch: StepData) -> BatchedDataDict:
+        assert self.rollout is not None
+        return self.rollout.batch
+
+    def stored_rows(self, records: list[Any]) -> BatchedDataDict:
+        return self.collator(records)
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "sampled_loss": self.sampled_loss.state_dict()}
+
+    def nothing_learned(self, left_out: str) -> str:
+        return (
+            f"nothing was learnt from in {self.state['consumed_samples']} prompts (left out: {left_out}); give prompts "
+            "that leave room for an answer, or teachers that can read what the student writes"
+        )
+
+
+def run(config: OnPolicyMasterConfig) -> Path:
+    """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
+    if config.on_policy.fraction == 0:
+        return off_policy.run(config)
+    with whole_run(config):
+        student_tokenizer, teacher_tokenizers = load_tokenizers(config)
+        train_set, val_set = load_datasets(config)
+        parts = setup(config, student_tokenizer, teacher_tokenizers, train_set, val_set)
+        if Comm.world().rank == 0:
+            folder = config.logger.log_dir
+            run_folder.write_alignment_sample(folder, student_tokenizer, teacher_tokenizers[0], train_set)
+        train(parts)
+    return Path(config.logger.log_dir)

@@ -1,0 +1,292 @@
+"""Rows of what a student wrote: its ids as they were sampled, and the same bytes as each teacher reads them.
+
+A prompt is the beginning of a text, or a conversation up to an answer; each side renders it for itself, with its own
+template. The student's ids are never tokenised again: a teacher gets the bytes that they spell, in its own tokens, and
+chunks are found by bytes as for stored text. What cannot be compared is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from limbeck.align import Chunks
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.cross_tokenizer_collate import CHARS_PER_TOKEN, CrossTokenizerCollator, DatumSpec, Side
+from limbeck.data.sources import flatten_documents
+from limbeck.errors import DataError, LimbeckError
+from limbeck.tokens import Rendering
+from limbeck.tokens.chat import render_chat
+from limbeck.tokens.rendering import IntArray, Segment
+from limbeck.tokens.vocab import is_end
+
+_BLANKS = b" \t"
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What is continued.
+
+    Attributes:
+        idx: number of its record.
+        student: its rendering; of a conversation with the header of the answer to come.
+        teachers: the same for each teacher; None for a text, which is rendered together with what follows it, and for
+            teachers that read the student's ids.
+    """
+
+    idx: int
+    student: Rendering
+    teachers: tuple[Rendering | None, ...] = ()
+
+    @property
+    def data(self) -> bytes:
+        """The bytes that its tokens stand for."""
+        return self.student.source[: int(self.student.ends[-1])]
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """What was written after a prompt: ids ``[n]``, the token that ended it included; ``ended`` is False where the
+    length limit cut it off."""
+
+    prompt: Prompt
+    ids: IntArray
+    ended: bool
+
+
+class ContinuationCollator:
+    """Records to prompts, and continuations of prompts to batches.
+
+    Args:
+        collator: of the run; its sides, templates and lengths are used.
+        prompt_tokens: student tokens of a text that are its prompt; a shorter text is one as a whole.
+        max_new_tokens: room that a prompt must leave.
+        compare_stops: whether the token that ends an answer is compared with the teacher's own, by its role.
+        mask_blanks: leave chunks out that are nothing but spaces and tabs, where tokenizers differ most and mean least.
+    """
+
+    def __init__(
+        self,
+        collator: CrossTokenizerCollator,
+        *,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        compare_stops: bool = True,
+        mask_blanks: bool = True,
+    ) -> None:
+        self.collator, self.compare_stops, self.mask_blanks = collator, compare_stops, mask_blanks
+        self.room = collator.student.ctx_length - max_new_tokens
+        self.prompt_tokens = min(prompt_tokens, self.room)
+        self.vocab = collator.student.encoder.vocab
+        self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
+        self.teacher_ends = [None if side is None else _end_id(side, collator.mode) for side in collator.teachers]
+
+    # ---- prompts ----
+
+    def prompts(self, records: Sequence[DatumSpec]) -> tuple[list[Prompt], Counter[str]]:
+        """The prompts of records, and what was left out, by reason."""
+        dropped: Counter[str] = Counter()
+        found = []
+        for number, record in enumerate(flatten_documents(list(records))):  # type: ignore[arg-type]
+            ours = self.collator.in_our_form(record, dropped)  # type: ignore[arg-type]
+            prompt = self._prompt(ours, number, dropped)
+            if prompt is not None:
+                found.append(prompt)
+        return found, dropped
+
+    def _prompt(self, record: DatumSpec, number: int, dropped: Counter[str]) -> Prompt | None:
+        idx = int(record.get("idx", number))
+        try:
+            if self.collator.mode == "text":
+                return Prompt(idx, self._beginning(record))
+            messages = _asked(record)
+            student = _header(self.collator.student, record, messages)
+            if len(student) > self.room:
+                dropped["prompt_too_long"] += 1
+                return None
+            sides = self.collator.teachers
+            return Prompt(idx, student, tuple(None if s is None else _header(s, record, messages) for s in sides))
+        except LimbeckError as error:
+            self.collator.refuse(record, error, dropped)
+            return None
+
+    def _beginning(self, record: DatumSpec) -> Rendering:
+        encoder = self.collator.student.encoder
+        text = self.collator.text_of(record)[: CHARS_PER_TOKEN * self.prompt_tokens]
+        whole = encoder.encode(text, bos=encoder.adds_bos)
+        start = whole.truncated(self.prompt_tokens)
+        if not int(start.ends[-1] if len(start) else 0):
+            raise DataError(f"record {record.get('source') or record.get('idx')} is empty; a prompt needs some text.")
+        return start
+
+    # ---- rows ----
+
+    def batch(self, written: Sequence[Continuation]) -> BatchedDataDict[Any]:
+        """Rows of continuations: prompt and answer, the answer's tokens as targets; keys as those of the collator."""
+        dropped: list[Counter[str]] = [Counter() for _ in written]
+        student: list[Rendering] = []
+        teachers: list[list[Rendering]] = [[] for _ in self.collator.teachers]
+        for one, counts in zip(written, dropped, strict=True):
+            mine, theirs = self._row(one, counts)
+            student.append(mine)
+            for own, rendering in zip(teachers, theirs, strict=True):
+                if rendering is not None:
+                    own.append(rendering)
+
+        def refine(row: int, chunks: Chunks, counts: Counter[str]) -> Chunks:
+            return self._comparable(student[row], chunks, written[row].ended, counts)
+
+        return self.collator.assemble(
+            list(student),
+            teachers,
+            idx=[one.prompt.idx for one in written],
+            weights=[1.0] * len(written),
+            dropped=dropped,
+            refine=refine,
+        )
+
+    def _row(self, one: Continuation, counts: Counter[str]) -> tuple[Rendering, list[Rendering | None]]:
+        """The student's rendering and each teacher's, with the stretch that all can compare as their segment."""
+        prompt, ids = one.prompt, np.asarray(one.ids, dtype=np.int64)
+        special = self.vocab.special[ids]
+        size = int(np.flatnonzero(special)[0]) if special.any() else len(ids)
+        stops = one.ended and size == len(ids) - 1
+        if size < len(ids) - stops:
+            counts["special_in_answer"] += 1
+        body = self.vocab.join(ids[:size].tolist())
+        sides = [
+            None if side is None else self._read(side, prompt, body, i) for i, side in enumerate(self.collator.teachers)
+        ]
+        reach = min((len(r.source) - start for r, start in filter(None, sides)), default=len(body))
+        if reach < len(body):
+            counts["unspelled_bytes"] += len(body) - reach
+        mine = self._student(prompt, ids, size, reach, stops=stops)
+        compared = stops and reach == len(body) and self.compare_stops
+        theirs: list[Rendering | None] = []
+        for side, end_id in zip(sides, self.teacher_ends, strict=True):
+            if side is None:
+                theirs.append(None)
+                continue
+            text = mine.segments[0]
+            if compared and end_id is None:
+                counts["stop_without_partner"] += 1
+            end = end_id if compared else None
+            theirs.append(_with_segment(side[0], side[1], text.end - text.start, end))
+        return mine, theirs
+
+    def _read(self, side: Side, prompt: Prompt, body: bytes, number: int) -> tuple[Rendering, int]:
+        """A teacher's rendering of prompt and answer, and the byte of its source at which the answer begins."""
+        encoder = side.encoder
+        if not prompt.teachers:
+            data = prompt.data
+            return encoder.encode_bytes(data + body, bos=encoder.adds_bos), len(data)
+        header = prompt.teachers[number]
+        assert header is not None
+        return Rendering.joined([header, encoder.encode_bytes(body)]), len(header.source)
+
+    def _student(self, prompt: Prompt, ids: IntArray, size: int, reach: int, *, stops: bool) -> Rendering:
+        start, first = len(prompt.data), len(prompt.student)
+        ends = start + np.cumsum(self.vocab.byte_len[ids])
+        inside = int(np.searchsorted(ends[:size], start + reach, side="right"))
+        end = int(ends[inside - 1]) if inside else start
+        segments = [Segment(0, "text", start, end, first, first + inside)]
+        if stops and inside == size and self.compare_stops:
+            segments.append(Segment(0, "eot", end, end, first + size, first + size + 1))
+        target = np.ones(len(ids), dtype=bool)
+        if self.mask_blanks:
+            target &= np.array([not self._is_blank(i) for i in ids.tolist()], dtype=bool)
+        if not self.compare_stops:
+            target &= ~self.vocab.special[ids]
+        return Rendering(
+            np.concatenate([prompt.student.ids, ids]),
+            np.concatenate([prompt.student.ends, ends]),
+            prompt.data + self.vocab.join(ids.tolist()),
+            np.concatenate([prompt.student.exact, np.ones(len(ids), dtype=bool)]),
+            np.concatenate([prompt.student.special, self.vocab.special[ids]]),
+            np.concatenate([np.zeros(first, dtype=bool), target]),
+            tuple(segments),
+        )
+
+    def _is_blank(self, token: int) -> bool:
+        data = self.vocab.token_bytes[token]
+        return bool(data) and not data.strip(_BLANKS)
+
+    def _comparable(self, student: Rendering, chunks: Chunks, ended: bool, counts: Counter[str]) -> Chunks:
+        """The chunks that count: not those of blanks, nor the last one of an answer that was cut off, which a teacher
+        would have tokenised with what was to follow."""
+        keep = np.ones(len(chunks), dtype=bool)
+        if self.mask_blanks:
+            spans = zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), strict=True)
+            keep = np.array([a == b or bool(student.source[a:b].strip(_BLANKS)) for a, b in spans], dtype=bool)
+            counts["blank_chunks"] += int(np.count_nonzero(~keep))
+        if not ended and len(chunks) and int(chunks.student_end[-1]) == len(student):
+            counts["cut_chunks"] += int(keep[-1])
+            keep[-1] = False
+        return chunks.select(keep)
+
+
+def _asked(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A conversation up to its last answer."""
+    messages = list(record.get("messages") or [])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        where = record.get("source") or record.get("idx")
+        raise DataError(f"record {where} has no message before an answer; a prompt needs one, such as a user's.")
+    return messages
+
+
+def _header(side: Side, record: Mapping[str, Any], messages: list[dict[str, Any]]) -> Rendering:
+    """A conversation with the header of the answer to come; nothing in it is a target."""
+    rendering = render_chat(
+        side.tokenizer,
+        messages,
+        tools=record.get("tools"),
+        template=side.template,
+        template_kwargs={**side.template_kwargs, **(record.get("template_kwargs") or {})},
+        name=side.name,
+        add_generation_prompt=True,
+    )
+    return replace(rendering, target=np.zeros(len(rendering), dtype=bool), segments=(), fields=(), dropped={})
+
+
+def _end_id(side: Side, mode: str) -> int | None:
+    """The token with which a side ends an answer: its template's, or the end of a document."""
+    if mode == "text":
+        return side.encoder.eos_id
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rendering = render_chat(
+        side.tokenizer, talk, template=side.template, template_kwargs=side.template_kwargs, name=side.name
+    )
+    ends = [int(rendering.ids[s.token_start]) for s in rendering.segments if s.kind == "eot"]
+    return ends[-1] if ends else side.encoder.eos_id
+
+
+def _with_segment(rendering: Rendering, start: int, size: int, end_id: int | None) -> Rendering:
+    """A rendering whose target is ``size`` bytes from byte ``start`` on, and an end token where one is given."""
+    begins = np.concatenate([[0], rendering.ends[:-1]]) if len(rendering) else rendering.ends
+    first = int(np.searchsorted(begins, start, side="left"))
+    last = max(first, int(np.searchsorted(rendering.ends, start + size, side="right")))
+    segments = [Segment(0, "text", start, start + size, first, last)]
+    target = np.zeros(len(rendering), dtype=bool)
+    target[first:last] = True
+    if end_id is None:
+        return replace(rendering, target=target, segments=tuple(segments), fields=(), dropped={})
+    at = len(rendering)
+    segments.append(Segment(0, "eot", start + size, start + size, at, at + 1))
+    true = np.ones(1, dtype=bool)
+    return replace(
+        rendering,
+        ids=np.append(rendering.ids, end_id),
+        ends=np.append(rendering.ends, len(rendering.source)),
+        exact=np.concatenate([rendering.exact, true]),
+        special=np.concatenate([rendering.special, true]),
+        target=np.concatenate([target, true]),
+        segments=tuple(segments),
+        fields=(),
+        dropped={},
+    )
