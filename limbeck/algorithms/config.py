@@ -8,11 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from limbeck.algorithms.monitors import MonitorConfig
+from limbeck.algorithms.rollouts import GuardConfig
 from limbeck.algorithms.samples import SamplesConfig
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
 from limbeck.errors import ConfigError
+from limbeck.losses.chunk_policy import ChunkPolicyConfig
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.divergences import Direction
 from limbeck.losses.hint import HintLossConfig
@@ -115,6 +117,15 @@ class SampledLossConfig(CrossTokenizerDistillationLossConfig):
     direction: Direction = Field("reverse", description="forward: KL(teacher||student); reverse; jsd")
 
 
+class AnchorConfig(_Section):
+    """A second divergence on sampled text: reverse KL to the student's own start or average."""
+
+    kind: Literal["frozen", "ema"] = "frozen"
+    weight: float = Field(default=0.1, gt=0)
+    """Of this divergence beside that of the teachers."""
+    ema_decay: float = Field(default=0.99, ge=0, lt=1)
+
+
 class OnPolicyConfig(SamplingConfig):
     """What the student writes, and how it is corrected."""
 
@@ -128,6 +139,13 @@ class OnPolicyConfig(SamplingConfig):
     """Most that is written after a prompt: the first tokens of an answer teach most."""
     loss_fn: SampledLossConfig = Field(default_factory=lambda: SampledLossConfig.model_validate({}))
     """The loss on sampled text, with defaults of its own: reverse KL, no cross-entropy."""
+    policy_gradient: ChunkPolicyConfig | None = None
+    """The reverse KL as a policy gradient with the probabilities of sampled tokens alone, in place of ``loss_fn``."""
+    anchor: AnchorConfig | None = None
+    """Hold the student near its start, or near an average of its past, on what it writes."""
+    guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
+    monitor_chunks: int = Field(default=256, ge=0, json_schema_extra=FREE)
+    """Chunks per micro-batch of which entropy, the teacher's log-probabilities and the reverse KL are measured."""
     compare_stops: bool = True
     """Compare the student's end of an answer with the teacher's by role, whatever their ids; False: leave it out."""
     mask_blanks: bool = True
@@ -137,6 +155,8 @@ class OnPolicyConfig(SamplingConfig):
     def _consistent(self) -> OnPolicyConfig:
         if self.loss_fn.learnable_projection or self.loss_fn.projection_matrix_path is not None:
             raise ValueError("on_policy.loss_fn uses the projections of loss_fn; give projection keys there")
+        if self.policy_gradient is not None and self.loss_fn.model_fields_set:
+            raise ValueError("on_policy.loss_fn and on_policy.policy_gradient are both given; use one of them")
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError("at temperature 0 all samples of a prompt are the same; set samples_per_prompt to 1")
         return self

@@ -60,10 +60,7 @@ class CollapseMonitor:
     def __init__(self, tokenizer: object, vocab_size: int, config: MonitorConfig) -> None:
         self.config = config
         vocab = ByteVocab.from_tokenizer(tokenizer)
-        kinds = ["special" if s else _OF_BYTES.get(token_class(b), "other") for s, b in _tokens(vocab)]
-        numbers = [CLASSES.index(kind) for kind in kinds][:vocab_size]
-        numbers += [CLASSES.index("other")] * (vocab_size - len(numbers))
-        self.classes = torch.tensor(numbers, dtype=torch.int64)
+        self.classes = token_classes(vocab, vocab_size)
         self.is_format = (self.classes == CLASSES.index("format")) | (self.classes == CLASSES.index("special"))
         ends = [i for i, role in vocab.roles.items() if is_end(role) and i < vocab_size]
         self.end_ids = ends
@@ -134,6 +131,14 @@ class CollapseMonitor:
             mask = kind == number
             metrics[f"monitor/hint/kl_{name}"] = (kl[mask].sum(), mask.sum())
         return metrics
+
+
+def token_classes(vocab: ByteVocab, size: int) -> Tensor:
+    """int64 ``[size]``: the number in ``CLASSES`` of every token of a head."""
+    kinds = ["special" if s else _OF_BYTES.get(token_class(b), "other") for s, b in _tokens(vocab)]
+    numbers = [CLASSES.index(kind) for kind in kinds][:size]
+    numbers += [CLASSES.index("other")] * (size - len(numbers))
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _tokens(vocab: ByteVocab) -> zip[tuple[bool, bytes]]:

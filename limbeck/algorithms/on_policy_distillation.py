@@ -4,18 +4,19 @@ Per step: prompts -> the student's continuations -> each teacher reads their byt
 loss -> one optimizer step. Stored text may be mixed in (``on_policy.fraction``). Everything around a step is that of
 off-policy distillation, and with ``fraction: 0`` so is the step.
 
-    limbeck train recipes/on_policy_cpu.yaml
+    limbeck train on_policy_cpu
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
@@ -23,25 +24,33 @@ from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import whole_run
-from limbeck.algorithms.rollouts import Rollout, Rollouts, StepCollate, StepData
+from limbeck.algorithms.monitors import CLASSES, token_classes
+from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import ContinuationCollator
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.distributed.comm import Comm
+from limbeck.losses.chunk_policy import ChunkPolicyLossFn, sampled_figures
 from limbeck.losses.contract import Loss, Teacher
+from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.generate import LocalSampler
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
+from limbeck.teachers.hinted import HintTeacher, make_self_teacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
+from limbeck.utils.metrics import Pair
 from limbeck.utils.state import fitting, restore_rng
 
 __all__ = ["OnPolicyConfig", "OnPolicyMasterConfig", "OnPolicyRun", "run", "setup", "train"]
 
 PREFIX = "on_policy/"
 """Of the metrics of the loss on sampled text."""
+ANCHOR = "anchor/"
+_OF_TEACHERS = ("teacher_", "chunks_", "alignment_")
 
 
 @dataclass
@@ -55,6 +64,8 @@ class OnPolicyRun:
     val_loader: StatefulDataLoader | None
     loss_fn: Any
     sampled_loss: Loss[Any]
+    anchor: HintTeacher | None
+    guard: RunawayGuard
     rollouts: Rollouts
     logger: Logger
     checkpointer: CheckpointManager
@@ -85,8 +96,9 @@ def setup(
     rows: ContinuationCollator = loader.collate_fn.rows
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = off_policy.foreign_tokenizers(student_tokenizer, teacher_tokenizers)
-    paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
-    sampled_loss = off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
+    sampled_loss = _sampled_loss(config, student, student_tokenizer, foreign)
+    anchor = None if own.anchor is None else _anchor(config, student)
+    guard = RunawayGuard(own.guard)
     sampler = LocalSampler(student, own, rows.end_ids, vocab)
     found = checkpointer.to_resume()
     if found is not None:
@@ -94,6 +106,9 @@ def setup(
         with fitting(f"the checkpoint {str(latest.folder)!r}"):
             stored = latest.own()
             sampled_loss.load_state_dict(stored["sampled_loss"])
+            guard.load_state_dict(stored["guard"])
+            if anchor is not None:
+                anchor.load_state_dict(latest.shared({"anchor": anchor.state_dict()})["anchor"])
             restore_rng(stored["rng"])
     return OnPolicyRun(
         config,
@@ -103,11 +118,31 @@ def setup(
         val_loader,
         loss_fn,
         sampled_loss,
+        anchor,
+        guard,
         Rollouts(sampler, rows, n=own.samples_per_prompt, seed=config.distillation.seed),
         logger,
         checkpointer,
         state,
     )
+
+
+def _sampled_loss(
+    config: OnPolicyMasterConfig, student: Policy, student_tokenizer: object, foreign: Sequence[Any]
+) -> Loss[Any]:
+    own = config.on_policy
+    if own.policy_gradient is not None:
+        classes = token_classes(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size)
+        return ChunkPolicyLossFn(own.policy_gradient, len(foreign), classes_V=classes, class_names=CLASSES)
+    paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
+    return off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
+
+
+def _anchor(config: OnPolicyMasterConfig, student: Policy) -> HintTeacher:
+    settings = config.on_policy.anchor
+    assert settings is not None
+    seed = config.distillation.seed
+    return make_self_teacher(student, settings.kind, config.policy, seed=seed, ema_decay=settings.ema_decay)
 
 
 def _step_collate(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator) -> StepCollate:
@@ -150,6 +185,10 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         )
         self.rollouts, self.sampled_loss, self.collator = run.rollouts, run.sampled_loss, run.loader.collate_fn.stored
         self.fraction = run.config.on_policy.fraction
+        self.anchor, self.guard = run.anchor, run.guard
+        self.anchor_loss = CrossTokenizerDistillationLossFn(
+            {"direction": "reverse", "ce_loss_scale": 0.0}, projections=[None]
+        )
         self.rollout: Rollout | None = None
 
     def train_step(self, batch: StepData) -> dict[str, Any]:  # type: ignore[override]
@@ -166,12 +205,29 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         # data-parallel ranks, per step: some figures of what was written
         figures, _ = rollout.metrics.reduced(self.student.dims.data)
         result = trainer.step(self.channels(batch, rollout), self.timer).as_dict()
+        if self.anchor is not None:
+            self.anchor.after_step()
         result["metrics"] = {**result["metrics"], **figures.pairs()}
+        ratios = self.guard.observe(figures.means())
+        result["metrics"] |= {name: (value, 1.0) for name, value in ratios.items()}
         return result
 
     def channels(self, batch: StepData, rollout: Rollout) -> list[Channel]:
         """What a step learns from; the same ones on every rank, whatever rows it has."""
-        found = [Channel(rollout.batch, self.sampled_loss, self.teachers, factor=self.fraction, prefix=PREFIX)]
+        most = self.config.on_policy.monitor_chunks
+
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+            return sampled_figures(hidden, head, signals, inputs.layouts, most=most)
+
+        # the policy gradient tells these figures itself
+        monitor = measure if most and isinstance(self.sampled_loss, CrossTokenizerDistillationLossFn) else None
+        own = rollout.batch, self.sampled_loss, self.teachers, self.fraction
+        found = [Channel(*own, monitor=monitor, prefix=PREFIX)]
+        if self.anchor is not None:
+            settings = self.config.on_policy.anchor
+            rows = BatchedDataDict({k: v for k, v in rollout.batch.items() if not k.startswith(_OF_TEACHERS)})
+            factor = self.fraction * settings.weight
+            found.append(Channel(rows, self.anchor_loss, self.anchor.sources, factor=factor, prefix=ANCHOR))
         if batch.stored is not None:
             found.append(Channel(batch.stored, self.loss_fn, self.teachers, factor=1 - self.fraction))
         return found
@@ -187,7 +243,11 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         return self.collator(records)
 
     def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "sampled_loss": self.sampled_loss.state_dict()}
+        mine = {"sampled_loss": self.sampled_loss.state_dict(), "guard": self.guard.state_dict()}
+        return {**super().own_state(), **mine}
+
+    def shared_state(self) -> dict[str, Any]:
+        return {} if self.anchor is None else {"anchor": self.anchor.state_dict()}
 
     def nothing_learned(self, left_out: str) -> str:
         return (

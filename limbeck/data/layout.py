@@ -258,7 +258,7 @@ class ChunkLayout:
         if bool(((low_C[1:] <= high_C[:-1]) & (sample_C.diff() == 0)).any()):
             raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
         weighted = bool(((mask_B > 0) & (mask_B != 1)).any())
-        return replace(self._take(chunks), exact_C=None, weight_C=_pick(mask_B, sample_C) if weighted else None)
+        return replace(self.take(chunks), exact_C=None, weight_C=_pick(mask_B, sample_C) if weighted else None)
 
     def slice(self, rows: Sequence[int]) -> ChunkLayout:
         """The samples at these rows of the batch, in that order; repeats are allowed. Neighbours are a view."""
@@ -268,7 +268,7 @@ class ChunkLayout:
             found = self.range(int(end_B[first] - self.chunks_B[first]), int(end_B[last]))
             return replace(found, num_samples=at.numel(), sample_C=found.sample_C - first)
         counts = self.chunks_B[at]
-        found = self._take(_members((end_B - self.chunks_B)[at], counts))
+        found = self.take(_members((end_B - self.chunks_B)[at], counts))
         return replace(found, num_samples=at.numel(), sample_C=torch.repeat_interleave(counts))
 
     def range(self, start: int, end: int) -> ChunkLayout:
@@ -280,7 +280,7 @@ class ChunkLayout:
         )
         return self._parts(slice(start, end), m, q)
 
-    def _take(self, chunks: Tensor) -> ChunkLayout:
+    def take(self, chunks: Tensor) -> ChunkLayout:
         """The chunks with these numbers, in that order."""
         m = _members(self.student_first_C[chunks], self.student_count_C[chunks])
         q = _members(self.teacher_first_C[chunks], self.teacher_count_C[chunks])
@@ -362,7 +362,7 @@ def _starts(count: Tensor) -> Tensor:
 def _members(first: Tensor, count: Tensor) -> Tensor:
     """`first, first + 1, ...`, `count` of them, group after group."""
     group = torch.repeat_interleave(count)
-    return _pick(first - _starts(count), group) + torch.arange(group.numel())
+    return _pick(first - _starts(count), group) + torch.arange(group.numel(), device=group.device)
 
 
 def _pick(values: Tensor, at: Tensor | _Range) -> Tensor:

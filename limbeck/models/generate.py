@@ -40,6 +40,8 @@ class SamplingConfig(BaseModel):
     """0: always the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Choose among the most likely tokens that have this much probability together."""
+    batch_size: int = Field(default=32, ge=1)
+    """Answers that are written at a time."""
     stop: list[str] = []
     """Texts that end an answer; the token that completes one is its last."""
 
@@ -114,49 +116,63 @@ class LocalSampler(Sampler):
         empty = [number for number, prompt in enumerate(prompts) if not len(prompt)]
         if empty:
             raise DataError(f"prompt {empty[0]} of {len(prompts)} has no token; give it at least one")
+        copies = n if self.config.temperature else 1
+        rows = [(number, copy) for number in range(len(prompts)) for copy in range(copies)]
+        dice = [_dice(own, copies, self.config.max_new_tokens) for own in seeds]
         with self.model.inference():
             if self.model.sharding.is_sharded:
-                return self._together(prompts, n, seeds)
-            return [sample for number in range(len(prompts)) for sample in self._alone(prompts, number, n, seeds)]
+                found = self._together([prompts[number] for number, _ in rows], dice)
+            else:
+                found = self._in_batches([prompts[number] for number, _ in rows], dice)
+        cut = [self._cut(number, *one) for (number, _), one in zip(rows, found, strict=True)]
+        return cut if copies == n else [one for one in cut for _ in range(n)]
 
-    def _alone(self, prompts: Sequence[Tensor], number: int, n: int, seeds: Sequence[int]) -> list[Sample]:
-        """The answers to one prompt, by transformers with its cache."""
-        config, device, causal = self.config, self.model.device, unwrap(self.model.model)
-        ids = prompts[number][None].to(device)
-        told = _LogProbs(self.model.vocab_size)
-        stops = [] if self._stops is None else [_StopAfter(self._stops, ids.shape[1])]
-        chosen = {"temperature": config.temperature, "top_p": config.top_p, "top_k": 0} if config.temperature else {}
+    def _in_batches(self, rows: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(ids, log-probabilities) behind every row, rows of about one length at a time."""
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        every = torch.cat(list(dice)) if dice else torch.zeros(0)
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for first in range(0, len(order), self.config.batch_size):
+            own = order[first : first + self.config.batch_size]
+            written = self._generate([rows[row] for row in own], every[own])
+            found |= dict(zip(own, written, strict=True))
+        return [found[row] for row in range(len(rows))]
+
+    def _generate(self, rows: Sequence[Tensor], dice_NT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """One batch, by transformers with its cache; short prompts are padded in front."""
+        device, causal = self.model.device, unwrap(self.model.model)
+        width = max(len(row) for row in rows)
+        ids = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows]).to(device)
+        real = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows]).to(device)
+        chooser = _Chooser(self.config, self.model.vocab_size, dice_NT.to(device), width)
+        stops = [] if self._stops is None else [_StopAfter(self._stops, width)]
         options = GenerationConfig(
-            max_new_tokens=config.max_new_tokens,
-            do_sample=config.temperature > 0,
-            num_return_sequences=n if config.temperature else 1,
+            max_new_tokens=self.config.max_new_tokens,
+            do_sample=False,
             eos_token_id=self.end_ids.tolist() or None,
             pad_token_id=0,
-            **chosen,
         )
-        with self.model.autocast(), _plain(causal), _seeded(seeds[number], device):
+        with self.model.autocast(), _plain(causal):
             out = causal.generate(
                 input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=real,
                 generation_config=options,
-                logits_processor=LogitsProcessorList([told]),
+                logits_processor=LogitsProcessorList([chooser]),
                 stopping_criteria=StoppingCriteriaList(stops),
             )
-        written, log_probs = out[:, ids.shape[1] :].cpu(), told.of_all(out).cpu()
-        found = [self._cut(number, *row) for row in zip(written, log_probs, strict=True)]
-        return found if len(found) == n else found * n
+        return list(zip(out[:, width:].cpu(), torch.stack(chooser.log_probs, 1).cpu(), strict=True))
 
-    def _together(self, prompts: Sequence[Tensor], n: int, seeds: Sequence[int]) -> list[Sample]:
-        """All answers at once, token by token and without a cache: the model's ranks run every pass together, so none
-        may stop before its peers."""
-        model, new, count = self.model, self.config.max_new_tokens, len(prompts) * n
-        rows = [prompt.cpu() for prompt in prompts for _ in range(n)] or [torch.zeros(1, dtype=torch.int64)]
+    def _together(self, prompts: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """All rows at once, token by token and without a cache: the model's ranks run every pass together, so none may
+        stop before its peers."""
+        model, new = self.model, self.config.max_new_tokens
+        rows = [prompt.cpu() for prompt in prompts] or [torch.zeros(1, dtype=torch.int64)]
+        dice_NT = torch.cat(list(dice)) if dice else torch.zeros(1, new)
         start, row = torch.tensor([len(r) for r in rows]), torch.arange(len(rows))
         ids = F.pad(pad_sequence(rows, batch_first=True), (0, new))
         log_probs = torch.zeros(len(rows), new)
         # a rank without prompts keeps the others company
-        ended = torch.full((len(rows),), count == 0)
-        dice = [torch.Generator().manual_seed(own) for own in seeds or [0]]
+        ended = torch.full((len(rows),), not prompts)
         layout = model.cfg.dtensor_cfg
         options = MicrobatchConfig(dynamic_batching=BatchingConfig(enabled=True), dtensor_cfg=layout)
         for step in range(new):
@@ -170,28 +186,15 @@ class LocalSampler(Sampler):
             assert inputs.row_start is not None
             hidden = model.forward_hidden(inputs)[inputs.row_start + (start + step - 1).to(model.device)]
             log_p = model.head(whole=True).logits(hidden).log_softmax(-1).cpu()
-            chosen = torch.cat([self._choose(part, g) for part, g in zip(log_p.split(n), dice, strict=True)])
             # ranks that share rows, per token: they must go on with the same one, whatever their last bits are
-            chosen = model.dims.rows.broadcast_(chosen)
+            chosen = model.dims.rows.broadcast_(choose(log_p, self.config, dice_NT[:, step]))
             ids[row, start + step], log_probs[:, step] = chosen, log_p[row, chosen].float()
             ended |= torch.isin(chosen, self.end_ids)
             if self._stops is not None:
                 so_far = (ids[r, start[r] : start[r] + step + 1] for r in range(len(rows)))
                 ended |= torch.tensor([self._stops.size(one) is not None for one in so_far])
         model.sharding.release()
-        written = [ids[r, start[r] : start[r] + new] for r in range(count)]
-        return [self._cut(r // n, written[r], log_probs[r]) for r in range(count)]
-
-    def _choose(self, log_p_NV: Tensor, dice: torch.Generator) -> Tensor:
-        """One id ``[N]`` for every row."""
-        if not self.config.temperature:
-            return log_p_NV.argmax(-1)
-        probs = (log_p_NV / self.config.temperature).softmax(-1)
-        if self.config.top_p < 1:
-            falling = probs.sort(-1, descending=True)
-            out = falling.values.cumsum(-1) - falling.values >= self.config.top_p
-            probs = probs.scatter(-1, falling.indices, falling.values.masked_fill(out, 0))
-        return torch.multinomial(probs, 1, generator=dice)[:, 0]
+        return [(ids[r, start[r] : start[r] + new], log_probs[r]) for r in range(len(prompts))]
 
     def _cut(self, prompt: int, ids_T: Tensor, log_probs_T: Tensor) -> Sample:
         """What was written up to the first end."""
@@ -231,29 +234,33 @@ class _StopAfter(StoppingCriteria):
         return torch.tensor(rows, device=input_ids.device)
 
 
-class _LogProbs(LogitsProcessor):
-    """Keeps the log-probability of every token that ``generate`` chooses, one step behind it, and rules out the rows of
-    a head that are no tokens."""
+def choose(log_p_NV: Tensor, config: SamplingConfig, dice_N: Tensor) -> Tensor:
+    """The next id ``[N]`` of every row: the one in whose share of the probability its number in [0, 1) falls."""
+    if not config.temperature:
+        return log_p_NV.argmax(-1)
+    probs = (log_p_NV / config.temperature).softmax(-1)
+    if config.top_p < 1:
+        falling = probs.sort(-1, descending=True)
+        out = falling.values.cumsum(-1) - falling.values >= config.top_p
+        probs = probs.scatter(-1, falling.indices, falling.values.masked_fill(out, 0))
+    reached = probs.double().cumsum(-1)
+    at = torch.searchsorted(reached, (dice_N.to(reached) * reached[:, -1])[:, None], right=True)
+    return at.squeeze(1).clamp(max=log_p_NV.shape[1] - 1)
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.log_p_NV: Tensor | None = None
-        self.found: list[Tensor] = []
+
+class _Chooser(LogitsProcessor):
+    """Chooses each token for ``generate``, which then finds no other, and keeps its log-probability; rows of a head
+    that are no tokens are out."""
+
+    def __init__(self, config: SamplingConfig, vocab_size: int, dice_NT: Tensor, prompt_size: int) -> None:
+        self.config, self.vocab_size, self.dice_NT, self.prompt_size = config, vocab_size, dice_NT, prompt_size
+        self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids)
-        scores[:, self.vocab_size :] = -torch.inf
-        self.log_p_NV = scores.float().log_softmax(-1)
-        return scores
-
-    def _take(self, ids: Tensor) -> None:
-        if self.log_p_NV is not None:
-            self.found.append(self.log_p_NV.gather(1, ids[:, -1:]))
-
-    def of_all(self, ids: Tensor) -> Tensor:
-        """float32 ``[n, T]`` of all tokens that were written; ``ids``: what ``generate`` returned."""
-        self._take(ids)
-        return torch.cat(self.found, 1)
+        log_p = scores[:, : self.vocab_size].float().log_softmax(-1)
+        chosen = choose(log_p, self.config, self.dice_NT[:, input_ids.shape[1] - self.prompt_size])[:, None]
+        self.log_probs.append(log_p.gather(1, chosen).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
 @contextmanager
@@ -266,12 +273,9 @@ def _plain(causal: Any) -> Iterator[None]:
         causal.generation_config = own
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of their own; those of the run are as before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+def _dice(seed: int, copies: int, tokens: int) -> Tensor:
+    """float64 ``[copies, tokens]`` in [0, 1): all the chance in the answers to one prompt."""
+    return torch.rand(copies, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def _seed_of(seed: int, prompt: int) -> int:

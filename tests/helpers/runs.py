@@ -21,7 +21,7 @@ from tests.helpers.tiny import LLAMA, QWEN3
 from tests.helpers.tokenizers import TEXTS, tiny
 
 # What may differ between two runs of the same run file: clocks, and what is derived from them.
-CLOCKS = ("train/tokens_per_s", "train/seconds", "train/time/")
+CLOCKS = ("train/tokens_per_s", "train/sample/tokens_per_s", "train/seconds", "train/time/")
 
 
 def documents(count: int, seed: int) -> list[str]:

@@ -1,0 +1,212 @@
+"""Reverse KL as a policy gradient: what the student sampled is made more likely where its teacher finds it likelier.
+
+The advantage of a chunk is log p_T(chunk) - log p_S(chunk), each the chain-rule product along the side's own tokens; it
+is credited to the student's tokens of the chunk, with the importance ratio to the log-probabilities that the sampler
+returned. Only the probabilities of realised tokens are asked of a teacher, so any server will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from limbeck.data.layout import ChunkLayout, TokenLayout, count_chunks, teacher_chunks, teacher_prefix, with_chunks
+from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.device import to_device
+from limbeck.errors import LossError
+from limbeck.losses.blocks import token_log_probs
+from limbeck.losses.contract import Batch, Counts, Loss
+from limbeck.losses.objectives.base import chunk_sum
+from limbeck.losses.policy_gradient import PolicyGradientSpec, policy_token_losses
+from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
+from limbeck.utils.metrics import Metrics, Pair
+
+BEHAVIOR = "behavior_logprobs"
+"""Batch key: log-probability of every student token `[B, T]` under the model that sampled it."""
+KINDS = ("1_1", "1_n", "n_1", "n_m")
+"""Student tokens and teacher tokens of a chunk."""
+
+
+class ChunkPolicyConfig(BaseModel):
+    """The policy-gradient form of the loss on sampled text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    credit: Literal["chunk", "answer"] = "chunk"
+    """What a token is credited with: the advantage of its own chunk, or of the whole answer. The first follows the
+    divergence at each place, with the places as they came; the second, at a higher variance, that of whole answers."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    advantage_clip: float | None = Field(default=10.0, gt=0)
+    """Most that a chunk's advantage may be, up or down, in nats: a token of which the student was all but sure and the
+    teacher is not would outweigh all others."""
+    block_rows: int = Field(default=512, ge=1)
+
+
+@dataclass
+class ChunkPolicyInputs:
+    """Chunks of a micro-batch, one layout per teacher; tokens: the student's that lie in any of them; token_M: per
+    teacher the place among them of each chunk token; behavior_E: as sampled."""
+
+    layouts: list[ChunkLayout]
+    tokens: TokenLayout
+    token_M: list[Tensor]
+    behavior_E: Tensor
+
+    def to(self, device: torch.device | str) -> ChunkPolicyInputs:
+        return to_device(self, device)
+
+
+class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
+    """Policy gradient of the reverse KL to one or several teachers, by chunks.
+
+    num_teachers: each counts alike. classes_V: a class number per student token, with class_names: the metrics then
+    tell how the advantages are shared among them.
+    """
+
+    tensor_parallel = True
+
+    def __init__(
+        self,
+        config: ChunkPolicyConfig,
+        num_teachers: int = 1,
+        *,
+        classes_V: Tensor | None = None,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.config, self.num_teachers, self.class_names = config, num_teachers, tuple(class_names)
+        self.spec = PolicyGradientSpec("dr_grpo", config.clip_low, config.clip_high)
+        self.classes_V = classes_V
+
+    def annotate(self, batch: Batch) -> Batch:
+        """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read."""
+        return with_chunks(batch, self._chunks(batch))
+
+    def _chunks(self, batch: Batch) -> list[ChunkLayout]:
+        return [
+            teacher_chunks(batch, i, same_vocabulary=teacher_prefix(batch, i) is None, allow_inexact=False)
+            for i in range(self.num_teachers)
+        ]
+
+    def counts(self, batch: Batch) -> Counts:
+        """Local denominators `chunks_i`, one per teacher; `tokens`: the student's tokens in any of their chunks."""
+        layouts = self._chunks(batch)
+        rows = torch.cat([layout.sample_C[layout.student_chunk_M] << 32 | layout.student_rows_M for layout in layouts])
+        tokens = {"tokens": torch.tensor(float(rows.unique().numel()), dtype=torch.float64)}
+        return tokens | {f"chunks_{i}": count_chunks(batch, i, layout) for i, layout in enumerate(layouts)}
+
+    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> ChunkPolicyInputs:
+        """Chunks, their distinct student tokens and what the sampler said of these, on the CPU."""
+        batch, start = mb.data_dict, mb.processed_inputs.row_start
+        assert start is not None
+        if BEHAVIOR not in batch:
+            raise LossError(f"the batch has no {BEHAVIOR}; the policy-gradient form is for text that a sampler wrote")
+        start = start.cpu()
+        layouts = [
+            layout.placed(start, start if theirs is None else theirs)
+            for layout, theirs in zip(self._chunks(batch), row_starts, strict=True)
+        ]
+        rows = torch.cat([layout.student_rows_M for layout in layouts])
+        ids = torch.cat([layout.student_ids_M for layout in layouts])
+        sample = torch.cat([layout.sample_C[layout.student_chunk_M] for layout in layouts])
+        used, place = rows.unique(return_inverse=True)
+        first = torch.zeros_like(used).scatter_(0, place, torch.arange(rows.numel()))
+        behavior = batch[BEHAVIOR].cpu()[sample[first], used - start[sample[first]] + 1]
+        tokens = TokenLayout(used, ids[first], torch.ones(used.numel()))
+        split = place.split([layout.student_rows_M.numel() for layout in layouts])
+        return ChunkPolicyInputs(layouts, tokens, list(split), behavior)
+
+    def compute(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: ChunkPolicyInputs, counts: Counts
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of one micro-batch, divided by the global counts, and metrics as (sum, count)."""
+        device = hidden_RH.device
+        log_E = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.config.block_rows)
+        inputs = inputs.to(device)
+        behavior_E = inputs.behavior_E.to(log_E)
+        total, metrics = log_E.new_zeros(()), Metrics()
+        for i, (signal, layout) in enumerate(zip(signals, inputs.layouts, strict=True)):
+            check_scored_ids(signal, layout, f"teacher_{i}")
+            token_M, chunk_M = inputs.token_M[i], layout.student_chunk_M
+            log_s_C = chunk_sum(log_E.detach()[token_M], chunk_M, layout.num_chunks)
+            log_t_C = teacher_log_probs(signal.on_shards(head.axis), layout, log_s_C, self.config.block_rows)
+            advantage_C = log_t_C - log_s_C
+            limit = self.config.advantage_clip
+            clipped_C = advantage_C if limit is None else advantage_C.clamp(-limit, limit)
+            credit_C = clipped_C
+            if self.config.credit == "answer":
+                # not only of what follows: how the teacher cuts what came before depends on it, too
+                credit_C = chunk_sum(clipped_C, layout.sample_C, layout.num_samples)[layout.sample_C]
+            losses_M, found = policy_token_losses(log_E[token_M], credit_C[chunk_M], behavior_E[token_M], self.spec)
+            if layout.weight_C is not None:
+                losses_M = losses_M * layout.weight_C.to(losses_M)[chunk_M]
+            count = counts[f"chunks_{i}"].to(total).clamp(min=1e-9)
+            total = total + losses_M.sum() / count / self.num_teachers
+            metrics.add(found, f"teacher_{i}/")
+            metrics.add(chunk_figures(layout, advantage_C, log_t_C), f"teacher_{i}/")
+            metrics.add(self._credit_shares(layout, clipped_C), f"teacher_{i}/")
+            changed = (clipped_C != advantage_C).sum()
+            metrics.add({f"teacher_{i}/advantage_clipped": (changed, float(layout.num_chunks))})
+        metrics.add({"loss": (total.detach(), 1.0)})
+        return total, metrics
+
+    def _credit_shares(self, layout: ChunkLayout, clipped_C: Tensor) -> dict[str, Pair]:
+        """Share of each class of tokens, by a chunk's first, in the sum of absolute advantages."""
+        if self.classes_V is None:
+            return {}
+        class_C = self.classes_V.to(clipped_C.device)[layout.student_ids_M[layout.student_first_C]]
+        size_C = clipped_C.abs()
+        return {
+            f"credit_share_{name}": (size_C[class_C == number].sum(), size_C.sum())
+            for number, name in enumerate(self.class_names)
+        }
+
+
+def teacher_log_probs(signal: Signal, layout: ChunkLayout, like: Tensor, block_rows: int = 512) -> Tensor:
+    """Log-probability `[C]` of each chunk along the teacher's tokens."""
+    rows = TeacherRows([signal], [layout.teacher_rows_Q])
+    parts = [s.log_prob_of(layout.teacher_ids_Q[at]).to(like) for at, s in rows.blocks(block_rows)]
+    log_Q = torch.cat(parts) if parts else like.new_zeros(0)
+    return chunk_sum(log_Q, layout.teacher_chunk_Q, layout.num_chunks)
+
+
+def chunk_figures(layout: ChunkLayout, advantage_C: Tensor, log_t_C: Tensor) -> dict[str, Pair]:
+    """The teacher's log-probability per token, and the reverse KL as sampled: log p_S - log p_T, by kind of chunk."""
+    kind_C = 2 * (layout.student_count_C > 1).long() + (layout.teacher_count_C > 1).long()
+    out: dict[str, Pair] = {
+        "log_prob": (log_t_C.sum(), float(layout.teacher_rows_Q.numel())),
+        "reverse_kl": (-advantage_C.sum(), float(layout.num_chunks)),
+    }
+    for number, name in enumerate(KINDS):
+        own = kind_C == number
+        out[f"reverse_kl_{name}"] = (-advantage_C[own].sum(), own.sum())
+    return out
+
+
+@torch.no_grad()
+def sampled_figures(
+    hidden_RH: Tensor, head: Head, signals: Sequence[Signal], layouts: Sequence[ChunkLayout], *, most: int
+) -> dict[str, Pair]:
+    """`chunk_figures` of every teacher, and the student's entropy where it chose, beside a loss that does not need
+    them. most: chunks that are looked at, evenly spaced."""
+    out: dict[str, Pair] = {}
+    for i, (signal, whole) in enumerate(zip(signals, layouts, strict=True)):
+        size = min(whole.num_chunks, most)
+        chosen = torch.arange(size, device=whole.sample_C.device) * whole.num_chunks // max(size, 1)
+        layout = to_device(whole.take(chosen), hidden_RH.device)
+        log_p = head.axis.log_softmax(head.logits(hidden_RH.detach().index_select(0, layout.student_rows_M)))
+        log_M = head.axis.gather(log_p, layout.student_ids_M[:, None]).squeeze(1)
+        log_s_C = chunk_sum(log_M, layout.student_chunk_M, layout.num_chunks)
+        log_t_C = teacher_log_probs(signal.on_shards(head.axis), layout, log_s_C)
+        found = chunk_figures(layout, log_t_C - log_s_C, log_t_C)
+        out |= {f"teacher_{i}/{name}": pair for name, pair in found.items()}
+        if i == 0:
+            out["entropy"] = (-head.axis.sum(log_p.exp() * log_p).sum(), float(log_M.numel()))
+    return out

@@ -1,0 +1,196 @@
+"""On-policy runs: what is sampled is learnt from, the same every time; without it nothing of the loop changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from limbeck.algorithms import on_policy_distillation as on_policy
+from limbeck.algorithms.build import load_datasets, load_tokenizers
+from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
+from limbeck.algorithms.rollouts import GuardConfig, RunawayGuard, StepData, is_prompt, measure, sample_seed
+from limbeck.errors import ConfigError, LossError
+from limbeck.models.generate import Sample
+from tests.helpers.runs import rows, settings, weight_bytes, write_data, write_tokenizers
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("on_policy")
+    write_data(made)
+    write_tokenizers(made)
+    return made
+
+
+def run_file(folder: Path, run_dir: Path, own: dict[str, Any], **more: Any) -> dict[str, Any]:
+    values = settings(folder, run_dir, **more)
+    values["distillation"] |= {"max_num_steps": STEPS, "val_period": 0, "val_at_start": False, "val_at_end": False}
+    values["checkpointing"] |= {"save_period": 2, "metric_name": None}
+    sizes = {"max_new_tokens": 12, "prompt_tokens": 5}
+    return {**values, "algorithm": "on_policy_distillation", "on_policy": {**sizes, **own}}
+
+
+def train(folder: Path, run_dir: Path, own: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    resolve_and_run(run_file(folder, run_dir, own, **more))
+    return rows(run_dir)
+
+
+def test_a_fraction_of_0_is_the_loop_of_stored_text_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    found = train(folder, tmp_path / "none", {"fraction": 0})
+    plain = run_file(folder, tmp_path / "plain", {})
+    plain = {key: value for key, value in plain.items() if key not in ("algorithm", "on_policy")}
+    resolve_and_run(plain)
+    assert found == rows(tmp_path / "plain")
+    assert weight_bytes(tmp_path / "none", STEPS) == weight_bytes(tmp_path / "plain", STEPS)
+
+
+@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
+def test_the_same_seed_writes_the_same_and_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, fraction: float
+) -> None:
+    own = {"fraction": fraction, "samples_per_prompt": 2}
+    whole = train(folder, tmp_path / "whole", own)
+    parts = run_file(folder, tmp_path / "parts", own)
+    resolve_and_run({**parts, "distillation": {**parts["distillation"], "max_num_steps": 2}})
+    resolve_and_run(parts)
+    assert rows(tmp_path / "parts") == whole
+    assert weight_bytes(tmp_path / "parts", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
+    last = whole[-1]
+    assert ("train/kl_loss" in last) == (fraction < 1)
+    for name in ("on_policy/kl_loss", "sample/length", "sample/ended", "sample/cut", "sample/repeated"):
+        assert f"train/{name}" in last
+    other = run_file(folder, tmp_path / "other", own)
+    other["distillation"]["seed"] = 6
+    resolve_and_run(other)
+    assert rows(tmp_path / "other")[-1]["train/on_policy/kl_loss"] != last["train/on_policy/kl_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, {"policy_gradient": {}, "samples_per_prompt": 2}], ids=["divergence", "gradient"])
+def test_what_is_learnt_lowers_the_divergence_on_own_text(folder: Path, tmp_path: Path, own: dict[str, Any]) -> None:
+    values = run_file(folder, tmp_path / "run", own, policy={"scheduler": None})
+    values["distillation"]["max_num_steps"] = 40
+    values["checkpointing"]["save_period"] = 0
+    resolve_and_run(values)
+    found = [row["train/on_policy/teacher_0/reverse_kl"] for row in rows(tmp_path / "run")]
+    assert sum(found[-8:]) < sum(found[:8])
+
+
+CALM = {"sample/length": 20.0, "sample/ended": 0.5, "sample/repeated": 0.1}
+
+
+class TestGuard:
+    def guard(self, **more: Any) -> RunawayGuard:
+        found = RunawayGuard(GuardConfig(window=2, patience=3, **more))
+        for _ in range(4):
+            found.observe(CALM)
+        return found
+
+    @pytest.mark.parametrize(
+        ("sign", "line"),
+        [
+            ({"sample/length": 90.0}, "samples are 4.5 times as long as first, in 3 steps in a row"),
+            ({"sample/ended": 0.1}, "20% of the samples that ended by themselves at first still do"),
+            ({"sample/repeated": 0.9}, "90% of the samples' runs of tokens are repetitions"),
+        ],
+    )
+    def test_a_sign_that_stays_ends_the_run(self, sign: dict[str, float], line: str) -> None:
+        guard, bad = self.guard(), {**CALM, **sign}
+        guard.observe(bad)
+        guard.observe(bad)
+        guard.observe(CALM)
+        guard.observe(bad)
+        # a stored guard knows what it has seen
+        resumed = RunawayGuard(guard.config)
+        resumed.load_state_dict(guard.state_dict())
+        resumed.observe(bad)
+        with pytest.raises(LossError, match=line):
+            resumed.observe(bad)
+
+    def test_ratios_are_those_to_the_start(self) -> None:
+        found = self.guard().observe({"sample/length": 30.0, "sample/ended": 0.25, "sample/repeated": 0.0})
+        assert found == {"guard/length_growth": 1.5, "guard/ended_ratio": 0.5}
+
+    def test_it_can_be_switched_off_and_a_step_without_samples_is_none(self) -> None:
+        guard = self.guard(max_length_growth=None, min_ended_ratio=None, max_repeated=None)
+        for _ in range(9):
+            guard.observe({"sample/length": 900.0, "sample/ended": 0.0, "sample/repeated": 1.0})
+        assert guard.observe({}) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["frozen", "ema"])
+def test_an_anchor_goes_on_where_it_stopped(folder: Path, tmp_path: Path, kind: str) -> None:
+    own = {"anchor": {"kind": kind, "weight": 0.5, "ema_decay": 0.5}, "policy_gradient": {}}
+    whole = train(folder, tmp_path / "whole", own)
+    parts = run_file(folder, tmp_path / "parts", own)
+    resolve_and_run({**parts, "distillation": {**parts["distillation"], "max_num_steps": 2}})
+    resolve_and_run(parts)
+    assert rows(tmp_path / "parts") == whole
+    # the student begins where its anchor is
+    assert whole[0]["train/anchor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert whole[-1]["train/anchor/kl_loss"] > 1e-6
+
+
+def test_a_step_without_a_single_prompt_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    config, _ = resolve_run(run_file(folder, tmp_path / "run", {}))
+    parts = on_policy.setup(config, *load_tokenizers(config), *load_datasets(config))  # type: ignore[arg-type]
+    loop = on_policy.OnPolicyLoop(parts)
+    before = [p.detach().clone() for p in parts.student.model.parameters()]
+    result = loop.train_step(StepData([], None, Counter()))
+    assert (result["loss"], result["tokens"]) == (0.0, 0)
+    for old, new in zip(before, parts.student.model.parameters(), strict=True):
+        # weight decay alone
+        torch.testing.assert_close(new.detach(), old, atol=1e-4, rtol=1e-3)
+
+
+def test_records_are_prompts_by_seed_alone() -> None:
+    chosen = [is_prompt(3, idx, 0.25) for idx in range(2000)]
+    assert 400 < sum(chosen) < 600
+    assert chosen[7:9] == [is_prompt(3, idx, 0.25) for idx in (7, 8)]
+    assert chosen != [is_prompt(4, idx, 0.25) for idx in range(2000)]
+    assert all(is_prompt(1, idx, 1.0) and not is_prompt(1, idx, 0.0) for idx in range(5))
+    assert len({sample_seed(a, b, c) for a in range(3) for b in range(3) for c in range(3)}) == 27
+
+
+def test_figures_of_samples() -> None:
+    ids = [torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 9]), torch.tensor([5, 6])]
+    samples = [Sample(i, t, torch.full((len(t),), -2.0), ended=bool(i)) for i, t in enumerate(ids)]
+    found = measure(samples).means()
+    assert found == {
+        "sample/length": 5.5,
+        "sample/ended": 0.5,
+        "sample/cut": 0.5,
+        "sample/log_prob": -2.0,
+        "sample/repeated": pytest.approx(1 / 6),
+    }
+    assert measure([]).means() == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "line"),
+    [
+        ({"max_new_tokens": 48}, {}, "leaves no room for a prompt in rows of 48 tokens"),
+        ({}, {"teacher": {"cache": "x"}}, "a cache has no signals for text that is yet to be written"),
+        ({"temperature": 0, "samples_per_prompt": 2}, {}, "all samples of a prompt are the same"),
+        ({"stop": [""]}, {}, "an empty text would end every answer at once"),
+        ({"loss_fn": {"learnable_projection": True}}, {}, "uses the projections of loss_fn"),
+        ({"fraction": 1.5}, {}, "less than or equal to 1"),
+    ],
+)
+def test_settings_that_cannot_work(
+    folder: Path, tmp_path: Path, own: dict[str, Any], more: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        resolve_run(run_file(folder, tmp_path, own, **more))
+
+
+def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None:
+    own = on_policy.OnPolicyConfig().loss_fn
+    assert (own.direction, own.ce_loss_scale, own.mode) == ("reverse", 0.0, "boundary_kl")

@@ -1,0 +1,164 @@
+"""Rows of what a student wrote: its ids as sampled, the same bytes on both sides, everything else counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from limbeck.data.continuations import Continuation, ContinuationCollator, Prompt
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.errors import DataError
+from limbeck.tokens import Tokenizer
+from tests.helpers.tokenizers import TEXTS, tiny, workshop
+
+STUDENT, TEACHER = Tokenizer.of(tiny(300)), Tokenizer.of(tiny(340))
+
+
+def rows(teachers: Any = None, *, mode: Any = "text", size: int = 64, **more: Any) -> ContinuationCollator:
+    student, others = (workshop(500), workshop(600)) if mode == "chat" else (tiny(300), tiny(340))
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=[others] if teachers is None else teachers,
+        ctx_length_student=size,
+        ctx_length_teacher=size,
+        mode=mode,
+        chunks_as="layout",
+    )
+    return ContinuationCollator(collator, **{"prompt_tokens": 8, "max_new_tokens": 24, **more})
+
+
+def prompt(made: ContinuationCollator, text: str) -> Prompt:
+    (found,), dropped = made.prompts([{"text": text, "idx": 3}])
+    assert not dropped
+    return found
+
+
+def spelled(tokenizer: Tokenizer, ids: Any) -> bytes:
+    return tokenizer.vocab.join([int(i) for i in ids])
+
+
+def chunk_texts(batch: Any, made: ContinuationCollator) -> list[tuple[bytes, bytes]]:
+    """Bytes of both sides of every chunk."""
+    chunks = batch["chunks_0"]
+    mine, theirs = made.vocab, made.collator.teachers[0].encoder.vocab  # type: ignore[union-attr]
+    return [
+        (
+            mine.join(chunks.student_ids_M[chunks.student_chunk_M == c].tolist()),
+            theirs.join(chunks.teacher_ids_Q[chunks.teacher_chunk_Q == c].tolist()),
+        )
+        for c in range(chunks.num_chunks)
+    ]
+
+
+def test_ids_are_kept_as_sampled_also_where_no_tokenizer_writes_them() -> None:
+    made = rows()
+    begin = prompt(made, TEXTS[0])
+    # one token per byte: never what the tokenizer itself writes
+    ids = np.array([STUDENT.vocab.token_bytes.index(bytes([b])) for b in b"the dog, "])
+    assert ids.tolist() != STUDENT.encode("the dog, ").ids.tolist()
+    batch = made.batch([Continuation(begin, ids, ended=False)])
+    size = len(begin.student)
+    assert batch["input_ids"][0, size:].tolist() == ids.tolist()
+    assert batch["token_mask"][0, :size].sum() == 0
+    texts = chunk_texts(batch, made)
+    assert all(a == b for a, b in texts)
+    whole = spelled(TEACHER, batch["teacher_input_ids"][0, : batch["teacher_input_lengths"][0]])
+    assert whole == begin.data + b"the dog, "
+
+
+def test_the_end_is_compared_by_its_role_or_not_at_all() -> None:
+    for compare in (True, False):
+        made = rows(compare_stops=compare)
+        ids = np.append(STUDENT.encode(" and so on").ids, STUDENT.eos_id)
+        batch = made.batch([Continuation(prompt(made, TEXTS[4]), ids, ended=True)])
+        chunks = batch["chunks_0"]
+        ends = [(int(chunks.student_ids_M[-1]), int(chunks.teacher_ids_Q[-1]))]
+        assert (ends == [(STUDENT.eos_id, TEACHER.eos_id)]) == compare
+        assert STUDENT.eos_id != TEACHER.eos_id
+        assert bool(batch["token_mask"][0, -1]) == compare
+
+
+def test_a_cut_answer_has_no_end_and_its_last_chunk_is_left_out() -> None:
+    made = rows()
+    begin, ids = prompt(made, TEXTS[0]), STUDENT.encode(" over the lazy dog").ids
+    whole = made.batch([Continuation(begin, ids, ended=True)])
+    cut = made.batch([Continuation(begin, ids, ended=False)])
+    assert cut["chunks_0"].num_chunks == whole["chunks_0"].num_chunks - 1
+    assert cut["dropped"][0]["cut_chunks"] == 1
+    assert int(cut["teacher_input_ids"][0, -1]) != TEACHER.eos_id
+
+
+def test_blanks_are_masked_and_counted() -> None:
+    ids = np.concatenate([STUDENT.encode("a").ids, STUDENT.encode("    ").ids, STUDENT.encode("\nb").ids])
+    found, counted = {}, {}
+    for mask in (True, False):
+        made = rows(mask_blanks=mask)
+        batch = made.batch([Continuation(prompt(made, TEXTS[4]), ids, ended=True)])
+        found[mask] = [a for a, _ in chunk_texts(batch, made)]
+        counted[mask] = batch["dropped"][0].get("blank_chunks", 0)
+    assert counted == {True: len(found[False]) - len(found[True]), False: 0}
+    assert counted[True] > 0
+    assert b"    " in b"".join(found[False])
+    assert not any(text and not text.strip(b" \t") for text in found[True])
+    assert [t for t in found[False] if t.strip(b" \t")] == found[True]
+
+
+def test_bytes_that_are_no_text_are_spelled_and_a_special_inside_ends_the_comparison() -> None:
+    made = rows()
+    begin = prompt(made, TEXTS[3])
+    byte = {b: STUDENT.vocab.token_bytes.index(bytes([b])) for b in (0xC3, 0xFF, 0x41)}
+    batch = made.batch([Continuation(begin, np.array([byte[0x41], byte[0xFF], byte[0xC3], byte[0x41]]), ended=True)])
+    assert b"".join(a for a, _ in chunk_texts(batch, made)) == b"A\xff\xc3A"
+    inside = np.array([byte[0x41], STUDENT.eos_id, byte[0x41]])
+    batch = made.batch([Continuation(begin, inside, ended=False)])
+    assert batch["dropped"][0]["special_in_answer"] == 1
+    assert [a for a, _ in chunk_texts(batch, made)] == [b"A"]
+    assert batch["input_ids"][0, -3:].tolist() == inside.tolist()
+
+
+def test_a_teacher_of_the_same_tokenizer_reads_the_ids_themselves() -> None:
+    made = rows([None])
+    ids = np.array([5, 9, 40, 7])
+    batch = made.batch([Continuation(prompt(made, TEXTS[0]), ids, ended=False)])
+    assert "teacher_input_ids" not in batch
+    assert batch["token_mask"][0, -4:].tolist() == [int(STUDENT.vocab.token_bytes[i].strip(b" \t") != b"") for i in ids]
+
+
+def test_a_conversation_is_answered_under_each_sides_own_template() -> None:
+    made = rows(mode="chat", size=96, mask_blanks=False)
+    talk = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "There."}]
+    (found,), dropped = made.prompts([{"messages": talk, "idx": 0}])
+    assert not dropped
+    student, teacher = made.collator.student.encoder, made.collator.teachers[0].encoder  # type: ignore[union-attr]
+    end = made.end_ids[0]
+    ids = np.append(student.encode("Here it is.").ids, end)
+    batch = made.batch([Continuation(found, ids, ended=True)])
+    texts = chunk_texts(batch, made)
+    assert b"".join(a for a, _ in texts) == b"Here it is."
+    assert all(a == b for a, b in texts)
+    header = teacher.vocab.join(found.teachers[0].ids.tolist())  # type: ignore[union-attr]
+    assert b"assistant" in header
+    assert b"There." not in header
+    assert int(batch["chunks_0"].teacher_ids_Q[-1]) == made.teacher_ends[0]
+
+
+def test_prompts_that_cannot_be_continued() -> None:
+    with pytest.raises(DataError, match="record 7 is empty; a prompt needs some text"):
+        rows().prompts([{"text": "", "idx": 7}])
+    chat = rows(mode="chat", size=96)
+    with pytest.raises(DataError, match="no message before an answer"):
+        chat.prompts([{"messages": [{"role": "assistant", "content": "x"}], "idx": 1}])
+    long = [{"role": "user", "content": "word " * 200}]
+    assert chat.prompts([{"messages": long, "idx": 1}]) == ([], Counter(prompt_too_long=1))
+    chat.collator.skip_errors = True
+    assert chat.prompts([{"messages": [], "idx": 1}])[1]["skipped_record"] == 1
+
+
+def test_no_rows_are_a_batch_too() -> None:
+    batch = rows().batch([])
+    assert batch.size == 0
+    assert torch.equal(batch["input_lengths"], torch.zeros(0, dtype=torch.int64))
