@@ -193,4 +193,4 @@ def test_settings_that_cannot_work(
 
 def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None:
     own = on_policy.OnPolicyConfig().loss_fn
-    assert (own.direction, own.ce_loss_scale, own.mode) == ("reverse", 0.0, "boundary_kl")
+    assert (own.direction, own.ce_loss_scale) == ("reverse", 0.0)
