@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from limbeck.report.page import Page
-from limbeck.report.run_data import Points, RunData
-from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, moving_average, wants_log
+from limbeck.report.run_charts import run_axis, short
+from limbeck.report.run_data import RunData
+from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, wants_log
 from limbeck.utils.files import short_names
 
 _COLOURS = 8
-_CHARTS = (
-    ("Training loss", "train/loss", True),
-    ("KL to the teacher, validation", "val/kl_loss", False),
-    ("KL to the teacher, training", "train/kl_loss", True),
-    ("Cross-entropy, validation", "val/ce_loss", False),
-    ("Cross-entropy, training", "train/ce_loss", True),
-    ("Accuracy, validation", "val/accuracy", False),
-)
 _SMALL_CHARTS = (
     ("Gradient norm", "train/grad_norm", True),
-    ("Tokens per second", "train/tokens_per_s", True),
     ("Learning rate", "train/lr", False),
+    ("Tokens per second", "train/tokens_per_s", True),
+    ("Seconds of a step", "train/seconds", True),
 )
 """Title, metric, and whether it is noisy."""
-_FIGURES = ("run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "teacher's bpb", "tokens/s")
 # Where a run writes says nothing about what it computes.
 _PLACES = ("logger.", "checkpointing.checkpoint_dir")
+_MOST_ROWS = 8
+"""Differing settings of a section that are shown before it is folded away."""
+_TOLD_BY = {
+    "policy": "model_name",
+    "teacher": "model_name",
+    "teachers": "model_name",
+    "traces": "train",
+    "data": "train",
+}
+"""Which of its settings tells a section that some run does not have."""
 
 
 def comparison_page(runs: Sequence[RunData]) -> Page:
@@ -41,8 +43,8 @@ def comparison_page(runs: Sequence[RunData]) -> Page:
         "names": names,
         "facts": _common(runs),
         "notes": [f"{name}: {p}" for name, run in zip(names, runs, strict=True) for p in run.problems],
-        "figure_columns": _FIGURES,
         "figures": _figures(runs, names),
+        "axes": [run_axis(run) for run in runs],
         "charts": _curves(runs, names),
         "small_charts": _small_curves(runs, names),
         "settings": _differences(runs),
@@ -52,45 +54,76 @@ def comparison_page(runs: Sequence[RunData]) -> Page:
 
 def _common(runs: Sequence[RunData]) -> list[tuple[str, str]]:
     """Facts that all runs share."""
-    facts = [("student", {Path(run.student).name for run in runs})]
-    facts.append(("teacher", {", ".join(Path(t).name for t in run.teachers) for run in runs if run.teachers}))
+    facts = [("student", {short(run.student) for run in runs})]
+    facts.append(("teacher", {", ".join(map(short, run.teachers)) for run in runs if run.teachers}))
     return [(label, next(iter(values))) for label, values in facts if len(values) == 1 and values != {"unknown"}]
 
 
-def _figures(runs: Sequence[RunData], names: Sequence[str]) -> list[list[Any]]:
+def _figures(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any]:
+    """A row for every run; columns in which no run has a value are left out."""
     bits = [run.points("val/bpb") for run in runs]
     ends = [points[-1][1] for points in bits if points]
-    rows = []
+    first = bits[0][-1][1] if bits[0] else None
+    titles = ("run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "teacher's bpb", "not reached")
+    rows: list[list[Any]] = []
     for i, (run, name, points) in enumerate(zip(runs, names, bits, strict=True)):
-        teacher, speed = run.points("val/teacher_bpb"), run.points("train/tokens_per_s")
+        teacher, speed = run.last("val/teacher_bpb"), run.points("train/tokens_per_s")
+        lost = [run.last(f"val/teacher_0/{key}") for key in ("unreached_mass", "lost_mass")]
+        share = next((value for value in lost if value is not None), None)
         last = format_number(points[-1][1]) if points else ""
         best = bool(points) and len(ends) > 1 and points[-1][1] == min(ends)
-        first = bits[0][-1][1] if bits[0] else None
         rows.append(
             [
                 {"run": name, "colour": i % _COLOURS},
-                str(run.setting("loss_fn.mode", "") if run.teachers else "cross-entropy alone"),
+                run.objective,
                 f"{run.last_step:,}",
                 format_number(points[0][1]) if points else "",
                 {"best": last} if best else last,
                 f"{points[-1][1] - first:+.4f}" if i and points and first is not None else "",
-                format_number(teacher[-1][1]) if teacher else "",
+                "" if teacher is None else format_number(teacher),
+                "" if share is None else f"{share:.1%}",
+                format_number(run.last("train/loss") or 0.0) if not ends and run.points("train/loss") else "",
                 format_number(statistics.median(v for _, v in speed)) if speed else "",
             ]
         )
-    return rows
+    columns = [*titles, "last training loss", "tokens/s"]
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return {"columns": [columns[i] for i in kept], "rows": [[row[i] for i in kept] for row in rows]}
 
 
 def _curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
-    bits = _overlay(runs, names, "val/bpb", smooth=False)
-    levels = {round(points[-1][1], 6) for run in runs if (points := run.points("val/teacher_bpb"))}
-    steps = [run.last_step for run in runs]
+    everyone = range(len(runs))
+    bits = _overlay(runs, names, everyone, "val/bpb", smooth=False)
+    levels = {round(level, 6) for run in runs if (level := run.last("val/teacher_bpb")) is not None}
     if len(levels) == 1 and any(s.points for s in bits):
-        bits.append(Series("teacher", [(0, level := levels.pop()), (max(steps), level)], 7, dashed=True))
-    note = "on the validation set; less is better"
-    charts = [chart("Bits per byte", bits, width=WIDE, height=320, note=note)]
-    charts += [chart(title, _overlay(runs, names, key, smooth=smooth)) for title, key, smooth in _CHARTS]
+        longest = max(run.last_step for run in runs)
+        bits.append(Series("teacher", [(0, level := levels.pop()), (longest, level)], 7, dashed=True))
+    charts = [chart("Bits per byte", bits, width=WIDE, height=320, note="on the validation set; less is better")]
+    for where, title in (("val", "validation"), ("train", "training")):
+        for divergence, members in _alike(runs, [run.divergence for run in runs]):
+            series = _overlay(runs, names, members, f"{where}/kl_loss", smooth=where == "train")
+            charts.append(chart(f"Distillation loss, {title}", series, note=divergence))
+        series = _overlay(runs, names, everyone, f"{where}/ce_loss", smooth=where == "train")
+        charts.append(chart(f"Cross-entropy, {title}", series, note="nats per token"))
+    for objective, members in _alike(runs, [_sums(run) for run in runs]):
+        series = _overlay(runs, names, members, "train/loss", smooth=True)
+        charts.append(chart("Training loss", series, note=objective.partition("\n")[0]))
+    charts.append(chart("Accuracy, validation", _overlay(runs, names, everyone, "val/accuracy", smooth=False)))
     return [found for found in charts if found]
+
+
+def _sums(run: RunData) -> str | None:
+    """What a run's loss adds up; None where another chart shows the same."""
+    if run.objective == "cross-entropy alone" and run.points("train/ce_loss"):
+        return None
+    return f"{run.objective}\n{sorted(_flat(run.setting('loss_fn', run.setting('loss', {}))).items(), key=str)}"
+
+
+def _alike(runs: Sequence[RunData], kinds: Sequence[str | None]) -> list[tuple[str, list[int]]]:
+    """Numbers of the runs whose values mean the same; others would not stand on one axis."""
+    return [
+        (kind, [i for i in range(len(runs)) if kinds[i] == kind]) for kind in dict.fromkeys(kinds) if kind is not None
+    ]
 
 
 def _small_curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -99,22 +132,26 @@ def _small_curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[st
         points = [run.points(key) for run in runs]
         # one axis for all, and it has no place for what is not positive
         log = any(map(wants_log, points)) and all(value > 0 for one in points for _, value in one)
-        series = _overlay(runs, names, key, smooth=smooth, log=log)
+        series = _overlay(runs, names, range(len(runs)), key, smooth=smooth)
         charts.append(chart(title, series, width=NARROW, height=220, log=log, zero=not log))
     return [found for found in charts if found]
 
 
 def _overlay(
-    runs: Sequence[RunData], names: Sequence[str], key: str, *, smooth: bool, log: bool = False
+    runs: Sequence[RunData], names: Sequence[str], members: Sequence[int], key: str, *, smooth: bool
 ) -> list[Series]:
     """One curve per run. Several noisy curves would hide each other, so only their averages are drawn."""
-
-    def prepared(points: Points) -> Any:
-        return moving_average(points, log=log) if smooth and len(points) > 20 else points
-
     return [
-        Series(name, prepared(run.points(key)), i % _COLOURS, markers=not smooth)
-        for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        Series(
+            names[i],
+            runs[i].points(key),
+            i % _COLOURS,
+            markers=key.startswith("val/"),
+            smooth=smooth,
+            bare=smooth,
+            run=i,
+        )
+        for i in members
     ]
 
 
@@ -125,11 +162,38 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     return {path: node}
 
 
-def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+def _differences(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Settings that differ: ``rows``, and the sections with so many of them that they are ``folded`` away.
+
+    A section that some run does not have is one row: what it is, and how many settings it holds.
+    """
     settings = [_flat(run.config) if run.config else {} for run in runs]
     keys = list(dict.fromkeys(key for flat in settings for key in flat if not key.startswith(_PLACES)))
     differ = [key for key in keys if len({repr(flat.get(key)) for flat in settings}) > 1]
-    return [[key, *(_value(flat, key) for flat in settings)] for key in differ]
+    found: list[list[str]] = []
+    folded = []
+    for section in dict.fromkeys(key.partition(".")[0] for key in differ):
+        own = [key for key in differ if key.partition(".")[0] == section]
+        inside = [sum(key.startswith(f"{section}.") for key in flat) for flat in settings]
+        if 0 in inside and len(own) > 1:
+            told = f"{section}.{_TOLD_BY.get(section, '')}".rstrip(".")
+            found.append([told, *(_block(*one, section) for one in zip(runs, settings, inside, strict=True))])
+            continue
+        rows = [[key, *(_value(flat, key) for flat in settings)] for key in own]
+        if len(rows) > _MOST_ROWS:
+            folded.append({"section": section, "rows": rows})
+        else:
+            found += rows
+    return {"rows": found, "folded": folded}
+
+
+def _block(run: RunData, flat: Mapping[str, Any], size: int, section: str) -> str:
+    """A whole section in one cell."""
+    if not size:
+        return "-" if flat.get(section) is None else str(flat[section])
+    told = flat.get(f"{section}.{_TOLD_BY.get(section, '')}")
+    names = run.teachers if section.startswith("teacher") else [] if told is None else [str(told)]
+    return ", ".join([*names, f"{size} settings"])
 
 
 def _value(flat: Mapping[str, Any], key: str) -> str:

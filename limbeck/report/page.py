@@ -32,14 +32,15 @@ class Page:
     title: str
     data: Mapping[str, Any]
 
-    def render(self) -> str:
-        """The page as a string."""
-        style, script = _static("style.css"), "".join(map(_static, _SCRIPTS))
+    def render(self, *, live: bool = False) -> str:
+        """The page as a string. ``live``: it asks the server that it came from for news, and nobody else."""
+        style, script = _static("style.css"), "".join(map(_static, (*_SCRIPTS, *(["live.js"] if live else []))))
         policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+        policy += "; connect-src 'self'" if live else ""
         template = _environment().get_template(f"{self.template}.html")
         # both are files of this package, not data
         inline = {"style": Markup(style), "script": Markup(script)}
-        return template.render(self.data, title=self.title, policy=policy, **inline)
+        return template.render(self.data, title=self.title, policy=policy, live=live, **inline)
 
     def write(self, path: str | Path) -> Path:
         """Write the page, whole or not at all; returns its path."""

@@ -1,10 +1,9 @@
-"""A run folder as one HTML page: headline figures, curves, validation, what was left out, alignment, configuration."""
+"""A run folder as one HTML page: headline figures, samples, curves, validation, what was left out, alignment."""
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +12,20 @@ from limbeck.report.alignment import viewer
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
+from limbeck.report.run_charts import LOST, RunCharts, run_axis, short, sources, teacher_levels
 from limbeck.report.run_data import Points, RunData, as_number, find_runs, read_run
-from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, wants_log
+from limbeck.report.series import format_number
 
 PAGE_NAME = "report.html"
 _MOST_CHUNKS = 400
-_SHOWN = {
-    "train/loss",
-    "train/kl_loss",
-    "train/ce_loss",
-    "train/grad_norm",
-    "train/tokens_per_s",
-    "train/lr",
-    "val/loss",
-    "val/kl_loss",
-    "val/ce_loss",
-    "val/accuracy",
-    "val/coverage",
-    "val/bpb",
-}
-_TEACHER_BITS = r"val/teacher_(\d+_)?bpb"
-_LOG_PROBS = {
-    "val/erroneous_logprob": "failed messages",
-    "val/erroneous_logprob_hinted": "the same behind hints",
-    "val/chosen_logprob": "chosen of pairs",
-    "val/rejected_logprob": "rejected of pairs",
-}
-_CHANNELS = {"train/policy/loss": "policy", "train/hint/loss": "hint", "train/preference/loss": "preference"}
-_MONITORS = {
-    "Entropy": {"train/monitor/policy/entropy": "policy", "train/monitor/hint/entropy": "hint"},
-    "Mass on format tokens": {"train/monitor/policy/format_mass": "policy", "train/monitor/hint/format_mass": "hint"},
-    "Mass on an early end": {
-        "train/monitor/policy/early_end_mass": "policy",
-        "train/monitor/hint/early_end_mass": "hint",
-    },
-    "KL to the hinted teacher by token class": {
-        f"train/monitor/hint/kl_{name}": name for name in ("special", "format", "number", "word", "other")
-    },
-    "JSD to the hinted teacher": {"train/monitor/hint/jsd": "at most ln 2 = 0.693"},
-    "Length of answers": {"val/response_length": "tokens"},
-    "Bytes compared with the hinted teacher": {"val/hint_compared": "share"},
-}
-"""Figures of a run on traces: log-probabilities, losses of channels, and what shows a collapse early."""
-_OF_TRACES = {*_LOG_PROBS, *_CHANNELS, *(key for keys in _MONITORS.values() for key in keys)}
+_MOST_VALIDATIONS = 300
+_MOST_SAMPLES = 12
+_MOST_CHARACTERS = 2000
 _VALIDATION = {
     "val/bpb": ("bits per byte", False),
     "val/teacher_bpb": ("teacher's", None),
     "val/ce_loss": ("cross-entropy", False),
-    "val/kl_loss": ("KL", False),
+    "val/kl_loss": ("distillation loss", False),
     "val/accuracy": ("accuracy", True),
     "val/coverage": ("coverage", None),
     "val/loss": ("loss", False),
@@ -95,18 +60,20 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
 def run_page(run: RunData) -> Page:
     """All that a run folder says, as a page."""
     known = run.student != "unknown"
-    charts = _curves(run)
+    charts = RunCharts(run)
     data = {
         "name": run.name,
-        "student": _short(run.student) if known else None,
-        "teachers": [_short(teacher) for teacher in run.teachers],
+        "student": short(run.student) if known else None,
+        "teachers": [short(teacher) for teacher in run.teachers],
         "self_teacher": run.self_teacher,
         "facts": _facts(run),
+        "banners": _banners(run),
         "notes": _notes(run),
         "cards": _cards(run),
-        "charts": charts,
-        "small_charts": _machine(run),
-        "further_charts": _further(run),
+        "samples": _samples(run),
+        "axes": [run_axis(run)],
+        "sections": charts.sections(),
+        "further_charts": charts.further(),
         "validation": _validations(run),
         "dropped": _dropped(run),
         "counted": (run.folder / "dropped.json").is_file(),
@@ -122,17 +89,11 @@ def run_page(run: RunData) -> Page:
 # -- head --------------------------------------------------------------------------------------------------------------
 
 
-def _short(model: str) -> str:
-    """The last part of a path, so that heads stay readable; the configuration has the whole."""
-    return Path(model).name or model
-
-
 def _facts(run: RunData) -> list[tuple[str, str]]:
     steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
     facts = [("steps", steps)]
-    mode = run.setting("loss_fn.mode") or run.setting("loss.mode")
-    if mode:
-        facts.insert(0, ("loss", str(mode)))
+    if run.objective:
+        facts.insert(0, ("loss", run.objective))
     seed = run.versions.get("seed", run.setting("distillation.seed"))
     if seed is not None:
         facts.append(("seed", str(seed)))
@@ -149,12 +110,35 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
 def _notes(run: RunData) -> list[str]:
     notes = list(run.problems)
     notes += [f"Step {step} failed; its batch is kept in failed_batch_step_{step}." for step in run.failed_steps]
-    if not run.rows:
+    if not run.history.steps:
         notes.append("There are no metrics yet: the run has not finished its first step.")
     return notes
 
 
-def _course(title: str, points: Points, *, higher: bool = False) -> dict[str, str]:
+def _banners(run: RunData) -> list[str]:
+    """What a reader must know before the figures: a teacher worse than its student, a student that got worse."""
+    found = []
+    bits = [value for _, value in run.points("val/bpb")]
+    for name, points in teacher_levels(run):
+        if not bits or not points:
+            continue
+        level, who = points[-1][1], "The teacher" if name == "teacher" else name.capitalize()
+        start, now = (
+            f"{format_number(level)} against {format_number(own)} bits per byte on the validation text"
+            for own in (bits[0], bits[-1])
+        )
+        if level > bits[0]:
+            advice = "It pulls the student back; take another teacher, other text, or cross-entropy alone."
+            found.append(f"{who} is worse than the student was at the start: {start}. {advice}")
+        elif level > bits[-1]:
+            found.append(f"{who} is now worse than the student: {now}. From here on it may pull the student back.")
+    if len(bits) > 1 and bits[-1] > bits[0]:
+        both = f"{format_number(bits[0])} bits per byte at the start, {format_number(bits[-1])} now"
+        found.append(f"The student got worse: {both}.")
+    return found
+
+
+def _course(title: str, points: Points, *, higher: bool = False, judged: bool = True) -> dict[str, str]:
     """A card that tells where a metric began, where it stands, and the change; ``higher`` is better, or less is."""
     (start, first), (_, last) = points[0], points[-1]
     if len(points) == 1:
@@ -163,27 +147,28 @@ def _course(title: str, points: Points, *, higher: bool = False) -> dict[str, st
     if first != 0:
         change = (last - first) / abs(first)
         better = change > 0 if higher else change < 0
-        kind = "" if change == 0 else "good" if better else "bad"
+        kind = "" if change == 0 or not judged else "good" if better else "bad"
         card |= {"change": f"{change:+.1%}", "kind": kind, "below": f"since step {start:,}"}
     return card
 
 
 def _cards(run: RunData) -> list[dict[str, str]]:
     cards = []
-    bpb, teacher = run.points("val/bpb"), run.points("val/teacher_bpb")
+    bpb = run.points("val/bpb")
+    levels = [(name, points[-1][1]) for name, points in teacher_levels(run) if points]
+    worse = bool(bpb) and any(level > bpb[0][1] for _, level in levels)
     if bpb:
-        cards.append(_course("Bits per byte, validation", bpb))
-    if teacher:
-        level = teacher[-1][1]
-        below = ""
-        if bpb and bpb[0][1] > level and len(bpb) > 1:
-            closed = (bpb[0][1] - bpb[-1][1]) / (bpb[0][1] - level)
-            below = f"{closed:.0%} of the student's gap closed"
-        cards.append({"title": "Teacher's bits per byte", "value": format_number(level), "below": below})
+        # a gain beside a teacher that is worse is none of its making
+        cards.append(_course("Bits per byte, validation", bpb, judged=not worse))
+    for name, level in levels:
+        title = "Teacher's bits per byte" if name == "teacher" else f"{name.capitalize()}, bits per byte"
+        cards.append({"title": title, "value": format_number(level), "below": _gap(bpb, level)})
     kl = run.points("val/kl_loss") or run.points("train/kl_loss")
-    if kl:
+    if kl and run.divergence is not None:
         where = "validation" if run.points("val/kl_loss") else "training"
-        cards.append(_course(f"KL to the teacher, {where}", kl))
+        cards.append(_course(f"Distillation loss, {where}", kl))
+        cards[-1]["below"] = f"{cards[-1]['below']}, {run.divergence}".lstrip(", ")
+    cards += _reach(run)
     if failed := run.points("val/erroneous_logprob"):
         cards.append(_course("log p of failed messages, nats", failed))
     if chosen := run.points("val/chosen_logprob"):
@@ -198,14 +183,34 @@ def _cards(run: RunData) -> list[dict[str, str]]:
     return cards
 
 
+def _gap(bpb: Points, level: float) -> str:
+    """What a teacher's level says about the way that its student has gone."""
+    if len(bpb) < 2:
+        return ""
+    first, last = bpb[0][1], bpb[-1][1]
+    if first <= level:
+        return "worse than the student from the start"
+    return f"{(first - last) / (first - level):.0%} of the student's gap closed"
+
+
+def _reach(run: RunData) -> list[dict[str, str]]:
+    """How much of a teacher's probability the loss cannot compare."""
+    cards = []
+    for i in range(max(1, len(run.teachers))):
+        keys = [f"{where}/teacher_{i}/{name}" for name in ("unreached_mass", "lost_mass") for where in ("val", "train")]
+        share = next((value for key in keys if (value := run.last(key)) is not None), None)
+        if share is not None:
+            whose = f"teacher {i}'s probability" if len(run.teachers) > 1 else "the teacher's probability"
+            cards.append({"title": "Not reached", "value": f"{share:.1%}", "below": f"of {whose}"})
+    return cards
+
+
 def _effort(run: RunData) -> str:
     """Tokens and time of all logged steps."""
-    both = [(as_number(row.get("train/tokens_per_s")), as_number(row.get("train/seconds"))) for row in run.rows]
-    known = [(speed, seconds) for speed, seconds in both if speed is not None and seconds is not None]
-    if not known:
+    found = run_axis(run)
+    if "tokens" not in found:
         return "median over all steps"
-    seconds = sum(t for _, t in known)
-    return f"{_compact(sum(s * t for s, t in known))} tokens in {_duration(seconds)} of steps"
+    return f"{_compact(found['tokens'][-1])} tokens in {_duration(found['seconds'][-1])} of steps"
 
 
 def _compact(value: float) -> str:
@@ -223,125 +228,113 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-# -- curves ------------------------------------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def teacher_levels(run: RunData) -> list[tuple[str, Points]]:
-    """Name and values of each teacher's bits per byte."""
-    numbered = [f"val/teacher_{i}_bpb" for i in range(len(run.teachers))]
-    keys = [k for k in numbered if run.points(k)] or ["val/teacher_bpb"]
-    if len(keys) == 1:
-        return [("teacher", run.points(keys[0]))]
-    names = [_short(t) for t in run.teachers]
-    return [(f"teacher {i}: {names[i]}", run.points(k)) for i, k in enumerate(keys)]
-
-
-def _level(points: Points, run: RunData) -> Points:
-    """A teacher does not change, so its level is drawn over the whole run."""
-    return [(run.rows[0]["step"], points[-1][1]), (run.last_step, points[-1][1])] if points else []
-
-
-def _curves(run: RunData) -> list[dict[str, Any]]:
-    """What the run reached."""
-    if not run.rows:
-        return []
-    bits = [Series("student", run.points("val/bpb"), 0, markers=True)]
-    bits += [Series(n, _level(p, run), 1 + i, dashed=True) for i, (n, p) in enumerate(teacher_levels(run))]
-    note = "on the validation set; less is better"
-    charts = [chart("Bits per byte", bits, width=WIDE, height=300, note=note)] if bits[0].points else []
-    if run.on_traces:
-        charts += _trace_curves(run)
-    for title, train, val in (
-        ("Loss", "train/loss", "val/loss"),
-        ("KL to the teacher", "train/kl_loss", "val/kl_loss"),
-        ("Cross-entropy", "train/ce_loss", "val/ce_loss"),
-    ):
-        pair = [
-            Series("train", run.points(train), 0, smooth=True),
-            Series("validation", run.points(val), 2, markers=True),
-        ]
-        charts.append(chart(title, pair))
-    shares = [
-        Series("accuracy", run.points("val/accuracy"), 2, markers=True),
-        Series("alignment coverage", run.points("val/coverage"), 3, markers=True),
+def _samples(run: RunData) -> dict[str, Any]:
+    """What models wrote: behind each fixed prompt side by side, and the last of every other kind in a list."""
+    rows = [row for row in run.samples if isinstance(row.get("text"), str) and isinstance(row.get("prompt"), str)]
+    fixed: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    others: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("kind"):
+            others.setdefault(str(row["kind"]), []).append(row)
+        else:
+            fixed.setdefault((str(row.get("number")), row["prompt"]), []).append(row)
+    prompts = [_side_by_side(prompt, own) for (_, prompt), own in list(fixed.items())[-_MOST_SAMPLES:]]
+    kinds = [
+        {"kind": kind, "count": len(own), "rows": [_written(row) for row in own[-_MOST_SAMPLES:]]}
+        for kind, own in others.items()
     ]
-    charts.append(chart("Accuracy and coverage", shares, note="validation"))
-    return [found for found in charts if found]
+    return {"prompts": prompts, "kinds": kinds}
 
 
-def _trace_curves(run: RunData) -> list[dict[str, Any] | None]:
-    """What a run on traces is judged by, and what shows early when it collapses."""
-    four = [Series(name, run.points(key), i, markers=True) for i, (key, name) in enumerate(_LOG_PROBS.items())]
-    note = "nats per message, validation; failed and rejected should fall, chosen should rise"
-    losses = [Series(name, run.points(key), i, smooth=True) for i, (key, name) in enumerate(_CHANNELS.items())]
-    charts = [chart("Log-probability of messages", four, width=WIDE, height=300, note=note)]
-    charts.append(chart("Losses of the channels", losses, note="training"))
-    for title, keys in _MONITORS.items():
-        watched = [Series(name, run.points(key), i, markers=True) for i, (key, name) in enumerate(keys.items())]
-        charts.append(chart(title, watched))
-    return charts
+def _side_by_side(prompt: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    own = sorted((row for row in rows if row.get("writer") == "student"), key=lambda row: row["step"])
+    shown = [(f"Student, step {row['step']:,}", row) for row in ([own[0], own[-1]] if len(own) > 1 else own)]
+    for row in rows:
+        writer = str(row.get("writer"))
+        if writer != "student":
+            shown.append(("How the text goes on" if writer == "data" else writer.capitalize(), row))
+    between = own[1:-1]
+    kept = [between[i * len(between) // _MOST_SAMPLES] for i in range(min(len(between), _MOST_SAMPLES))]
+    return {
+        "prompt": prompt[-_MOST_CHARACTERS:],
+        "columns": [{"who": who, **_written(row)} for who, row in shown],
+        "between": [_written(row) for row in (between if len(between) <= _MOST_SAMPLES else kept)],
+    }
 
 
-def _machine(run: RunData) -> list[dict[str, Any]]:
-    """How the run went rather than what it reached."""
-    norm, speed, rate = (run.points(f"train/{key}") for key in ("grad_norm", "tokens_per_s", "lr"))
-
-    def small(title: str, one: Series, *, log: bool = False, zero: bool = False) -> dict[str, Any] | None:
-        return chart(title, [one], width=NARROW, height=210, log=log, zero=zero)
-
-    charts = [
-        small("Gradient norm", Series("before clipping", norm, 4, smooth=True), log=wants_log(norm)),
-        small("Tokens per second", Series("student", speed, 5, smooth=True), zero=True),
-        small("Learning rate", Series("lr", rate, 6), zero=True),
+def _written(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample for a page; figures besides are shown as they are."""
+    known = ("step", "writer", "number", "prompt", "text", "kind", "ended")
+    figures = [
+        (name, format_number(n)) for name, v in row.items() if name not in known and (n := as_number(v)) is not None
     ]
-    return [found for found in charts if found]
-
-
-def _further(run: RunData) -> list[dict[str, Any]]:
-    """All other metrics, small and folded away."""
-    shown = _SHOWN | _OF_TRACES if run.on_traces else _SHOWN
-    rest = [key for key in run.metric_names() if key not in shown and not re.fullmatch(_TEACHER_BITS, key)]
-    charts = []
-    for key in rest:
-        points = run.points(key)
-        colour = 2 if key.startswith("val/") else 7
-        one = Series(key.partition("/")[0], points, colour, smooth=len(points) > 60, markers=True)
-        charts.append(chart(key.partition("/")[2] or key, [one], width=NARROW, height=200, log=wants_log(points)))
-    return [found for found in charts if found]
+    return {
+        "step": row["step"],
+        "prompt": row["prompt"][-_MOST_CHARACTERS:],
+        "text": row["text"][:_MOST_CHARACTERS],
+        "cut": row.get("ended") is False or len(row["text"]) > _MOST_CHARACTERS,
+        "figures": figures,
+    }
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def _validations(run: RunData) -> dict[str, Any] | None:
-    rows = [row for row in run.rows if any(key in row for key in _VALIDATION)]
-    columns = [key for key in _VALIDATION if run.points(key)]
-    if not rows or not columns:
+    titles = dict(_VALIDATION)
+    for i in range(len(run.teachers)):
+        whose = f", teacher {i}" if len(run.teachers) > 1 else ""
+        titles |= {f"val/teacher_{i}/{name}": (f"{name.replace('_', ' ')}{whose}", None) for name in list(LOST)[:2]}
+        if whose:
+            titles[f"val/teacher_{i}_bpb"] = (f"teacher {i}'s bits", None)
+    for name, student, _ in sources(run):
+        titles[student] = (name, False)
+    values = {key: dict(points) for key in titles if (points := run.points(key))}
+    if len(run.teachers) > 1 and "val/teacher_0_bpb" in values:
+        values.pop("val/teacher_bpb", None)
+    steps = sorted({step for own in values.values() for step in own})
+    if not steps:
         return None
     best: dict[str, float] = {}
-    for key in columns:
-        higher = _VALIDATION[key][1]
-        if higher is not None and len(rows) > 1:
-            values = [v for _, v in run.points(key)]
-            best[key] = max(values) if higher else min(values)
+    for key, own in values.items():
+        higher = titles[key][1]
+        if higher is not None and len(steps) > 1:
+            best[key] = max(own.values()) if higher else min(own.values())
+    shown = set(steps)
+    if len(steps) > _MOST_VALIDATIONS:
+        shown = {steps[i * len(steps) // _MOST_VALIDATIONS] for i in range(_MOST_VALIDATIONS)} | {steps[-1]}
+        shown |= {step for key, value in best.items() for step, v in values[key].items() if v == value}
     cells = []
-    for row in rows:
-        line: list[dict[str, Any]] = [{"text": f"{row['step']:,}", "best": False}]
-        for key in columns:
-            value = as_number(row.get(key))
+    for step in (step for step in steps if step in shown):
+        line: list[dict[str, Any]] = [{"text": f"{step:,}", "best": False}]
+        for key, own in values.items():
+            value = own.get(step)
             text = "" if value is None else f"{value:.4f}"
             line.append({"text": text, "best": bool(text) and value == best.get(key)})
         cells.append(line)
-    return {"columns": ["step", *(_VALIDATION[key][0] for key in columns)], "rows": cells}
+    columns = ["step", *(titles[key][0] for key in values)]
+    return {"columns": columns, "rows": cells, "left_out": len(steps) - len(cells)}
 
 
-def _dropped(run: RunData) -> list[tuple[str, dict[str, str], str]]:
-    """Reason, what it means, and how often."""
+def _dropped(run: RunData) -> list[dict[str, Any]]:
+    """Reason, what it means, how often, and a bar's length of at most 100."""
     counts = sorted(_counts(run.dropped), key=lambda found: -found[1])
     for group, inner in run.dropped.items():
         if isinstance(inner, dict):
             counts += [(f"{group}: {reason}", n) for reason, n in _counts(inner)]
-    return [(reason, {"meaning": explain(reason)}, f"{n:,.0f}") for reason, n in counts]
+    most = max((n for _, n in counts), default=0.0)
+    return [
+        {
+            "reason": reason,
+            "meaning": explain(reason),
+            "count": f"{n:,.0f}",
+            "bar": round(100 * n / most, 1) if most > 0 and n > 0 else 0,
+        }
+        for reason, n in counts
+    ]
 
 
 def _counts(found: dict[str, Any]) -> list[tuple[str, float]]:

@@ -1,16 +1,16 @@
-"""Curves as data: thinned, averaged, and put together to charts, which ``static/charts.js`` draws."""
+"""Curves as data: thinned honestly and put together to charts, which ``static/charts.js`` draws."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 NARROW, WIDTH, WIDE = 430, 640, 1280
-"""Widths of a drawing in a third, a half and the whole of the page."""
-_MOST_POINTS = 500
-_FEWEST_TO_AVERAGE = 21
+"""Widths of a chart in a third, a half and the whole of the page."""
+MOST_POINTS = 500
+"""Points of a curve; a longer one is thinned."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -20,11 +20,13 @@ class Series:
     """One curve.
 
     Attributes:
-        points: (x, y), ascending in x.
+        points: (step, y), ascending in steps.
         colour: index of the page's palette.
-        dashed: a level or a limit rather than a curve of its own.
+        dashed: a level or a limit, drawn over the whole width, rather than a curve of its own.
         markers: a dot at every point (few points, such as validations).
-        smooth: draw the points faintly and their moving average over them.
+        smooth: noisy: the page draws a moving average over the points.
+        bare: of a noisy curve only the average is drawn, where several would hide each other.
+        run: whose tokens and seconds its steps stand for, see ``Axes``.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Series:
     dashed: bool = False
     markers: bool = False
     smooth: bool = False
+    bare: bool = False
+    run: int = 0
 
 
 def format_number(value: float) -> str:
@@ -51,37 +55,28 @@ def format_number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def moving_average(points: Points, share: float = 0.025, *, log: bool = False) -> list[tuple[float, float]]:
-    """Mean of each point and its neighbours, up to this share of all points on either side, so that it does not lag.
-
-    Near the start it looks no further ahead than back, which keeps a steep descent. ``log``: the geometric mean, for a
-    logarithmic axis.
-    """
-    n = len(points)
-    reach = round(n * share)
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + (math.log(y) if log else y))
-    out = []
-    for i, (x, _) in enumerate(points):
-        back = min(reach, i)
-        ahead = min(back, n - 1 - i)
-        mean = (sums[i + ahead + 1] - sums[i - back]) / (back + ahead + 1)
-        out.append((x, math.exp(mean) if log else mean))
-    return out
+def _stretches(points: Points, count: int) -> Iterator[Points]:
+    for i in range(count):
+        yield points[i * len(points) // count : (i + 1) * len(points) // count]
 
 
-def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+def thinned(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """At most ``most`` points that keep the outline: the lowest and the highest of every stretch, in order."""
     if len(points) <= most:
         return list(points)
-    stretches = most // 2
     out: list[tuple[float, float]] = []
-    for i in range(stretches):
-        part = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
+    for part in _stretches(points, most // 2):
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         out.extend(sorted(ends))
     return out
+
+
+def means(points: Points, most: int = MOST_POINTS // 2) -> list[tuple[float, float]]:
+    """At most ``most`` points, each the mean of a stretch: averages are taken of these, in which the lowest and the
+    highest points of a stretch would count too much."""
+    if len(points) <= most:
+        return list(points)
+    return [(part[len(part) // 2][0], math.fsum(y for _, y in part) / len(part)) for part in _stretches(points, most)]
 
 
 def wants_log(points: Points) -> bool:
@@ -99,11 +94,12 @@ def chart(
     height: int = 230,
     log: bool = False,
     zero: bool = False,
+    stack: bool = False,
 ) -> dict[str, Any] | None:
     """A chart with its title and legend as plain values; None where no series has a point.
 
-    ``width`` and ``height`` are those of the drawing; the page scales it, so wide places want wide drawings. ``log``:
-    logarithmic y axis. ``zero``: the y axis begins at 0.
+    ``width``: the share of the page that it takes. ``log``: the y axis is logarithmic at first. ``zero``: the y axis
+    begins at 0. ``stack``: the series are parts of a whole, at the same steps, and lie one upon another.
     """
     shown = [cut for s in series if (cut := replace(s, points=[p for p in s.points if _drawable(p)])).points]
     if not shown:
@@ -117,8 +113,9 @@ def chart(
             "width": width,
             "height": height,
             "log": log,
-            "zero": zero,
-            "series": [_curve(s, log) for s in shown],
+            "zero": zero or stack,
+            "stack": stack,
+            "series": [_curve(s, stack) for s in shown],
         },
     }
 
@@ -128,18 +125,48 @@ def _drawable(point: tuple[float, float]) -> bool:
     return abs(point[0]) < 2**53 and abs(point[1]) < 1e100
 
 
-def _curve(s: Series, log: bool) -> dict[str, Any]:
-    averaged = s.smooth and len(s.points) >= _FEWEST_TO_AVERAGE
+def _curve(s: Series, stack: bool) -> dict[str, Any]:
+    long = len(s.points) > MOST_POINTS
     return {
         "name": s.name,
         "colour": s.colour,
         "dashed": s.dashed,
         "markers": s.markers,
-        "points": _short(thinned(s.points)),
-        "average": _short(thinned(moving_average(s.points, log=log))) if averaged else None,
+        "smooth": s.smooth,
+        "bare": s.bare,
+        "run": s.run,
+        "points": _short(means(s.points) if stack else thinned(s.points)),
+        "means": _short(means(s.points)) if s.smooth and long and not stack else None,
     }
 
 
 def _short(points: Points) -> list[tuple[float, float]]:
-    """Seven digits are more than a drawing shows."""
-    return [(x, float(f"{y:.7g}")) for x, y in points]
+    """Six digits are more than a drawing shows."""
+    return [(x, float(f"{y:.6g}")) for x, y in points]
+
+
+# -- what a step stands for --------------------------------------------------------------------------------------------
+
+
+def axis(speed: Points, seconds: Points, most: int = 1000) -> dict[str, list[float]]:
+    """Tokens and seconds up to some steps, so that a page can go from one to the other: ``steps``, ``tokens`` and
+    ``seconds``, the last two only where a run says them. ``seconds`` add up steps, without validations and pauses.
+
+    ``speed``: tokens per second by step; ``seconds``: of every step.
+    """
+    rates = dict(speed)
+    steps, tokens, passed = [0.0], [0.0], [0.0]
+    for step, took in seconds:
+        if not (_drawable((step, took)) and took >= 0 and step >= steps[-1]):
+            continue
+        rate = rates.get(step, 0.0)
+        steps.append(step)
+        passed.append(passed[-1] + took)
+        tokens.append(tokens[-1] + took * (rate if 0 <= rate < 1e100 else 0.0))
+    if passed[-1] == 0:
+        return {"steps": []}
+    keep = [*range(0, len(steps) - 1, -(-len(steps) // most)), len(steps) - 1]
+    found = {"steps": [steps[i] for i in keep], "seconds": [round(passed[i], 3) for i in keep]}
+    if tokens[-1] > 0:
+        found["tokens"] = [round(tokens[i]) for i in keep]
+    return found

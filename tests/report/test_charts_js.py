@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from limbeck.report import page
-from limbeck.report.series import WIDTH, Series, chart, format_number
+from limbeck.report.series import WIDTH, Series, axis, chart, format_number
 
 SCRIPT = Path(page.__file__).parent / "static" / "charts.js"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -56,21 +58,106 @@ def test_numbers_are_written_as_everywhere_else() -> None:
     assert javascript("Charts.formatTick(it)", list(ticks)) == list(ticks.values())
 
 
-def plots(**settings: Any) -> list[dict[str, Any]]:
+def test_labels_of_neighbouring_ticks_differ() -> None:
+    source = random.Random(3)
+    cases = [(low, low + 10 ** source.uniform(-7, 3)) for low in (0.0, 0.0229, 4.05e-5, 10.79, -3.0, 1.2e6)]
+    chart_of = (
+        "Charts.layout({series: [{name: 'a', colour: 0, points: [[0, it[0]], [1, it[1]]]}], width: 600, height: 200})"
+    )
+    for drawn in javascript(chart_of, cases):
+        labels = [row["label"] for row in drawn["rows"]]
+        assert len(set(labels)) == len(labels)
+
+
+def test_steps_become_tokens_and_seconds() -> None:
+    known = axis([(s, 10.0) for s in range(1, 11)], [(s, 2.0) for s in range(1, 11)])
+    assert known["tokens"][-1] == 200
+    assert known["seconds"][-1] == 20
+    for x, expected in (("tokens", [0, 50, 110, 200]), ("seconds", [0, 5, 11, 20]), ("steps", [0, 2.5, 5.5, 99])):
+        assert javascript(f"Charts.placeOf(it, {json.dumps(known)}, {x!r})", [0, 2.5, 5.5, 99]) == pytest.approx(
+            expected
+        )
+    one = chart("t", [Series("a", [(s, 1.0 + s) for s in range(1, 11)])])
+    assert one is not None
+    view = f"Charts.layout(it, {{x: 'seconds', axes: [{json.dumps(known)}]}})"
+    ((found,),) = ([d["columns"] for d in javascript(view, [one["plot"]])],)
+    assert [column["label"] for column in found] == [f"{n} s" for n in range(2, 21, 2)]
+    assert javascript("Charts.formatPlace(it[0], it[1])", [("steps", 1500), ("tokens", 2.5e6), ("seconds", 5400)]) == [
+        "step 1,500",
+        "2.5M tokens",
+        "90 min",
+    ]
+
+
+@given(
+    st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=80),
+    st.sampled_from([0.025, 0.1]),
+)
+@settings(max_examples=10, deadline=None)
+def test_averages_stay_within_the_values(values: list[float], share: float) -> None:
+    points = [(float(i), y) for i, y in enumerate(values)]
+    (smooth,) = javascript(f"Charts.movingAverage(it, {share})", [points])
+    assert [x for x, _ in smooth] == [x for x, _ in points]
+    slack = 1e-6 * max(abs(min(values)), abs(max(values)), 1.0)
+    assert all(min(values) - slack <= y <= max(values) + slack for _, y in smooth)
+    assert smooth[0][1] == pytest.approx(points[0][1])
+
+
+def test_averages_are_taken_of_means_and_can_be_switched_off() -> None:
+    one = chart("t", [Series("a", [(i, 10.0 if i % 100 == 0 else 1.0) for i in range(5000)], smooth=True)])
+    assert one is not None
+    plot = one["plot"]
+    average, off = javascript(
+        "Charts.layout({...plot, log: false}, {smooth: it}).curves".replace("plot", json.dumps(plot)), [0.1, 0]
+    )
+    assert [curve["kind"] for curve in average] == ["faint c0", "c0"]
+    assert [curve["kind"] for curve in off] == ["c0"]
+    (found,) = javascript("Charts.layout(it, {smooth: 0.1}).found", [plot])
+    assert all(y == pytest.approx(1.09, abs=0.1) for _, y in found[0]["average"][50:-50])
+
+
+def test_hidden_curves_leave_the_axis_to_the_others() -> None:
+    one = chart("t", [Series("small", [(i, 1.0 + i) for i in range(5)]), Series("large", [(i, 1e6) for i in range(5)])])
+    assert one is not None
+    both, small, none = javascript(
+        "Charts.layout(it[0], {hidden: new Set(it[1])})", [(one["plot"], hidden) for hidden in ([], [1], [0, 1])]
+    )
+    assert len(both["curves"]) == 2
+    assert [row["label"] for row in small["rows"]] == ["1", "2", "3", "4", "5"]
+    assert none["curves"] == none["rows"] == []
+
+
+def test_a_logarithmic_axis_leaves_out_what_is_not_positive() -> None:
+    one = chart("t", [Series("a", [(0, 0.0), (1, -1.0), (2, 1.0), (3, 10.0)])])
+    assert one is not None
+    (drawn,) = javascript("Charts.layout(it, {log: true})", [one["plot"]])
+    assert len(drawn["curves"][0]["points"]) == 2
+
+
+def test_parts_of_a_whole_lie_one_upon_another() -> None:
+    parts = [Series(name, [(i, 1.0) for i in range(4)]) for name in "abc"]
+    one = chart("t", parts, stack=True)
+    assert one is not None
+    (drawn,) = javascript("Charts.layout(it, {smooth: 0})", [one["plot"]])
+    assert [{y for _, y in f["top"]} for f in drawn["found"]] == [{1}, {2}, {3}]
+    assert all(curve["area"] for curve in drawn["curves"])
+
+
+def plots(**options: Any) -> list[dict[str, Any]]:
     source = random.Random(2)
     found = []
     for count in (1, 2, 3, 30, 80):
         for spread in (0.0, 1e-3, 1.0, 1e9):
             points = [(float(i), 5.0 + source.random() * spread) for i in range(count)]
-            one = chart("t", [Series("a", points, smooth=True)], height=200, **settings)
+            one = chart("t", [Series("a", points, smooth=True)], height=200, **options)
             assert one is not None
             found.append(one["plot"])
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"zero": True}, {"log": True}])
-def test_everything_is_drawn_inside_the_box(settings: dict[str, bool]) -> None:
-    for drawn in javascript("Charts.layout(it)", plots(**settings)):
+@pytest.mark.parametrize("options", [{}, {"zero": True}, {"log": True}])
+def test_everything_is_drawn_inside_the_box(options: dict[str, bool]) -> None:
+    for drawn in javascript("Charts.layout(it)", plots(**options)):
         for curve in drawn["curves"]:
             for x, y in curve["points"]:
                 assert 0 <= x <= WIDTH

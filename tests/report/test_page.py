@@ -96,7 +96,7 @@ def test_a_real_browser_draws_every_chart_and_runs_nothing_else(tmp_path: Path) 
     command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     charts = re.findall(r'<figure class="chart.*?</figure>', done.stdout, re.DOTALL)
-    assert len(charts) == 12
+    assert len(charts) == 14
     for chart in charts:
         drawn = chart.partition("<script")[0]
         assert "<polyline" in drawn

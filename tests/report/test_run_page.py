@@ -82,6 +82,149 @@ def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:
     assert teacher["points"] == [[0, 1.248], [400, 1.248]]
 
 
+def change_rows(run: Path, **changes: Any) -> Path:
+    """Rows of a run with other values, or further ones of teachers and times; None takes a metric away."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        for key, value in changes.items():
+            if value is None:
+                row.pop(key, None)
+            elif key in row or (key.count("/") > 1 and any(name.startswith(key[:4]) for name in row)):
+                row[key] = value
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        (1.248, None),
+        (3.6, "is worse than the student was at the start: 3.600 against 3.450"),
+        (3.0, "is now worse than"),
+    ],
+)
+def test_a_teacher_that_is_worse_is_said_first(tmp_path: Path, teacher: float, said: str | None) -> None:
+    run = change_rows(write_run(tmp_path / "run"), **{"val/teacher_bpb": teacher})
+    page = run_page(read_run(run))
+    banners = page.data["banners"]
+    assert len(banners) == bool(said)
+    assert all(said and said in banner for banner in banners)
+    assert page.render().count('role="alert"') == len(banners)
+    card = page.data["cards"][0]
+    assert (card["change"], card["kind"]) == ("-27.0%", "" if teacher > 3.45 else "good")
+
+
+def test_a_student_that_got_worse_is_said_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", gain=-0.5)
+    assert (
+        run_page(read_run(run)).data["banners"][0].startswith("The student got worse: 3.450 bits per byte at the start")
+    )
+
+
+def test_cross_entropy_alone_is_called_so(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path / "run", mode="ce")))
+    text = _check(page.render()).text
+    assert ("loss", "cross-entropy alone") in page.data["facts"]
+    assert "Distillation loss" not in text
+    assert "boundary_kl" not in text.partition("Resolved configuration")[0]
+    assert [s["title"] for s in page.data["sections"]] == ["Quality", "Losses", "Reach", "Optimizer", "Time and memory"]
+    assert [c["title"] for c in page.data["sections"][1]["charts"]] == ["Cross-entropy"]
+
+
+def test_without_validation_there_are_no_columns_for_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60)
+    held_out = [key for key in rows(60)[0] if key.startswith("val/")]
+    change_rows(run, **dict.fromkeys(held_out))
+    page = run_page(read_run(run))
+    assert page.data["validation"] is None
+    assert not any("byte" in card["title"] for card in page.data["cards"])
+    columns = comparison_page([read_run(run)] * 2).data["figures"]["columns"]
+    assert columns == ["run", "loss", "steps", "last training loss", "tokens/s"]
+
+
+def test_what_a_loss_does_not_reach_is_in_cards_table_and_charts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60)
+    parts = {"val/teacher_0/unreached_mass": 0.23, "val/teacher_0/boundary_kl": 1.5, "val/teacher_0/chunk_kl": 0.5}
+    page = run_page(read_run(change_rows(run, **parts)))
+    assert {"title": "Not reached", "value": "23.0%", "below": "of the teacher's probability"} in page.data["cards"]
+    assert "unreached mass" in page.data["validation"]["columns"]
+    sections = {section["title"]: [c["title"] for c in section["charts"]] for section in page.data["sections"]}
+    assert "Probability that is not compared" in sections["Reach"]
+    assert "Parts of the distillation loss" in sections["Losses"]
+    assert not [c for c in page.data["further_charts"] if c["title"].startswith("teacher_0/")]
+
+
+def test_time_is_shown_in_its_parts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60)
+    page = run_page(read_run(change_rows(run, **{"train/time/data": 0.4, "train/time/odd": 0.1})))
+    charts = {c["title"]: c["plot"] for section in page.data["sections"] for c in section["charts"]}
+    parts = charts["Where a step's time goes"]
+    assert parts["stack"]
+    assert [s["name"] for s in parts["series"]] == ["waiting for data", "forward", "odd", "other"]
+    whole = [sum(values) for values in zip(*([y for _, y in s["points"]] for s in parts["series"]), strict=True)]
+    assert whole == pytest.approx([1.6] * 60)
+    (waiting,) = charts["Waiting"]["series"]
+    assert waiting["points"][0][1] == pytest.approx(25)
+
+
+def write_samples(run: Path, text: str = " and so on", prompt: str = "Once") -> Path:
+    def row(step: int, writer: str, **more: Any) -> dict[str, Any]:
+        return {
+            "step": step,
+            "writer": writer,
+            "number": 0,
+            "prompt": prompt,
+            "text": f"{text} {writer} {step}",
+            **more,
+        }
+
+    found = [row(0, "student", ended=False), row(0, "teacher"), row(0, "data"), row(50, "student"), row(100, "student")]
+    found.append(row(100, "student", kind="rollout", reward=0.25))
+    (run / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    return run
+
+
+def test_samples_stand_side_by_side(tmp_path: Path) -> None:
+    page = run_page(read_run(write_samples(write_run(tmp_path / "run", steps=60))))
+    (one,) = page.data["samples"]["prompts"]
+    assert [(c["who"], c["text"]) for c in one["columns"]] == [
+        ("Student, step 0", " and so on student 0"),
+        ("Student, step 100", " and so on student 100"),
+        ("Teacher", " and so on teacher 0"),
+        ("How the text goes on", " and so on data 0"),
+    ]
+    assert [row["step"] for row in one["between"]] == [50]
+    (kind,) = page.data["samples"]["kinds"]
+    assert (kind["kind"], kind["rows"][0]["figures"]) == ("rollout", [("reward", "0.2500")])
+    assert "Samples: rollout" in _check(page.render()).text
+
+
+@pytest.mark.parametrize("line", ['{"step": 1}', "[]", "nothing", '{"step": 1, "text": 3, "prompt": []}'])
+def test_odd_samples_are_no_crash(tmp_path: Path, line: str) -> None:
+    run = write_samples(write_run(tmp_path / "run", steps=50))
+    with (run / "samples.jsonl").open("a") as stream:
+        stream.write(f"{line}\n")
+    data = read_run(run)
+    assert len(run_page(data).data["samples"]["prompts"]) == 1
+    assert bool(data.problems) == (line in ("[]", "nothing"))
+
+
+def test_a_run_that_goes_on_is_read_on_and_one_that_was_resumed_anew(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=50)
+    whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(whole[:20]) + whole[20][:15])
+    data = read_run(run)
+    assert data.last_step == 19
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write(whole[20][15:] + "".join(whole[21:]))
+    data = read_run(run, data)
+    assert data.steps == read_run(run).steps
+    assert data.points("train/loss") == read_run(run).points("train/loss")
+    (tmp_path / "resumed").write_text("".join(whole[:11]))
+    (tmp_path / "resumed").replace(run / "metrics.jsonl")
+    assert read_run(run, data).last_step == 10
+
+
 def test_what_data_says_is_never_markup(tmp_path: Path) -> None:
     evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     run = write_run(tmp_path / "run")
@@ -94,6 +237,7 @@ def test_what_data_says_is_never_markup(tmp_path: Path) -> None:
     view = json.loads((run / "alignment_sample.json").read_text())
     view["chunks"][0]["student_tokens"] = [evil]
     (run / "alignment_sample.json").write_text(json.dumps(view))
+    write_samples(run, evil, evil)
     pages = [
         run_page(read_run(run)).render(),
         write_comparison([run, run], tmp_path / "c.html").read_text(encoding="utf-8"),
@@ -141,7 +285,7 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([*lines, nan, '{"step": 4, "train/lo']))
     (run / "failed_batch_step_3").mkdir()
     data = read_run(run)
-    assert [row["step"] for row in data.rows] == [1, 2, 3]
+    assert data.steps == [1, 2, 3]
     assert data.points("train/loss") == [(1, 3.0), (2, 2.0)]
     text = _check(run_page(data).render()).text
     assert "metrics.jsonl has 2 damaged lines" in text
@@ -197,6 +341,36 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert '<span class="best">2.517</span>' in page
     data = [json.loads(d) for d in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert [s["name"] for s in data[0]["series"]] == ["ce", "kd", "teacher"]
+
+
+def test_divergences_of_different_definitions_share_no_axis(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / name, mode=mode, steps=60) for name, mode in (("a", "boundary_kl"), ("b", "tree_kl"))
+    ]
+    folders += [write_run(tmp_path / "c", steps=60), write_run(tmp_path / "d", mode="ce", steps=60)]
+    page = comparison_page([read_run(folder) for folder in folders])
+    drawn = [(c["title"], c["note"], [s["name"] for s in c["plot"]["series"]]) for c in page.data["charts"]]
+    assert ("Distillation loss, validation", "boundary_kl", ["a", "c"]) in drawn
+    assert ("Distillation loss, validation", "tree_kl", ["b"]) in drawn
+    assert ("Training loss", "boundary_kl + cross-entropy", ["a", "c"]) in drawn
+    assert ("Cross-entropy, validation", "nats per token", ["a", "b", "c", "d"]) in drawn
+    assert not [title for title, _, names in drawn if title == "Training loss" and "d" in names]
+
+
+def test_a_section_that_one_run_lacks_is_one_row(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "ce", mode="ce", steps=50), write_run(tmp_path / "kd", steps=50)]
+    many = {**config(steps=50), "teacher": {"model_name": "models/big", **{f"key_{i}": i for i in range(40)}}}
+    (folders[1] / "config.yaml").write_text(json.dumps(many))
+    page = comparison_page([read_run(folder) for folder in folders])
+    found = page.data["settings"]
+    assert found == {"rows": [["teacher.model_name", "-", "models/big, 41 settings"]], "folded": []}
+    other = write_run(tmp_path / "other", steps=50)
+    changed = {**many, "teacher": {"model_name": "x", **{f"key_{i}": -i for i in range(40)}}}
+    (other / "config.yaml").write_text(json.dumps(changed))
+    page = comparison_page([read_run(folder) for folder in (folders[1], other)])
+    assert page.data["settings"]["rows"] == []
+    assert [(g["section"], len(g["rows"])) for g in page.data["settings"]["folded"]] == [("teacher", 40)]
+    assert "40 settings of teacher" in _check(page.render()).text
 
 
 def test_one_run_wants_a_logarithmic_axis_and_another_has_a_zero(tmp_path: Path) -> None:

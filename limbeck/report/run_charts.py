@@ -1,0 +1,320 @@
+"""Which metrics of a run are drawn together, under which names, in which section of its page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from limbeck.report.run_data import Points, RunData
+from limbeck.report.series import NARROW, WIDE, Series, axis, chart, format_number, wants_log
+
+Chart = dict[str, Any]
+
+PARTS = {
+    "boundary_kl": "at chunk starts",
+    "root_kl": "cells at chunk starts",
+    "inner_student_kl": "inside teacher tokens",
+    "inner_teacher_kl": "inside student tokens",
+    "terminal_kl": "after spelled tokens",
+    "first_kl": "first level of deep cells",
+    "chunk_kl": "whole chunks",
+    "common_kl": "common tokens",
+}
+"""Terms of a distillation loss in nats, as objectives log them for every teacher."""
+LOST = {
+    "unreached_mass": "unreached by the projection",
+    "lost_mass": "lost at chunk starts",
+    "excluded_mass_student": "excluded, student's",
+    "excluded_mass_teacher": "excluded, teacher's",
+    "excluded_mass_inner": "excluded, inner positions",
+}
+"""Shares of probability that a loss does not compare."""
+UNSURE = {
+    "cell_error": "first tokens in different cells",
+    "unconditioned": "not conditioned, chunk starts",
+    "unconditioned_inner": "not conditioned, inner positions",
+    "gate": "chunks that the gate lets through",
+}
+"""Shares of chunks."""
+_LOG_PROBS = {
+    "val/erroneous_logprob": "failed messages",
+    "val/erroneous_logprob_hinted": "the same behind hints",
+    "val/chosen_logprob": "chosen of pairs",
+    "val/rejected_logprob": "rejected of pairs",
+}
+_CHANNELS = {"train/policy/loss": "policy", "train/hint/loss": "hint", "train/preference/loss": "preference"}
+_MONITORS = {
+    "Entropy": {"train/monitor/policy/entropy": "policy", "train/monitor/hint/entropy": "hint"},
+    "Mass on format tokens": {"train/monitor/policy/format_mass": "policy", "train/monitor/hint/format_mass": "hint"},
+    "Mass on an early end": {
+        "train/monitor/policy/early_end_mass": "policy",
+        "train/monitor/hint/early_end_mass": "hint",
+    },
+    "KL to the hinted teacher by token class": {
+        f"train/monitor/hint/kl_{name}": name for name in ("special", "format", "number", "word", "other")
+    },
+    "JSD to the hinted teacher": {"train/monitor/hint/jsd": "at most ln 2 = 0.693"},
+    "Length of answers": {"val/response_length": "tokens"},
+    "Bytes compared with the hinted teacher": {"val/hint_compared": "share"},
+}
+"""Figures of a run on traces that show a collapse early."""
+_TIMES = {
+    "data": "waiting for data",
+    "teacher": "teacher",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "wait": "waiting for the device",
+    "generate": "writing answers",
+}
+"""Sections of a step, as its timer calls them."""
+_WAITING = ("data", "wait")
+
+
+def teacher_levels(run: RunData) -> list[tuple[str, Points]]:
+    """Name and values of each teacher's bits per byte."""
+    numbered = [f"val/teacher_{i}_bpb" for i in range(len(run.teachers))]
+    keys = [k for k in numbered if run.points(k)] or ["val/teacher_bpb"]
+    if len(keys) == 1:
+        return [("teacher", run.points(keys[0]))]
+    names = [short(t) for t in run.teachers]
+    return [(f"teacher {i}: {names[i]}", run.points(k)) for i, k in enumerate(keys)]
+
+
+def short(model: str) -> str:
+    """The last part of a path, so that heads stay readable; the configuration has the whole."""
+    return Path(model).name or model
+
+
+def run_axis(run: RunData) -> dict[str, list[float]]:
+    """Tokens and seconds behind the steps of a run."""
+    return axis(run.points("train/tokens_per_s"), run.points("train/seconds"))
+
+
+class RunCharts:
+    """The charts of one run, section by section; what no section asks for is left for the last one."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run = run
+        self._shown: set[str] = set()
+
+    def sections(self) -> list[dict[str, Any]]:
+        """``title``, ``note`` and ``charts`` of every section that has any, then ``further`` for what is left."""
+        run = self.run
+        made: list[tuple[str, str, bool, Sequence[Chart | None]]] = [
+            ("Quality", "on held-out text", False, self._quality()),
+            ("Losses", "", False, self._losses()),
+            ("Reach", "what of the two models is compared", True, self._reach()),
+            ("Optimizer", "", True, self._optimizer()),
+            ("Time and memory", "", True, self._machine()),
+        ]
+        if run.on_traces:
+            made.insert(0, ("Traces", "failed and rejected should fall, chosen should rise", False, self._traces()))
+        found = [
+            {"title": title, "note": note, "small": small, "charts": [c for c in charts if c]}
+            for title, note, small, charts in made
+        ]
+        return [section for section in found if section["charts"]]
+
+    def further(self) -> list[Chart]:
+        """All metrics that no section has shown, small; call it after :meth:`sections`."""
+        charts = []
+        for key in self.run.metric_names:
+            if key in self._shown:
+                continue
+            points = self.run.points(key)
+            colour = 2 if key.startswith("val/") else 7
+            one = Series(key.partition("/")[0], points, colour, smooth=len(points) > 60, markers=True)
+            charts.append(chart(key.partition("/")[2] or key, [one], width=NARROW, height=200, log=wants_log(points)))
+        return [found for found in charts if found]
+
+    # -- curves -------------------------------------------------------------------------------------------------------
+
+    def _points(self, key: str) -> Points:
+        self._shown.add(key)
+        return self.run.points(key)
+
+    def _train(self, name: str, key: str, colour: int = 0) -> Series:
+        return Series(name, self._points(key), colour, smooth=True)
+
+    def _val(self, name: str, key: str, colour: int = 2) -> Series:
+        return Series(name, self._points(key), colour, markers=True)
+
+    def _both(self, title: str, name: str, note: str = "") -> Chart | None:
+        """A metric in training and in validation."""
+        return chart(title, [self._train("train", f"train/{name}"), self._val("validation", f"val/{name}")], note=note)
+
+    def _named(self, names: Mapping[str, str], prefix: str) -> list[Series]:
+        """A series for every metric of a teacher that is there; several teachers are told apart by number."""
+        teachers = _numbers(self.run, prefix)
+        found = []
+        for name, shown in names.items():
+            for i in teachers:
+                label = shown if len(teachers) == 1 else f"{shown}, teacher {i}"
+                make = self._train if prefix == "train" else self._val
+                series = make(label, f"{prefix}/teacher_{i}/{name}", len(found) % 8)
+                # a part that is switched off is logged as 0
+                if any(value for _, value in series.points):
+                    found.append(series)
+        return found
+
+    # -- sections -----------------------------------------------------------------------------------------------------
+
+    def _quality(self) -> list[Chart | None]:
+        run = self.run
+        bits = [self._val("student", "val/bpb", 0)]
+        for i, (name, points) in enumerate(teacher_levels(run)):
+            bits.append(Series(name, _level(points, run), 1 + i, dashed=True))
+        self._shown |= {key for key in run.metric_names if re.fullmatch(r"val/teacher_(\d+_)?bpb", key)}
+        charts = [chart("Bits per byte", bits, width=WIDE, height=300, note="less is better")] if bits[0].points else []
+        for name, student, teacher in sources(run):
+            teachers = [Series("teacher", _level(self._points(teacher), run), 1, dashed=True)] if teacher else []
+            charts.append(chart(f"Bits per byte, {name}", [self._val("student", student, 0), *teachers]))
+        accuracy = [self._val("next token", "val/accuracy"), self._val("teacher's choice", "val/proj_accuracy", 1)]
+        charts.append(chart("Accuracy", accuracy, note="share of tokens; of chunks for the teacher's choice"))
+        return charts
+
+    def _losses(self) -> list[Chart | None]:
+        run = self.run
+        charts = [self._both("Loss", "loss", _sum_note(run))]
+        if run.objective == "cross-entropy alone" and run.points("train/ce_loss"):
+            charts = []  # the next one is the loss
+        charts.append(self._both("Cross-entropy", "ce_loss", "nats per token"))
+        if run.divergence is not None:
+            charts.append(self._both("Distillation loss", "kl_loss", f"{run.divergence}, per chunk"))
+        charts += self._of_teachers()
+        for prefix, where in (("train", "training"), ("val", "validation")):
+            parts = self._named(PARTS, prefix)
+            note = f"{where}, nats where each of them counts"
+            wide = any(wants_log([*a.points, *b.points]) for a in parts for b in parts)
+            if len(parts) > 1:
+                charts.append(chart("Parts of the distillation loss", parts, note=note, log=wide))
+            charts.append(chart("L1 of uncommon tokens", self._named({"uncommon_l1": "L1"}, prefix), note=where))
+        return charts
+
+    def _of_teachers(self) -> list[Chart | None]:
+        """Each teacher's own loss and weight, where there are several; one teacher's is the loss itself."""
+        for prefix in ("train", "val"):
+            numbers = _numbers(self.run, prefix)
+            self._shown |= {f"{prefix}/teacher_{i}/proj_accuracy" for i in numbers}
+            if len(numbers) == 1:
+                self._shown.add(f"{prefix}/teacher_{numbers[0]}/kl_loss")
+        numbers = _numbers(self.run, "train")
+        if len(numbers) < 2:
+            return []
+        names = [f"teacher {i}" for i in numbers]
+        return [
+            chart(
+                title, [self._train(n, f"train/teacher_{i}/{key}", i % 8) for i, n in zip(numbers, names, strict=True)]
+            )
+            for title, key in (("Distillation loss by teacher", "kl_loss"), ("Weight of teachers", "weight"))
+        ]
+
+    def _reach(self) -> list[Chart | None]:
+        coverage = [self._val("target tokens in exact chunks", "val/coverage", 3)]
+        prefix = "val" if any(k.startswith("val/teacher_") for k in self.run.metric_names) else "train"
+        other = "train" if prefix == "val" else "val"
+        lost, unsure = self._named(LOST, prefix), self._named(UNSURE, prefix)
+        for names in (LOST, UNSURE):
+            self._named(names, other)
+        where = "validation" if prefix == "val" else "training"
+        return [
+            chart("Alignment coverage", coverage, width=NARROW, height=210, note="validation"),
+            chart("Probability that is not compared", lost, width=NARROW, height=210, zero=True, note=where),
+            chart("Shares of chunks", unsure, width=NARROW, height=210, zero=True, note=where),
+        ]
+
+    def _optimizer(self) -> list[Chart | None]:
+        norm = self._train("before clipping", "train/grad_norm", 4)
+        rate = Series("lr", self._points("train/lr"), 6)
+        weights = [Series(name, self._points(f"train/{name}"), i) for i, name in enumerate(("alpha", "beta"))]
+        return [
+            chart("Gradient norm", [norm], width=NARROW, height=210, log=wants_log(norm.points)),
+            chart("Learning rate", [rate], width=NARROW, height=210, zero=True),
+            chart("Weights of the channels", weights, width=NARROW, height=210, zero=True),
+        ]
+
+    def _machine(self) -> list[Chart | None]:
+        speed = self._train("student", "train/tokens_per_s", 5)
+        seconds = self._points("train/seconds")
+        memory = [
+            Series(name, self._points(key), i)
+            for i, (key, name) in enumerate((("gpu/memory_gib", "allocated"), ("gpu/peak_memory_gib", "peak")))
+        ]
+        parts = self._times(seconds)
+        took = dict(seconds)
+        waits = [
+            Series(
+                part.name, [(step, 100 * v / took[step]) for step, v in part.points if took[step] > 0], i, smooth=True
+            )
+            for i, part in enumerate(part for part in parts if part.name in {_TIMES[name] for name in _WAITING})
+        ]
+        return [
+            chart("Tokens per second", [speed], width=NARROW, height=210, zero=True),
+            chart("Where a step's time goes", parts, width=NARROW, height=210, stack=True, note="seconds"),
+            chart("Waiting", waits, width=NARROW, height=210, zero=True, note="percent of a step"),
+            chart("Memory of the accelerator", memory, width=NARROW, height=210, zero=True, note="GiB, rank 0"),
+        ]
+
+    def _times(self, seconds: Points) -> list[Series]:
+        """Parts of every step, the last one what no section of the timer counts."""
+        logged = [key for key in self.run.metric_names if key.startswith("train/time/")]
+        order = {name: i for i, name in enumerate(_TIMES)}
+        logged.sort(key=lambda key: order.get(key.removeprefix("train/time/"), len(order)))
+        parts, rest = [], dict(seconds)
+        for i, key in enumerate(logged):
+            name, values = key.removeprefix("train/time/"), dict(self._points(key))
+            part = [(step, max(0.0, values.get(step, 0.0))) for step, _ in seconds]
+            for step, value in part:
+                rest[step] -= value
+            parts.append(Series(_TIMES.get(name, name), part, i % 8))
+        if parts:
+            parts.append(Series("other", [(step, max(0.0, value)) for step, value in rest.items()], 7))
+        return parts
+
+    def _traces(self) -> list[Chart | None]:
+        """What a run on traces is judged by, and what shows early when it collapses."""
+        four = [self._val(name, key, i) for i, (key, name) in enumerate(_LOG_PROBS.items())]
+        losses = [self._train(name, key, i) for i, (key, name) in enumerate(_CHANNELS.items())]
+        charts = [chart("Log-probability of messages", four, width=WIDE, height=300, note="nats per message")]
+        charts.append(chart("Losses of the channels", losses, note="training"))
+        for title, keys in _MONITORS.items():
+            charts.append(chart(title, [self._val(name, key, i) for i, (key, name) in enumerate(keys.items())]))
+        return charts
+
+
+def sources(run: RunData) -> list[tuple[str, str, str | None]]:
+    """Name, metric of the student and metric of the teacher for every data source that is validated by itself."""
+    found = []
+    for key in run.metric_names:
+        match = re.fullmatch(r"val/(?:source|file)/(.+)/bpb", key)
+        if match:
+            teacher = f"{key.removesuffix('bpb')}teacher_bpb"
+            found.append((match[1], key, teacher if run.points(teacher) else None))
+    return found
+
+
+def _numbers(run: RunData, prefix: str) -> list[int]:
+    """Numbers of the teachers that have metrics of their own."""
+    found = (re.match(rf"{prefix}/teacher_(\d+)/", key) for key in run.metric_names)
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _level(points: Points, run: RunData) -> Points:
+    """A teacher does not change, so its level is drawn over the whole run."""
+    return [(min(run.history.steps), points[-1][1]), (run.last_step, points[-1][1])] if points else []
+
+
+def _sum_note(run: RunData) -> str:
+    """What the loss adds up."""
+    if run.on_traces or run.divergence is None:
+        return ""
+    if run.setting("loss_fn.dynamic_loss_scaling", False):
+        return "cross-entropy + the distillation loss, scaled to it"
+    distil, plain = run.setting("loss_fn.kl_loss_weight", 1.0), run.setting("loss_fn.ce_loss_scale", 1.0)
+    if not all(isinstance(factor, int | float) for factor in (distil, plain)):
+        return ""
+    return f"{format_number(plain)} × cross-entropy + {format_number(distil)} × distillation loss"
