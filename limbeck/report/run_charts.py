@@ -150,7 +150,7 @@ class RunCharts:
     def _named(self, names: Mapping[str, str], prefix: str) -> list[Series]:
         """A series for every metric of a teacher that is there; several teachers are told apart by number."""
         teachers = _numbers(self.run, prefix)
-        found = []
+        found: list[Series] = []
         for name, shown in names.items():
             for i in teachers:
                 label = shown if len(teachers) == 1 else f"{shown}, teacher {i}"
@@ -245,7 +245,7 @@ class RunCharts:
             for i, (key, name) in enumerate((("gpu/memory_gib", "allocated"), ("gpu/peak_memory_gib", "peak")))
         ]
         parts = self._times(seconds)
-        took = dict(seconds)
+        took: dict[float, float] = dict(seconds)
         waits = [
             Series(
                 part.name, [(step, 100 * v / took[step]) for step, v in part.points if took[step] > 0], i, smooth=True

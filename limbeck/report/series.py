@@ -9,7 +9,7 @@ from typing import Any
 
 NARROW, WIDTH, WIDE = 430, 640, 1280
 """Widths of a chart in a third, a half and the whole of the page."""
-MOST_POINTS = 500
+MOST_POINTS = 1000
 """Points of a curve; a longer one is thinned."""
 
 Points = Sequence[tuple[float, float]]

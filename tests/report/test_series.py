@@ -76,7 +76,7 @@ def test_a_long_curve_keeps_its_extremes_and_its_means() -> None:
     assert len(curve["points"]) <= MOST_POINTS
     assert {(70_001, 1000.0), (3, -5.0)} <= set(curve["points"])
     assert len(curve["means"]) == MOST_POINTS // 2
-    assert max(y for _, y in curve["means"]) == pytest.approx(1000 / 400 + 0.7, abs=0.1)
+    assert max(y for _, y in curve["means"]) == pytest.approx(1000 / 200 + 0.7, abs=0.1)
 
 
 def test_what_a_step_stands_for() -> None:

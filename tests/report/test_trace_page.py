@@ -167,7 +167,7 @@ class Tab:
 
 
 @contextmanager
-def browser(page: Path, folder: Path) -> Iterator[Tab]:
+def browser(page: Path | str, folder: Path) -> Iterator[Tab]:
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--remote-debugging-port=0"]
     process = subprocess.Popen(
         [str(CHROMIUM), *options, "--window-size=1100,900", "about:blank"], stderr=subprocess.PIPE, text=True
@@ -181,8 +181,8 @@ def browser(page: Path, folder: Path) -> Iterator[Tab]:
         tab = Tab(first["webSocketDebuggerUrl"])
         for domain in ("Runtime", "Log", "Page"):
             tab.call(f"{domain}.enable")
-        tab.call("Page.navigate", url=page.as_uri())
-        while tab.value("document.readyState") != "complete" or tab.value("location.protocol") != "file:":
+        tab.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
+        while tab.value("document.readyState") != "complete" or tab.value("location.protocol") == "about:":
             pass
         yield tab
         tab.socket.close()

@@ -240,7 +240,7 @@ const Charts = (() => {
     draw() {
       const {svg, data} = this;
       const width = svg.parentElement.clientWidth;
-      if (!width) return; // folded away: drawn when it is opened
+      if (!width || svg.closest("details:not([open])")) return; // drawn when it is unfolded
       const log = this.log ?? data.log;
       const height = Math.min(data.height, Math.max(190, Math.round(width * 0.62)));
       this.found = layout(data, {...view, width, height, log, hidden: this.hidden});
@@ -359,6 +359,11 @@ const Charts = (() => {
       known.set(figure, chart);
       chart.draw();
       sizes.observe(figure.querySelector(".plot"));
+    }
+    for (const details of root.querySelectorAll("details")) {
+      details.addEventListener("toggle", () => {
+        for (const figure of details.querySelectorAll("figure.chart")) known.get(figure)?.fit();
+      });
     }
     for (const group of root.querySelectorAll("[data-choose]")) {
       group.addEventListener("click", event => choose(group, event.target.closest("button")));
