@@ -133,10 +133,9 @@ class PromptSamples:
         own, *others = sections
         self.student = Writer("student", student, own)
         live = [(t, s) for t, s in zip(teachers, others, strict=True) if isinstance(t, LiveTeacher)]
-        names = ["teacher"] if len(teachers) == 1 else [f"teacher {t.number}" for t, _ in live]
         self.teachers = [
-            Writer(name, t.policy, section)
-            for name, (t, section) in zip(names, live, strict=True)
+            Writer("teacher" if len(teachers) == 1 else f"teacher {t.number}", t.policy, section)
+            for t, section in live
             if t.policy.tokenizer is not None and (config.number is not None or not t.policy.sharding.is_sharded)
         ]
         self._told = False

@@ -92,11 +92,15 @@ def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable
 
 
 def compared_bits(means: Mapping[str, float]) -> str:
-    """One line with the bits per byte of the student and its teachers, and a warning where a teacher is the worse."""
+    """One line with the bits per byte of the student and its teachers and the share of a teacher's probability that the
+    loss does not reach, and a warning where a teacher is the worse."""
     own = means.get("bpb", math.nan)
     numbered = {name: bits for name, bits in means.items() if re.fullmatch(r"teacher_\d+_bpb", name)}
     teachers = list(numbered.values()) or [means[name] for name in ("teacher_bpb",) if name in means]
     line = ", ".join([f"{own:.4f} bits per byte", *(f"teacher {bits:.4f}" for bits in teachers)])
+    lost = [share for name, share in means.items() if re.fullmatch(r"teacher_\d+/(unreached|lost)_mass", name)]
+    if lost:
+        line += f", {' and '.join(f'{share:.1%}' for share in lost)} of its probability not reached by the loss"
     worse = [str(i) for i, bits in enumerate(teachers) if bits > own]
     if not worse:
         return line

@@ -290,7 +290,7 @@ def sources(run: RunData) -> list[tuple[str, str, str | None]]:
     """Name, metric of the student and metric of the teacher for every data source that is validated by itself."""
     found = []
     for key in run.metric_names:
-        match = re.fullmatch(r"val/(?:source|file)/(.+)/bpb", key)
+        match = re.fullmatch(r"val/(?!teacher_\d+/)(.+)/bpb", key)
         if match:
             teacher = f"{key.removesuffix('bpb')}teacher_bpb"
             found.append((match[1], key, teacher if run.points(teacher) else None))

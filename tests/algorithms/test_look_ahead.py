@@ -25,6 +25,8 @@ def test_student_and_teachers_stand_beside_each_other() -> None:
     assert "teacher 1.2000, teacher 1.8000" in several
     assert "warning: teacher 1 is worse" in several
     assert "warning" not in compared_bits({"bpb": 1.5})
+    reached = compared_bits({"bpb": 1.5, "teacher_bpb": 1.2, "teacher_0/unreached_mass": 0.231})
+    assert reached == "1.5000 bits per byte, teacher 1.2000, 23.1% of its probability not reached by the loss"
 
 
 def test_a_run_without_validation_compares_on_its_first_records(tmp_path: Path) -> None:
