@@ -60,6 +60,16 @@ _MONITORS = {
     "Bytes compared with the hinted teacher": {"val/hint_compared": "share"},
 }
 """Figures of a run on traces that show a collapse early."""
+_SAMPLED = {
+    "Length of samples": {"length": "tokens"},
+    "Shares of samples": {"ended": "ended", "cut": "cut off", "repeated": "repeated tokens"},
+    "Reward": {"reward": "mean"},
+    "Log-probability of samples": {"log_prob": "nats per token"},
+    "Lag of the sampler": {"staleness": "steps"},
+    "Sampler against trainer": {"engine_gap": "log-probability, nats"},
+    "Sampled tokens per second": {"tokens_per_s": "student"},
+}
+"""Figures of text that the student writes to learn from."""
 _TIMES = {
     "data": "waiting for data",
     "teacher": "teacher",
@@ -108,6 +118,7 @@ class RunCharts:
             ("Quality", "on held-out text", False, self._quality()),
             ("Losses", "", False, self._losses()),
             ("Reach", "what of the two models is compared", True, self._reach()),
+            ("Sampled text", "what the student writes to learn from", True, self._sampled()),
             ("Optimizer", "", True, self._optimizer()),
             ("Time and memory", "", True, self._machine()),
         ]
@@ -225,6 +236,17 @@ class RunCharts:
             chart("Alignment coverage", coverage, width=NARROW, height=210, note="validation"),
             chart("Probability that is not compared", lost, width=NARROW, height=210, zero=True, note=where),
             chart("Shares of chunks", unsure, width=NARROW, height=210, zero=True, note=where),
+        ]
+
+    def _sampled(self) -> list[Chart | None]:
+        return [
+            chart(
+                title,
+                [self._train(shown, f"train/sample/{key}", i) for i, (key, shown) in enumerate(keys.items())],
+                width=NARROW,
+                height=210,
+            )
+            for title, keys in _SAMPLED.items()
         ]
 
     def _optimizer(self) -> list[Chart | None]:

@@ -154,17 +154,6 @@ def test_what_a_loss_does_not_reach_is_in_cards_table_and_charts(tmp_path: Path)
     assert not [c for c in page.data["further_charts"] if c["title"].startswith("teacher_0/")]
 
 
-def test_sources_of_validation_have_charts_and_columns_of_their_own(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=60)
-    page = run_page(
-        read_run(change_rows(run, **{"val/math/bpb": 1.5, "val/math/teacher_bpb": 1.0, "val/code/bpb": 2.0}))
-    )
-    charts = {c["title"]: [s["name"] for s in c["plot"]["series"]] for c in page.data["sections"][0]["charts"]}
-    assert charts["Bits per byte, math"] == ["student", "teacher"]
-    assert charts["Bits per byte, code"] == ["student"]
-    assert page.data["validation"]["columns"][-2:] == ["math", "code"]
-
-
 def test_time_is_shown_in_its_parts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60)
     page = run_page(read_run(change_rows(run, **{"train/time/data": 0.4, "train/time/odd": 0.1})))
