@@ -349,6 +349,7 @@ class OffPolicyLoop(TrainingLoop):
         self.validates = val_loader is not None
         self.teacher_bits: dict[str, tuple[float, float]] | None = None
         self.prompts: PromptSamples | None = None
+        self.writes = True
         size = config.policy.train_global_batch_size
         # None: all rows of a step, however many documents its records hold
         self.rows_per_update = None if size == config.distillation.num_prompts_per_step else size
@@ -374,25 +375,27 @@ class OffPolicyLoop(TrainingLoop):
         return metrics
 
     def samples(self) -> list[dict[str, Any]]:
-        config = self.config
-        if self.prompts is None:
-            assert self.val_loader is not None
-            self.prompts = PromptSamples(
-                config.distillation.samples,
-                self.student,
-                self.teachers,
-                self.val_loader.dataset,
-                sections=[config.policy, *config.all_teachers],
-                chat=config.data.mode == "chat",
-            )
+        config, wanted = self.config, self.config.distillation.samples
+        if not self.writes:
+            return []
         try:
+            if self.prompts is None:
+                assert self.val_loader is not None
+                self.prompts = PromptSamples(
+                    wanted,
+                    self.student,
+                    self.teachers,
+                    self.val_loader.dataset,
+                    sections=[config.policy, *config.all_teachers],
+                    chat=config.data.mode == "chat",
+                )
             return self.prompts.write()
         except Exception as error:
-            if config.distillation.samples.number is not None or self.student.sharding.is_sharded:
+            if wanted.number is not None:
                 raise
             # nobody asked for them: not every model can write, and a run must not end for want of a look at it
             self.logger.print(f"warning: this run writes no samples ({one_line(error)}); see distillation.samples")
-            self.prompts.prompts = []
+            self.writes = False
             return []
 
     def summary_line(self, means: dict[str, float]) -> str:
