@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from limbeck.algorithms.samples import PromptSamples, SamplesConfig, Writer
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
-from limbeck.utils.logger import Logger, read_metrics
+from limbeck.utils.logger import read_metrics
 from tests.helpers import runs, tiny
 
 ON = {"number": 2, "max_new_tokens": 5, "prompt_characters": 30}
@@ -68,23 +68,6 @@ def test_a_resumed_run_repeats_no_sample(stuff: Path, tmp_path: Path) -> None:
     whole = finished(stuff, tmp_path / "whole", samples=ON)
     finished(stuff, tmp_path / "parts", samples=ON, max_num_steps=1)
     assert finished(stuff, tmp_path / "parts", samples=ON) == whole
-
-
-def test_the_log_drops_what_lies_behind_a_checkpoint_and_what_it_has(tmp_path: Path) -> None:
-    def rows(step: int) -> list[dict[str, Any]]:
-        one = {"writer": "student", "number": 0, "prompt": "a", "text": f"at {step}"}
-        return [one, {**one, "writer": "teacher", "step": 0, "text": "constant"}]
-
-    settings = {"log_dir": str(tmp_path), "tensorboard_enabled": False, "progress": False}
-    with Logger(settings, resume_step=-1, rank=0) as logger:
-        for step in (0, 2, 4):
-            logger.log_samples(rows(step), step)
-    with Logger(settings, resume_step=2, rank=0) as logger:
-        logger.log_samples(rows(4), 4)
-    with Logger(settings, resume_step=4, rank=1) as logger:
-        logger.log_samples(rows(6), 6)
-    found = [(row["step"], row["writer"], row["text"]) for row in read_metrics(tmp_path / "samples.jsonl")]
-    assert found == [(0, "student", "at 0"), (0, "teacher", "constant"), (2, "student", "at 2"), (4, "student", "at 4")]
 
 
 @pytest.fixture(scope="module")

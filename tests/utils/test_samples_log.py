@@ -1,0 +1,25 @@
+"""``samples.jsonl``: nothing twice, nothing behind the checkpoint that a run resumes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from limbeck.utils.logger import Logger, read_metrics
+
+
+def test_the_log_drops_what_lies_behind_a_checkpoint_and_what_it_has(tmp_path: Path) -> None:
+    def rows(step: int) -> list[dict[str, Any]]:
+        one = {"writer": "student", "number": 0, "prompt": "a", "text": f"at {step}"}
+        return [one, {**one, "writer": "teacher", "step": 0, "text": "constant"}]
+
+    settings = {"log_dir": str(tmp_path), "tensorboard_enabled": False, "progress": False}
+    with Logger(settings, resume_step=-1, rank=0) as logger:
+        for step in (0, 2, 4):
+            logger.log_samples(rows(step), step)
+    with Logger(settings, resume_step=2, rank=0) as logger:
+        logger.log_samples(rows(4), 4)
+    with Logger(settings, resume_step=4, rank=1) as logger:
+        logger.log_samples(rows(6), 6)
+    found = [(row["step"], row["writer"], row["text"]) for row in read_metrics(tmp_path / "samples.jsonl")]
+    assert found == [(0, "student", "at 0"), (0, "teacher", "constant"), (2, "student", "at 2"), (4, "student", "at 4")]
