@@ -11,6 +11,7 @@ import pytest
 
 from limbeck.check import MODE, check_pair, chunk_bits, verdict
 from limbeck.errors import ExitCode
+from limbeck.tokens import Tokenizer
 from tests.cli.command import run
 from tests.helpers.tokenizers import byte_level, tiny
 
@@ -23,12 +24,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
 
 
+def save(folder: Path, tokenizer: Any, template: str | None = None) -> str:
+    """A tokenizer as a model folder holds it; written here, since the core has no transformers to do it."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(Tokenizer.of(tokenizer).describe()), encoding="utf-8")
+    config = {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[str, str]:
     words = {"s": ["201", "the", "中"], "t": ["the", "中国"]}
-    for name, own in words.items():
-        byte_level(own, specials=SPECIALS, template=CHAT).save_pretrained(tmp_path / name)
-    return str(tmp_path / "s"), str(tmp_path / "t")
+    student, teacher = (save(tmp_path / n, byte_level(own, specials=SPECIALS), CHAT) for n, own in words.items())
+    return student, teacher
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -61,8 +70,7 @@ def test_conversations_need_templates_on_both_sides(pair: tuple[str, str], tmp_p
     assert report["templates"]["needed"]
     assert report["templates"]["student"]["text"].startswith("[start_of_turn]user")
     assert report["verdict"]["worth"]
-    tiny(300).save_pretrained(tmp_path / "bare")
-    refused = check_pair(pair[0], str(tmp_path / "bare"), [data])
+    refused = check_pair(pair[0], save(tmp_path / "bare", tiny(300)), [data])
     assert not refused["verdict"]["worth"]
     assert refused["alignment"]["refused_rows"] == 1
 
