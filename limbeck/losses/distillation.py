@@ -346,11 +346,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
 
     def shard(self, inputs: LossInputs, comm: Comm) -> LossInputs:
         """One rank's share of a micro-batch that all ranks of `comm` have prepared: whole chunks, about as many rows as
-        any other's."""
-        if self._reads_next_row:
-            raise ConfigError(
-                "terminal_weight needs the rows of a sequence on one rank; set it to 0, or context_parallel_size to 1"
-            )
+        any other's. The row behind a chunk may be another rank's, too: all hidden states are here, and their gradients
+        are summed over the ranks."""
         here = inputs.to("cpu")
         tokens, layouts = shard_layouts(here.tokens, here.layouts, comm.rank, comm.size)
         return replace(self._laid_out(tokens, layouts, inputs.num_samples), comm=comm)

@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "alm": Case({"mode": "alm"}, packed=True),
     "stored top-k": Case(teachers=("cross",), topk=16),
     "tree_kl, stored top-k": Case({"mode": "tree_kl", "condition": "exact"}, topk=16),
+    "tree_kl, terminals": Case({"mode": "tree_kl", "terminal_weight": 1.0}),
     "cross-entropy alone": Case(teachers=()),
     "an empty rank": Case(rows=((0, 1, 2, 3, 4, 5), ())),
     "a rank without chunks": Case(teachers=("cross",), rows=((0, 1), (-1,))),

@@ -57,7 +57,12 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         ["packed, tied Qwen3", "same vocabulary", "same vocabulary, top-k", "stored top-k", "tree_kl, stored top-k"],
     ),
     "tensor, whole teachers": (2, TENSOR, {}, ["boundary_kl", "gold"]),
-    "context": (2, CONTEXT, CONTEXT, ["same vocabulary", "stored top-k", "cross-entropy alone"]),
+    "context": (
+        2,
+        CONTEXT,
+        CONTEXT,
+        ["same vocabulary", "stored top-k", "tree_kl, terminals", "cross-entropy alone"],
+    ),
     "context, whole teachers": (2, CONTEXT, {}, ["boundary_kl"]),
     "data x tensor": (4, TENSOR, TENSOR, EMPTY),
     "fsdp x tensor": (4, {**FSDP, **TENSOR}, {**FSDP, **TENSOR}, ["one row at a time", "packed, tied Qwen3", *EMPTY]),

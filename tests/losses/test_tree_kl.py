@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from limbeck.config import resolve
+from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, LossError, ProjectionError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
@@ -23,7 +24,7 @@ from limbeck.losses.objectives.tree_kl import (
     tree_buckets,
 )
 from limbeck.losses.vocab.axis import WHOLE
-from tests.losses.cases import FakeProjection, Models, make_models, run, starts, teacher_ids
+from tests.losses.cases import FakeProjection, Models, make_models, microbatch, run, starts, teacher_ids
 from tests.projection import worlds
 from tests.projection.worlds import TinyVocab, tiny_vocab, trees_of
 
@@ -617,6 +618,32 @@ def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     for name in seen:
         assert metrics[name] == pytest.approx([float(x) for x in seen[name]], rel=1e-4, abs=1e-5), name
+
+
+class Rank(Comm):
+    """One of two context-parallel ranks that need no more than their numbers."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(None)
+        self.rank, self.size = rank, 2
+
+
+@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher"])
+def test_shares_of_two_ranks_add_up_with_terminals(name: str) -> None:
+    """The row behind a rank's last chunk is the other's; all hidden states are on both."""
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    loss_fn = build(pair, terminal_weight=1.0, ce_loss_scale=0.5)
+    whole, _ = run(loss_fn, batch, models)
+    inputs = loss_fn.prepare(microbatch(batch), [starts(teacher_ids(batch))])  # type: ignore[arg-type]
+    rest = Head(pair[0].size, weight=models.weight), models.signals(batch)
+    shares = [loss_fn.shard(inputs, Rank(rank)) for rank in (0, 1)]
+    assert all(share.layouts[0].num_chunks for share in shares)
+    total = sum(loss_fn.compute(models.hidden, *rest, share, loss_fn.counts(batch))[0] for share in shares)
+    torch.testing.assert_close(total, whole, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(gradients(total, models), gradients(whole, models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(
