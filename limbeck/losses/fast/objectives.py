@@ -6,7 +6,6 @@ with the very functions of the plain objectives. Tests hold each against its pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.losses.blocks import TeacherTerm
-from limbeck.losses.divergences import DivergenceSpec, binary_divergence
+from limbeck.losses.divergences import DivergenceSpec, binary_divergence, divergence_entries
 from limbeck.losses.fast.kernels.boundary import boundary_divergence
 from limbeck.losses.fast.kernels.cells import (
     FORWARD,
@@ -39,7 +38,6 @@ from limbeck.losses.fast.order import BlockLanes, SideLanes
 from limbeck.losses.fast.trees import TreePlan, TreePositions
 from limbeck.losses.objectives.base import Objective, chunk_sum
 from limbeck.losses.objectives.corrected import (
-    TINY,
     BoundaryKL,
     ChunkLikelihood,
     SameVocabulary,
@@ -52,6 +50,7 @@ from limbeck.losses.objectives.tree_kl import (
     Buckets,
     TreeKL,
     TreeTables,
+    log_target,
     ranges,
     student_node_divergence,
     teacher_node_divergence,
@@ -396,13 +395,13 @@ class _TreeBlock:
             F.pad((last - first).cumsum(0), (1, 0)),
         )
 
-    def student(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor) -> _TreePart:
+    def student(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor, *, listed: bool) -> _TreePart:
         """The student's next tokens inside teacher tokens; weight: of each chunk; factor: of the sum in the gradient
-        with respect to logits."""
+        with respect to logits; listed: the teacher's tokens are a top-k list."""
         b, at, lanes = self.buckets, self.at, self.fine.logits.shape[1]
         with torch.enable_grad():
             fine = b.fine.requires_grad_()
-            rows = student_node_divergence(replace(b, fine=fine), spec, listed=False)
+            rows = student_node_divergence(replace(b, fine=fine), spec, listed=listed)
             loss = (rows * weight[at.coarse_lane]).sum()
             (slope,) = torch.autograd.grad(loss, fine)
         values = slope * fine.detach() * factor
@@ -411,13 +410,13 @@ class _TreeBlock:
         entries = Entries(self.tree.token[self.child], at.fine_lane[b.owner], self.fine_logits, values)
         return _TreePart(rows.detach(), loss.detach(), at.count, prob_coef, entries)
 
-    def teacher(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor) -> _TreePart:
+    def teacher(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor, *, listed: bool) -> _TreePart:
         """The student's tokens at the root by the teacher's next tokens inside them; a bucket's slope is that of every
         token in it. What the positions of a chunk name lies below the first of them: values are summed there."""
         b, at, tree, lanes = self.buckets, self.at, self.tree, self.coarse.logits.shape[1]
         with torch.enable_grad():
             mass, end = b.coarse.requires_grad_(), b.coarse_end.requires_grad_()
-            rows = teacher_node_divergence(replace(b, coarse=mass, coarse_end=end), spec, listed=False)
+            rows = teacher_node_divergence(replace(b, coarse=mass, coarse_end=end), spec, listed=listed)
             loss = (rows * weight[at.coarse_lane]).sum()
             slope, end_slope = torch.autograd.grad(loss, (mass, end))
         slope, end_slope = slope * factor, end_slope * factor
@@ -463,13 +462,19 @@ class _Root:
 
 
 def _root(
-    objective: TreeKL, plan: TreePlan, student: LaneLogits, teacher: LaneLogits, factor_C: Tensor, tau: float
+    objective: TreeKL,
+    plan: TreePlan,
+    student: LaneLogits,
+    teacher: LaneLogits,
+    factor_C: Tensor,
+    tau: float,
+    tail: Tensor | None,
 ) -> _Root:
-    """`TreeKL.root`. factor_C: of each chunk's divergence in the gradient with respect to logits. Overwrites the
-    teacher's logits; barred tokens' logits are taken out on both sides, and the student's put back."""
+    """`TreeKL.root`. factor_C: of each chunk's divergence in the gradient with respect to logits; tail `[C]`: the
+    teacher's mass outside its list. Overwrites the teacher's logits; barred tokens' logits are taken out on both sides,
+    and the student's put back."""
     spec, count, tables = objective.spec, factor_C.numel(), cell_tables(objective)
     lanes, size = student.logits.shape[1], teacher.logits.shape[0]
-    conditioned = plan.barred is not None
     flat_s = student.logits.view(-1)
     index = kept_logits = flat_s.new_zeros(0, dtype=torch.int64)
     barred_s = None
@@ -484,36 +489,45 @@ def _root(
         cell_masses(student.logits, student.stats.lse_tau, tables.student, tau),
         cell_masses(teacher.logits, teacher.stats.lse_tau, tables.teacher, tau),
     )
-    rest_s, lost = masses[0][tables.student.rows - 1, :count], masses[1][tables.teacher.rows - 1, :count]
+    outside, lost = masses[0][tables.student.rows - 1, :count], masses[1][tables.teacher.rows - 1, :count]
     # R reaches 1 / SMALLEST: float16 would make it infinite, bfloat16 has the same size and holds it
     memory = teacher.logits.view(torch.bfloat16) if teacher.logits.dtype == torch.float16 else teacher.logits
     residual = memory.as_strided((size + 1, memory.shape[1]), memory.stride())
-    smallest, beta = SMALLEST.value, spec.beta
-    common = (*sides, masses, tables, count, residual, tau)
-    if spec.kind == "forward":
-        sums = root_sums(FORWARD, *common, conditioned=conditioned)
+    smallest, forward = SMALLEST.value, spec.kind == "forward"
+    floor, rest_t = (smallest, torch.zeros_like(lost)) if tail is None else (rest_floor(lost.dtype), tail)
+    common, conditioned = (*sides, masses, tables, count, residual, tau), plan.barred is not None
+    rest, rest_r, listed = torch.zeros_like(lost), torch.zeros_like(lost), None
+    if not forward or tail is not None:
+        before = root_sums(SUMS, *common, conditioned=conditioned, rest=tail)
+        kept_s, reached = before.mass + outside, before.target + rest_t
+        rest_s = outside if tail is None else kept_s - before.compared
+        rest, rest_r = rest_divergence(rest_s, kept_s + floor, rest_t / reached.clamp(min=smallest), floor, spec)
+        if tail is not None:
+            # forward: R is that of the teacher's mass before it is normalised
+            listed = rest_r * reached / (kept_s + floor) if forward else rest_r
+        totals = reached, kept_s + floor
+        kind = FORWARD if forward else REVERSE if spec.kind == "reverse" else JSD
+        sums = root_sums(kind, *common, conditioned=conditioned, totals=totals, rest=listed, beta=spec.beta)
     else:
-        sums = root_sums(SUMS, *common, conditioned=conditioned)
-        totals = sums.target, sums.mass + rest_s + smallest
-        kind = REVERSE if spec.kind == "reverse" else JSD
-        sums = root_sums(kind, *common, conditioned=conditioned, totals=totals, beta=beta)
-    reached, kept_s = sums.target, sums.mass + rest_s
-    total, normaliser = (reached + lost).clamp(min=smallest), kept_s + smallest
+        sums = root_sums(FORWARD, *common, conditioned=conditioned)
+    reached, kept_s = sums.target + rest_t, sums.mass + outside
+    total, normaliser = (reached + lost).clamp(min=smallest), kept_s + floor
     seen = reached > 0
     share = torch.where(seen, reached / total, 0.0)
-    slope = factor_C * share / normaliser
-    if spec.kind == "forward":
-        rows = (sums.value + reached * (normaliser.log() - reached.clamp(min=smallest).log())) / total
-        # R is that of the teacher's mass before it is normalised
-        shift, coef, dot, index_of = slope, factor_C * seen / total, sums.dot, tables.index
+    slope, dot, index_of = factor_C * share / normaliser, sums.dot, tables.index
+    if forward:
+        own_rows = sums.value + sums.target * (normaliser.log() - reached.clamp(min=smallest).log())
+        rows = own_rows / total + rest * share
+        shift, coef = slope * (1 - rest_r), factor_C * seen / total
     else:
-        rest, rest_r = rest_divergence(rest_s, normaliser, spec)
-        scale = 1.0 if spec.kind == "reverse" or not spec.rescale else 1 / (beta * (1 - beta))
+        scale = 1.0 if spec.kind == "reverse" or not spec.rescale else 1 / (spec.beta * (1 - spec.beta))
         rows, coef = (sums.value + rest) * share * scale, slope * scale
-        width = min(-(-count // WIDE) * WIDE, memory.shape[1])
-        residual[size, :width] = F.pad(rest_r, (0, width - count)).to(residual.dtype)
-        dot = sums.dot + rest_s * rest_r
-        shift, index_of = coef * dot / normaliser, tables.index_rest
+        if tail is None:
+            # tokens in no cell read the row behind the vocabulary
+            width = min(-(-count // WIDE) * WIDE, memory.shape[1])
+            residual[size, :width] = F.pad(rest_r, (0, width - count)).to(residual.dtype)
+            dot, index_of = dot + outside * rest_r, tables.index_rest
+        shift = coef * dot / normaliser
     rows = rows.where(seen, torch.zeros_like(rows))
     # the normaliser's part belongs to every token that is left, so what it adds is a multiple of p
     prob_coef = coef * dot - shift * kept_s
@@ -532,39 +546,60 @@ def _root(
     return _Root(rows, coef, prob_coef, shift, source, barred_s, entries, metrics)
 
 
-def rest_divergence(rest_s: Tensor, normaliser: Tensor, spec: DivergenceSpec) -> tuple[Tensor, Tensor]:
-    """(what student mass in no cell adds to the divergence, R of its tokens) for reverse and jsd: the teacher has
-    `TINY` there."""
-    log_s = ((rest_s + torch.finfo(torch.float32).tiny) / normaliser).clamp(min=torch.finfo(torch.float32).tiny).log()
-    log_t = math.log(TINY)
-    if spec.kind == "reverse":
-        return log_s.exp() * (log_s - log_t), log_t - log_s
-    beta = spec.beta
-    log_m = ((1 - beta) * log_s.exp() + beta * TINY).log()
-    value = beta * TINY * (log_t - log_m) + (1 - beta) * log_s.exp() * (log_s - log_m)
-    return value, -(1 - beta) * (log_s - log_m)
+def rest_divergence(
+    rest_s: Tensor, normaliser: Tensor, share_t: Tensor, floor: float, spec: DivergenceSpec
+) -> tuple[Tensor, Tensor]:
+    """(what the rest's bucket adds to the divergence, its R), from the student's mass there and the teacher's share."""
+    with torch.enable_grad():
+        share_s = ((rest_s.clamp(min=0) + floor) / normaliser).requires_grad_()
+        rows = divergence_entries(share_s.log(), log_target(share_t, spec), replace(spec, rescale=False))
+        (slope,) = torch.autograd.grad(rows.sum(), share_s)
+    # reverse: the others are without the constant 1, too
+    slope = slope - 1 if spec.kind == "reverse" else slope
+    return rows.detach(), -slope
+
+
+def _listed(term: TeacherTerm, lanes: BlockLanes, size: int) -> tuple[LaneLogits, Tensor]:
+    """(a top-k list, and the token that came, as logits of which all others are -inf; mass outside of them `[C]`)."""
+    (signal,), side = term.teacher.signals, lanes.teacher
+    assert isinstance(signal, TopKSignal)
+    assert side is not None
+    # one more row: for empty places, and what `_root` writes there
+    logits = torch.full((size + 1, side.padded), -torch.inf, device=side.rows.device)
+    lane = torch.arange(side.width, device=side.rows.device)
+    ids = signal.topk_ids.index_select(0, side.rows).long()
+    log_t = signal.topk_logprobs.index_select(0, side.rows).float().masked_fill(ids < 0, -torch.inf)
+    came = signal.next_logprob.index_select(0, side.rows).float()
+    logits[ids.where(ids >= 0, size), lane[:, None]] = log_t
+    logits[side.ids, lane] = came
+    named = log_t.exp().masked_fill(ids == side.ids[:, None], 0).sum(-1) + came.exp()
+    none = torch.zeros(side.padded, device=logits.device)
+    block = LaneLogits(side, logits[:size], ColumnStats(none, none, none), came)
+    return block, (1 - named[: lanes.chunks]).clamp(min=0)
 
 
 def trees(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
-    """`TreeKL`: any direction; unconditioned, or the cheap form."""
-    objective, count, plan = term.objective, lanes.chunks, lanes.trees
+    """`TreeKL`: any direction; unconditioned, or the cheap form; whole distributions, or a top-k list."""
+    objective, count, plan, tail = term.objective, lanes.chunks, lanes.trees, None
     assert isinstance(objective, TreeKL)
-    assert teacher is not None
     assert plan is not None
+    if teacher is None:
+        teacher, tail = _listed(term, lanes, objective.teacher_cell.numel())
     options, spec, tau = objective.options, objective.spec, objective.temperature
     num_lanes = student.logits.shape[1]
     scale = term.factor * tau
     # both trees are read before the root overwrites the teacher's logits
     in_student = _TreeBlock(objective.student_tree, plan.student, teacher, student, tau)
     in_teacher = _TreeBlock(objective.teacher_tree, plan.teacher, student, teacher, tau)
+    mine, theirs = options.inner_student_weight, options.inner_teacher_weight
     parts = (
-        (options.inner_student_weight, in_student.student(spec, weight, scale * options.inner_student_weight)),
-        (options.inner_teacher_weight, in_teacher.teacher(spec, weight, scale * options.inner_teacher_weight)),
+        (mine, in_student.student(spec, weight, scale * mine, listed=tail is not None)),
+        (theirs, in_teacher.teacher(spec, weight, scale * theirs, listed=tail is not None)),
     )
     log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
-    root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau)
+    root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau, tail)
     root_kl = (root.rows * weight).sum()
     first_s = objective.student_cell[lanes.student.ids[:count]]
     first_t = objective.teacher_cell[teacher.side.ids[:count]]

@@ -193,7 +193,7 @@ def _log(values: Tensor) -> Tensor:
     return (values + torch.finfo(values.dtype).tiny).log()
 
 
-def _log_target(values: Tensor, spec: DivergenceSpec) -> Tensor:
+def log_target(values: Tensor, spec: DivergenceSpec) -> Tensor:
     """Logarithm of a target: exactly -inf at 0 where it is the weight, floored where it is the denominator."""
     return values.log() if spec.kind == "forward" else values.clamp(min=TINY).log()
 
@@ -212,11 +212,11 @@ def student_node_divergence(b: Buckets, spec: DivergenceSpec, *, listed: bool) -
     kept = torch.ones_like(rest) if not listed else 1 - b.total(b.fine * (b.coarse == 0))
     log_kept = _log(kept)
     log_s = _log(b.fine) - log_kept[b.owner]
-    log_t = _log_target(b.coarse / target_total[b.owner], spec)
+    log_t = log_target(b.coarse / target_total[b.owner], spec)
     entries = divergence_entries(log_s, log_t, spec)
     if listed:
         entries = entries.masked_fill(b.coarse == 0, 0)
-    ends = divergence_entries(rest.log() - log_kept, _log_target(b.coarse_end / target_total, spec), spec)
+    ends = divergence_entries(rest.log() - log_kept, log_target(b.coarse_end / target_total, spec), spec)
     seen = b.total(b.coarse) + b.coarse_end > 0
     return (b.total(entries) + ends).where(seen, torch.zeros_like(ends))
 
@@ -232,8 +232,8 @@ def teacher_node_divergence(b: Buckets, spec: DivergenceSpec, *, listed: bool) -
     fine_total, coarse_total = _safe(b.total(fine) + fine_end), b.total(coarse) + coarse_end
     log_total = _log(coarse_total)
     log_s = _log(coarse) - log_total[b.owner]
-    entries = divergence_entries(log_s, _log_target(fine / fine_total[b.owner], spec), spec)
-    ends = divergence_entries(_log(coarse_end) - log_total, _log_target(fine_end / fine_total, spec), spec)
+    entries = divergence_entries(log_s, log_target(fine / fine_total[b.owner], spec), spec)
+    ends = divergence_entries(_log(coarse_end) - log_total, log_target(fine_end / fine_total, spec), spec)
     seen = (b.total(fine) + fine_end > 0) & (coarse_total > 0)
     total = b.total(entries.masked_fill(~named, 0)) + ends.masked_fill(~b.has_end, 0)
     return total.where(seen, torch.zeros_like(total))
@@ -377,7 +377,7 @@ def outcome_divergence(
     if spec.kind == "forward":
         total = total + own
     log_s = _log(student) - _log(total)[owner]
-    entries = divergence_entries(log_s, _log_target(target / _safe(target_total)[owner], spec), spec)
+    entries = divergence_entries(log_s, log_target(target / _safe(target_total)[owner], spec), spec)
     if listed:
         entries = entries.masked_fill(target == 0, 0)
     rows = chunk_sum(entries, owner, count)
@@ -494,7 +494,7 @@ class TreeKL(ProjectedObjective):
     def has_kernels(self, *, topk: bool) -> bool:
         options = self.options
         plain = options.condition == "exact" or options.terminal_weight > 0 or options.first_weight > 0
-        return not topk and not plain and self.spec.entry_clip is None
+        return not plain and self.spec.entry_clip is None
 
     @cached_property
     def host_trees(self) -> tuple[TreeTables, TreeTables]:
@@ -551,11 +551,11 @@ class TreeKL(ProjectedObjective):
         normaliser = (kept_s + floor if own_C is None or spec.kind != "forward" else kept_s + own_C + floor).log()
         share_t = target / _safe(reached)[:, None]
         log_s = _log(q) - normaliser[:, None]
-        entries = divergence_entries(log_s, _log_target(share_t, spec), spec)
+        entries = divergence_entries(log_s, log_target(share_t, spec), spec)
         gone = leaving if named is None else ~named
         if gone is not None:
             entries = entries.masked_fill(gone, 0)
-        log_rest_t = _log_target(rest_t / _safe(reached), spec)
+        log_rest_t = log_target(rest_t / _safe(reached), spec)
         ends = divergence_entries((rest_s.clamp(min=0) + floor).log() - normaliser, log_rest_t, spec)
         total = _safe(reached + lost_C)
         rows_C = (entries.sum(-1) + ends) * reached / total

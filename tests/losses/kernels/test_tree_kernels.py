@@ -60,6 +60,7 @@ def compare(
     batch: dict[str, Any] | None = None,
     spread: float = 1.0,
     judge_dtype: torch.dtype | None = None,
+    kind: str = "hidden",
     **cfg: Any,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Hold the kernels against the plain path on the same numbers; returns the kernels' metrics."""
@@ -72,7 +73,7 @@ def compare(
     found = []
     for fast_path, own in (("off", judge), ("force", models)):
         options = {"mode": "tree_kl", "ce_loss_scale": 0.5, "kl_loss_weight": 0.7, "fast_path": fast_path, **cfg}
-        loss, metrics = run(CrossTokenizerDistillationLossFn(options, projections=[projection]), batch, own)
+        loss, metrics = run(CrossTokenizerDistillationLossFn(options, projections=[projection]), batch, own, kind, k=3)
         loss.backward()
         found.append((loss.detach(), metrics))
     (want, seen), (got, mine) = found
@@ -121,6 +122,12 @@ def test_tokens_in_no_cell(condition: str, direction: str) -> None:
     projection.trees = without_a_cell(projection.trees, 1)
     metrics = compare((FINE, COARSE), projection=projection, condition=condition, direction=direction)
     assert float(metrics["teacher_0/lost_mass"][0]) > 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize(("name", "condition"), zip(BOTH_WAYS, ["cheap", "none"], strict=True))
+def test_top_k_lists(name: str, condition: str, direction: str) -> None:
+    compare(PAIRS[name], 2e-5, kind="topk", condition=condition, direction=direction)
 
 
 @pytest.mark.parametrize(("name", "condition"), zip(BOTH_WAYS, ["cheap", "none"], strict=True))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,11 +37,12 @@ SEGMENTS, MEMBERS = 4, 64
 
 
 class RootSums(NamedTuple):
-    """Per lane `[C]`: teacher and student mass on cells, the divergence's sum, `sum q R` over cells, and whether both
-    sides prefer one cell."""
+    """Per lane `[C]`: teacher and student mass on cells, the student's on cells that are compared, the divergence's
+    sum, `sum q R` over cells, and whether both sides prefer one cell."""
 
     target: Tensor
     mass: Tensor
+    compared: Tensor
     value: Tensor
     dot: Tensor
     right: Tensor
@@ -85,10 +87,10 @@ def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
 # row that is written belongs to this cell alone, so no other cell reads it later.
 @triton.jit
 def _root_kernel(
-    s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr,
+    s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr, rest_ptr,
     source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
     number, lanes_s, lanes_t, width, per_split, inv_tau, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -97,12 +99,16 @@ def _root_kernel(
     scale = inv_tau * LOG2E
     base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
     base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
+    rest = base_s
+    if LISTED:
+        rest = tl.load(rest_ptr + col, mask=inside, other=0.0)
     inv_target, inv_norm = base_s, base_s
     if KIND > FORWARD:
         inv_target = 1.0 / tl.load(target_ptr + col, mask=inside, other=1.0)
         inv_norm = 1.0 / tl.load(norm_ptr + col, mask=inside, other=1.0)
     target = tl.zeros([BN], tl.float32)
     mass = tl.zeros([BN], tl.float32)
+    compared = tl.zeros([BN], tl.float32)
     value = tl.zeros([BN], tl.float32)
     dot = tl.zeros([BN], tl.float32)
     best_s = tl.full([BN], -1.0, tl.float32)
@@ -132,6 +138,11 @@ def _root_kernel(
             p1 = tl.where(q1 > 0, p1, 0.0)
         target += p0 + p1
         mass += q0 + q1
+        if LISTED:
+            # cells that the list does not name share the rest's bucket
+            q0 = tl.where(p0 > 0, q0, 0.0)
+            q1 = tl.where(p1 > 0, q1, 0.0)
+        compared += q0 + q1
         arg_s = tl.where(q0 > best_s, i, arg_s)
         best_s = tl.maximum(best_s, q0)
         arg_s = tl.where(q1 > best_s, j, arg_s)
@@ -143,6 +154,11 @@ def _root_kernel(
         if KIND != SUMS:
             v0, r0 = _cell(q0, p0, inv_target, inv_norm, beta, KIND)
             v1, r1 = _cell(q1, p1, inv_target, inv_norm, beta, KIND)
+            if LISTED:
+                v0 = tl.where(p0 > 0, v0, 0.0)
+                v1 = tl.where(p1 > 0, v1, 0.0)
+                r0 = tl.where(p0 > 0, r0 - rest, 0.0)
+                r1 = tl.where(p1 > 0, r1 - rest, 0.0)
             value += v0 + tl.where(also, v1, 0.0)
             dot += q0 * r0 + tl.where(also, q1 * r1, 0.0)
             row0 = tl.load(row_ptr + i).to(tl.int64)
@@ -153,10 +169,11 @@ def _root_kernel(
     out = tl.program_id(1) * width + col
     tl.store(out_ptr + out, target, mask=inside)
     tl.store(out_ptr + part + out, mass, mask=inside)
-    tl.store(out_ptr + 2 * part + out, value, mask=inside)
-    tl.store(out_ptr + 3 * part + out, dot, mask=inside)
-    tl.store(out_ptr + 4 * part + out, best_s, mask=inside)
-    tl.store(out_ptr + 5 * part + out, best_t, mask=inside)
+    tl.store(out_ptr + 2 * part + out, compared, mask=inside)
+    tl.store(out_ptr + 3 * part + out, value, mask=inside)
+    tl.store(out_ptr + 4 * part + out, dot, mask=inside)
+    tl.store(out_ptr + 5 * part + out, best_s, mask=inside)
+    tl.store(out_ptr + 6 * part + out, best_t, mask=inside)
     tl.store(arg_ptr + out, arg_s, mask=inside)
     tl.store(arg_ptr + part + out, arg_t, mask=inside)
 
@@ -173,33 +190,35 @@ def root_sums(
     *,
     conditioned: bool = False,
     totals: tuple[Tensor, Tensor] | None = None,
+    rest: Tensor | None = None,
     beta: float = 0.5,
 ) -> RootSums:
     """Sums over cells at the first `chunks` lanes of student `[V, L_s]` and teacher `[U, L_t]` logits.
 
     kind: `SUMS` (masses only, nothing is overwritten) or a direction; masses: `cell_masses` of both sides; residual:
     the teacher's memory, by the type of R; totals `[C]`: the teacher's mass on cells and the student's normaliser,
-    which reverse and jsd need beforehand.
+    which reverse and jsd need beforehand; rest `[C]`: the teacher's tokens are a list; cells without one of them are
+    not compared, and R of the others is what it is beyond that of the rest's bucket.
     """
     student, teacher = logits
     number = tables.row.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)
-    sums = torch.empty(6, splits, width, dtype=torch.float32, device=student.device)
+    sums = torch.empty(7, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
-    known = [lse[0], lse[0]]
-    if totals is not None:
-        known = [torch.nn.functional.pad(t.clamp(min=SMALLEST.value), (0, width - chunks), value=1.0) for t in totals]
+    unused = lse[0], lse[0]
+    known = [F.pad(t.clamp(min=SMALLEST.value), (0, width - chunks), value=1.0) for t in totals or ()] or unused
+    listed = lse[0] if rest is None else F.pad(rest, (0, width - chunks))
     _root_kernel[(-(-width // WIDE), splits)](
-        student, teacher, residual, *masses, *lse, *known, tables.student.source, tables.student.place,
+        student, teacher, residual, *masses, *lse, *known, listed, tables.student.source, tables.student.place,
         tables.teacher.source, tables.teacher.place, tables.row, sums, arg, number, student.shape[1], teacher.shape[1],
         width, -(-number // splits), 1 / temperature, beta,
-        KIND=kind, CONDITIONED=conditioned, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
+        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
-    target, mass, value, dot = sums[:4, :, :chunks].sum(1)
-    best = sums[4:, :, :chunks].max(1).indices
+    target, mass, compared, value, dot = sums[:5, :, :chunks].sum(1)
+    best = sums[5:, :, :chunks].max(1).indices
     chosen = arg[:, :, :chunks].gather(1, best[:, None]).squeeze(1)
-    return RootSums(target, mass, value * LN2.value, dot, chosen[0] == chosen[1])
+    return RootSums(target, mass, compared, value * LN2.value, dot, chosen[0] == chosen[1])
 
 
 # Adds the further pieces of a long list to its row. A kernel of its own, since a piece's sum is whole only when all
