@@ -164,6 +164,7 @@ def test_chat_with_two_templates(tmp_path):
         tmp_path,
         tmp_path / "run",
         data={"mode": "chat", **lengths},
+        loss_fn={"mode": "tree_kl"},
         policy={"model_overrides": {"max_position_embeddings": 512}},
         teacher={"model_overrides": {"max_position_embeddings": 512}},
     )
