@@ -93,6 +93,15 @@ def test_prompts_come_from_the_records_or_from_the_user(parts: tuple[Any, Any]) 
     assert prompts_of(parts, texts, prompts=["a", "b", "c"], number=1) == ["a"]
 
 
+def test_a_teacher_without_a_model_here_writes_nothing(parts: tuple[Any, Any]) -> None:
+    config, policy = parts
+    cached: Any = object()
+    found = PromptSamples(
+        SamplesConfig(prompts=["a"]), policy, [cached], [], sections=[config.policy, config.teacher], chat=False
+    )
+    assert found.teachers == []
+
+
 def test_conversations_are_shown_up_to_their_last_answer(parts: tuple[Any, Any]) -> None:
     config, policy = parts
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
