@@ -24,10 +24,10 @@ from tests.helpers.tokenizers import TEXTS, WORKSHOP, _wrap
 
 STUDENTS = (
     "Llama-3.2-1B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "models/llama-3.2-1b",
-    "SmolLM2-135M", "student", "before", "S",
+    "SmolLM2-135M", "small", "student", "before", "S",
 )  # fmt: skip
 TEACHERS = (
-    "Qwen3-4B", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-32B", "models/qwen3-4b", "teacher", "T",
+    "Qwen3-4B", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-32B", "models/qwen3-4b", "large", "teacher", "T",
     "microsoft/Phi-4-mini-instruct", "path/to/model",
 )  # fmt: skip
 SECOND_STUDENT_FAMILY = ("meta-llama/Llama-3.2-3B",)
@@ -170,7 +170,7 @@ def smaller(run_file: str, overrides: list[str]) -> list[str]:
         items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         for key, value in items:
             dotted = f"{path}.{key}" if path else str(key)
-            if key in SMALLER and value != SMALLER[key]:
+            if path != "cluster" and key in SMALLER and value not in (None, SMALLER[key]):
                 found.append(f"{dotted}={json.dumps(SMALLER[key])}")
             else:
                 walk(value, dotted)
