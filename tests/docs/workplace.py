@@ -149,6 +149,7 @@ SMALLER: dict[str, Any] = {
     "attn_implementation": "sdpa",
     "max_num_steps": 2,
     "num_prompts_per_step": 4,
+    "train_global_batch_size": 4,
     "train_micro_batch_size": 2,
     "logprob_batch_size": 4,
     "make_sequence_length_divisible_by": 1,
