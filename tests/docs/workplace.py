@@ -89,7 +89,7 @@ def _jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 RUN = {
     "policy": {"model_name": "student", "train_micro_batch_size": 2},
     "teacher": {"model_name": "teacher"},
-    "data": {"train": "train.jsonl", "validation": "val.jsonl", "max_input_seq_length": 64},
+    "data": {"train": "train.jsonl", "validation": "val.jsonl", "max_input_seq_length": 256},
     "distillation": {"num_prompts_per_step": 4, "max_num_steps": 2},
     "checkpointing": {"metric_name": "val/bpb"},
     "logger": {"log_dir": "runs/run", "tensorboard_enabled": False},
@@ -158,6 +158,7 @@ SMALLER: dict[str, Any] = {
     "max_total_sequence_length": 256,
     "val_period": 2,
     "save_period": 2,
+    "max_new_tokens": 8,
     "monitor": {"period": 0},
 }
 """What a run file for a GPU and days of work becomes here."""
