@@ -53,9 +53,11 @@ class PartlyDone(LimbeckError):
 
 
 class StoppedEarly(LimbeckError):
-    """A signal ended the work at a point from which the same command goes on."""
+    """A signal ended the work before its time; what can be saved is saved. ``interrupted``: it was Ctrl-C."""
 
-    exit_code = ExitCode.STOPPED_EARLY
+    def __init__(self, message: str, *, interrupted: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_EARLY
 
 
 class ConfigError(LimbeckError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -11,12 +11,29 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.sources import build_dataset
+from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError
-from limbeck.models.loading import ModelConfig
+from limbeck.models.loading import ModelConfig, fit_to_device
 from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
 from limbeck.tokens.begin import set_begin
 from limbeck.tokens.tokenizer import read_template
+from limbeck.utils.progress import say
+
+PolicyT = TypeVar("PolicyT", bound=ModelConfig)
+TeacherT = TypeVar("TeacherT", bound=ModelConfig)
+
+
+def fitted(policy: PolicyT, teachers: Sequence[TeacherT] = ()) -> tuple[PolicyT, list[TeacherT]]:
+    """The models' settings as this process's device can follow them; one line says what is replaced."""
+    device = default_device()
+    own, told = fit_to_device(policy, device)
+    others = [fit_to_device(teacher, device) for teacher in teachers]
+    told = list(dict.fromkeys([*told, *(line for _, lines in others for line in lines)]))
+    if told:
+        say(f"on the {device.type.upper()}: {', '.join(told)}")
+    return own, [teacher for teacher, _ in others]
+
 
 Collate = Callable[[list[Any]], Any]
 """Records to what a step takes."""
@@ -101,6 +118,8 @@ def student_length(config: MasterConfig) -> int:
 def teacher_lengths(config: MasterConfig) -> list[int]:
     """Tokens of the longest row of each teacher."""
     teachers, given = config.all_teachers, config.data.max_teacher_seq_length
+    if not teachers:
+        return []
     limits = given if isinstance(given, list) else [given or config.data.max_input_seq_length] * len(teachers)
     if len(limits) != len(teachers):
         raise ConfigError(f"data.max_teacher_seq_length has {len(limits)} entries for {len(teachers)} teachers")

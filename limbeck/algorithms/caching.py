@@ -26,8 +26,10 @@ from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
 from limbeck.teachers.cache.format import read_index
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
+from limbeck.utils.progress import stage
 
 Say = Callable[[str], None]
+WHY_FEWER = "equal texts are stored once, and those without a token to predict not at all"
 
 
 def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, Any]]:
@@ -35,6 +37,9 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
 
     Texts that are stored already are not computed again, so a killed run goes on where it stopped.
     """
+    if config.loss_fn.kl_loss_weight == 0:
+        # a cache is filled for other runs too, whether or not this one would read it
+        config = config.model_copy(update={"loss_fn": config.loss_fn.model_copy(update={"kl_loss_weight": 1.0})})
     if config.cluster.launcher == "ray":
         return cache_on_ray(config, say=say)
     world = init_distributed(config.cluster.backend, config.cluster.timeout)
@@ -47,9 +52,11 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
         def on_batch(records: int, writer: CacheWriter, index: int = index) -> None:
             if world.rank == 0:
                 done = min(records * world.size, job.records)
-                say(f"teacher {index}: {done}/{job.records} records, {writer.documents} stored")
+                say(f"teacher {index}: {done} of {job.records} records read, {writer.documents} texts stored")
 
         writer = job.write(index, world.rank, world.size, on_batch)
+        if world.size == 1 and writer.documents < job.records:
+            say(f"teacher {index}: {writer.documents} texts serve {job.records} records: {WHY_FEWER}")
         out.append(job.summary(index, writer.documents, job.failures(index)))
         if failed := out[-1]["failed"]:
             say(f"teacher {index}: {describe_failures(failed)}")
@@ -82,11 +89,13 @@ class CacheJob:
                 check_length(own, teacher_lengths(config)[index], name=f"teacher_{index}")
             elif own.cache_kind != "topk":
                 raise ConfigError(f"teacher {index}: a server gives no hidden states; set cache_kind to topk")
-        student_tokenizer, self.tokenizers = load_tokenizers(config)
+        with stage("tokenizers"):
+            student_tokenizer, self.tokenizers = load_tokenizers(config)
         vocab = ByteVocab.from_tokenizer(student_tokenizer)
         foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in self.tokenizers]
         self.collator = make_collator(config, student_tokenizer, foreign)
-        self.datasets = [d for d in load_datasets(config) if d is not None]
+        with stage("data"):
+            self.datasets = [d for d in load_datasets(config) if d is not None]
         self.records = sum(len(d) for d in self.datasets)
         self._servers = connect_servers(
             config.all_teachers, self.tokenizers, vocab, longest=teacher_lengths(config), layout=None
@@ -103,7 +112,8 @@ class CacheJob:
         if index in self._servers:
             return self._servers[index]
         if index not in self._policies:
-            self._policies[index] = live_teacher(self.config, index, self.tokenizers[index])
+            with stage(f"loading the teacher {self.config.all_teachers[index].shown_name}"):
+                self._policies[index] = live_teacher(self.config, index, self.tokenizers[index])
         return self._policies[index]
 
     def failures(self, index: int) -> Counter[str]:

@@ -86,6 +86,12 @@ class MasterConfig(_Section):
                 f"loss_fn.temperature is {self.loss_fn.temperature}, but a server gives log-probabilities at 1; "
                 "set it to 1"
             )
+        metric = self.checkpointing.metric_name
+        if metric is not None and metric.startswith(("val/", "val:")) and self.data.validation is None:
+            raise ValueError(
+                f"checkpointing.metric_name is {metric!r}, but data.validation is not given, so nothing measures it; "
+                "give validation data, or leave metric_name out"
+            )
         prompts = self.distillation.num_prompts_per_step
         if "train_global_batch_size" not in self.policy.model_fields_set:
             self.policy.train_global_batch_size = prompts
@@ -102,9 +108,14 @@ class MasterConfig(_Section):
         return self
 
     @property
-    def all_teachers(self) -> list[TeacherConfig]:
+    def named_teachers(self) -> list[TeacherConfig]:
         """The teachers in order, however they were given."""
         return [self.teacher] if self.teacher is not None else list(self.teachers)
+
+    @property
+    def all_teachers(self) -> list[TeacherConfig]:
+        """The teachers that the loss asks: with ``loss_fn.kl_loss_weight: 0`` none."""
+        return self.named_teachers if self.loss_fn.kl_loss_weight > 0 else []
 
 
 # -- on-policy ---------------------------------------------------------------------------------------------------------

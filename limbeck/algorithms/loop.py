@@ -6,13 +6,14 @@ A recipe subclasses :class:`TrainingLoop` and says what a step, a validation and
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from limbeck.algorithms import run_folder
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
-from limbeck.errors import CheckpointError, DataError, LossError
+from limbeck.distributed.device import memory_in_use
+from limbeck.errors import CheckpointError, ConfigError, DataError, LossError, StoppedEarly
 from limbeck.losses.contract import State
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.policy import Policy
 from limbeck.utils.checkpoint import CheckpointManager
-from limbeck.utils.logger import Logger, to_means
+from limbeck.utils.logger import Logger, last_step, to_means
+from limbeck.utils.manifest import MANIFEST_NAME
+from limbeck.utils.progress import say, stage
 from limbeck.utils.state import capture_rng, restore_rng
 from limbeck.utils.timer import Timer
 
@@ -55,9 +59,10 @@ class TrainingLoop(ABC):
         self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
         # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
         self.dropped: Counter[str] = Counter(state.get("dropped", {}) if Comm.world().rank == 0 else {})
-        d = config.distillation
-        self.total = min(d.max_num_steps, d.max_num_epochs * len(loader))
+        self.total = steps_of(config, loader)
         self.validated: tuple[int, dict[str, float]] = (-1, {})
+        self._stops = _Stops(checkpointer)
+        self._opening = ExitStack()  # what is shown until the first step is taken
 
     # -- what a recipe says -----------------------------------------------------------------------------------------
 
@@ -97,6 +102,10 @@ class TrainingLoop(ABC):
         rows: BatchedDataDict = batch
         return rows
 
+    def bits_per_byte(self, batch: Any, result: Mapping[str, Any]) -> float | None:
+        """Of this rank's part of a step, for whoever watches; None where the recipe trains on no text."""
+        return None
+
     def look_ahead(self) -> None:
         """Before a run's first step: what a user should know now and not after it. Collective."""
 
@@ -111,9 +120,13 @@ class TrainingLoop(ABC):
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; closes the logger."""
+        """Run until ``max_num_steps`` or ``max_num_epochs``; closes the logger.
+
+        Raises:
+            StoppedEarly: SIGTERM, Ctrl-C or a deadline ended the run after a step, which is saved.
+        """
         try:
-            with save_on_sigterm(self.checkpointer):
+            with self._stops.watched():
                 self._run()
         finally:
             self.logger.close()
@@ -133,10 +146,26 @@ class TrainingLoop(ABC):
             self.logger.print(f"the run is complete with {state['total_steps']} steps; nothing is left to do")
         self.logger.start_progress(self.total, state["total_steps"])
         stop = False
-        while state["total_steps"] < self.total and not stop:
-            self.loader.sampler.set_epoch(state["current_epoch"])
-            stop = self._epoch()
+        with self._opening:
+            if state["total_steps"] < self.total:
+                compiles = ", which compiles the model" if self.student.compiles else ""
+                self._opening.enter_context(stage(f"the first step{compiles}"))
+            while state["total_steps"] < self.total and not stop:
+                self.loader.sampler.set_epoch(state["current_epoch"])
+                stop = self._epoch()
         run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+        if state["total_steps"] < self.total:
+            raise self._stopped()
+
+    def _stopped(self) -> StoppedEarly:
+        """What to tell a user whose run was ended before its time."""
+        saved = "it is saved: run the same command again to go on"
+        if not self.checkpointer.config.enabled:
+            saved = "nothing is saved, because checkpointing.enabled is false: the next start begins at step 1"
+        # all ranks, once: Ctrl-C may have reached one of them
+        interrupted = Comm.world().any(self._stops.interrupted)
+        line = f"stopped at step {self.state['total_steps']} of {self.total}; {saved}"
+        return StoppedEarly(line, interrupted=interrupted)
 
     def _epoch(self) -> bool:
         """One pass over the data, or what is left of it; True when the run must stop."""
@@ -150,9 +179,7 @@ class TrainingLoop(ABC):
             last = state["total_steps"] >= self.total
             if ended or last:
                 self._report_dropped()
-            stop = self.checkpointer.should_stop()
-            self._after_step(last=last, stop=stop)
-            if last or stop:
+            if self._after_step(last=last) or last:
                 return True
         return False
 
@@ -169,6 +196,7 @@ class TrainingLoop(ABC):
             last = self.checkpointer.latest()
             good = f"the last checkpoint is {last.name}" if last else "there is no checkpoint yet"
             raise LossError(f"step {step}: {error}; the batch is kept in {str(kept)!r}, {good}") from error
+        self._opening.close()
         seconds = time.perf_counter() - start + self.timer.get_timing_metrics("sum").get("data", 0.0)
         state["current_step"] += 1
         state["total_steps"] = step
@@ -184,24 +212,42 @@ class TrainingLoop(ABC):
             **{f"time/{name}": s for name, s in self.timer.get_timing_metrics("sum").items()},
         }
         self.timer.reset()
+        self._stops.worth_saving = True
         self.logger.log_metrics(metrics, step, "train")
-        self.logger.update_progress(step, loss=result["loss"], tokens_per_s=speed)
+        self.logger.update_progress(
+            step,
+            loss=result["loss"],
+            tokens_per_s=speed,
+            bits_per_byte=self.bits_per_byte(batch, result),
+            memory_bytes=memory_in_use(self.student.device),
+        )
 
-    def _after_step(self, *, last: bool, stop: bool) -> None:
+    def _after_step(self, *, last: bool) -> bool:
+        """Validate and save where that is due; True when the run must stop."""
+        stop = self.checkpointer.should_stop()
         d, step = self.config.distillation, self.state["total_steps"]
         due = (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end)
         if due and self.validates:
             self._validate(step)
+            stop = self.checkpointer.should_stop()
         self.logger.commit()
         if self.checkpointer.should_save(step, last=last, stop=stop):
             self._save(step)
+        return stop
 
     def _validate(self, step: int) -> None:
-        metrics = self.validate()
+        try:
+            with nullcontext() if step else stage("validating before training"), self._stops.breaking_off():
+                metrics = self.validate()
+                written = self.samples()
+        except _BrokenOff:
+            self.logger.print(f"step {step}: the validation is left out")
+            self.timer.reset()
+            return
         means = to_means(metrics)
         self.validated = (step, {f"val/{name}": value for name, value in means.items()})
         self.logger.log_metrics(metrics, step, "val")
-        self.logger.log_samples(self.samples(), step)
+        self.logger.log_samples(written, step)
         self.logger.print(f"step {step}: {self.summary_line(means)}")
         self.timer.reset()
 
@@ -223,24 +269,118 @@ class TrainingLoop(ABC):
         if dropped:
             shown = ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
             self.logger.print(f"epoch {self.state['current_epoch']}: left out so far: {shown}")
+        if lost := dropped["truncated_tokens"]:
+            share = lost / (lost + self.state["total_valid_tokens"])
+            self.logger.print(f"texts longer than the context lost {share:.0%} of their tokens ({lost:,}) so far")
 
 
-@contextmanager
-def save_on_sigterm(checkpointer: CheckpointManager) -> Iterator[None]:
-    """SIGTERM asks for a checkpoint while a run lasts; afterwards it means what it meant before."""
-    if threading.current_thread() is not threading.main_thread():
-        # Python lets only the main thread change handlers
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    checkpointer.install_signal_handler()
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+class _BrokenOff(KeyboardInterrupt):
+    """Ctrl-C came during a validation, which may be left out."""
+
+
+class _Stops:
+    """What signals do to a run: SIGTERM and the first Ctrl-C ask for a checkpoint after the step, a second ends it.
+
+    Attributes:
+        interrupted: Ctrl-C was pressed.
+        worth_saving: a step was taken that no checkpoint may hold yet; before that Ctrl-C ends the run at once.
+    """
+
+    def __init__(self, checkpointer: CheckpointManager) -> None:
+        self._checkpointer = checkpointer
+        self.interrupted = self.worth_saving = self._may_break_off = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Answer signals in this way while the block runs; afterwards they mean what they meant before."""
+        if threading.current_thread() is not threading.main_thread():
+            # Python lets only the main thread change handlers
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._checkpointer.install_signal_handler()
+        if before[signal.SIGINT] is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """A block that Ctrl-C ends by ``_BrokenOff``; several ranks must reach its end together, so there it waits."""
+        self._may_break_off = Comm.world().size == 1
+        try:
+            if self._may_break_off and self.interrupted:
+                raise _BrokenOff
+            yield
+        finally:
+            self._may_break_off = False
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        if self.interrupted or not self.worth_saving:
+            raise KeyboardInterrupt
+        self.interrupted = self._checkpointer.save_on_signal = True
+        # past the stream's buffer, which the interrupted code may be writing to
+        os.write(2, b"\nCtrl-C: the run is saved after this step; press it again to end at once\n")
+        if self._may_break_off:
+            raise _BrokenOff
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def steps_of(config: Any, loader: StatefulDataLoader) -> int:
+    """Steps of a whole run."""
+    d = config.distillation
+    return int(min(d.max_num_steps, d.max_num_epochs * len(loader)))
+
+
+def announce(
+    config: Any, checkpointer: CheckpointManager, latest: Checkpoint | None, loader: StatefulDataLoader
+) -> None:
+    """Say where a run begins, and where an earlier one in its folder left nothing to go on from. Before its logger is
+    made, which begins the metrics anew."""
+    total = steps_of(config, loader)
+    line = f"beginning at step 1 of {total}"
+    if latest is not None:
+        info = checkpointer.load_training_info(latest.folder) or {}
+        line = f"resuming from step {info.get('total_steps')} of {total}"
+    elif (before := last_step(config.logger.log_dir)) > 0:
+        why = "none was due before it ended" if checkpointer.config.enabled else "checkpointing.enabled is false"
+        line += f": an earlier run in this folder came to step {before} and left no checkpoint ({why})"
+    say(line)
+
+
+def is_finished(config: Any) -> bool:
+    """Whether the run of this configuration has come to its end, as its last checkpoint says; told in a line.
+
+    Looked at before anything is loaded. What such a glance cannot settle (another configuration, a checkpoint that is
+    damaged or without a manifest) is no end: the run's start deals with it.
+    """
+    if not config.checkpointing.enabled:
+        return False
+    d = config.distillation
+    settings = config.checkpointing.model_copy(update={"enabled": False})
+    checkpointer = CheckpointManager(settings, run_dir=config.logger.log_dir)
+    try:
+        latest = checkpointer.latest()
+        info = {} if latest is None else checkpointer.load_training_info(latest) or {}
+        done = info.get("total_steps", 0) >= d.max_num_steps or info.get("current_epoch", 0) >= d.max_num_epochs
+        if latest is None or not done or not (latest / MANIFEST_NAME).is_file():
+            return False
+        if run_folder.changes(config, config.logger.log_dir):
+            return False
+        checkpointer.check(latest)
+    except (CheckpointError, ConfigError, TypeError):
+        return False
+    more = "raise distillation.max_num_steps or max_num_epochs to go on"
+    say(f"the run is complete with {info['total_steps']} steps; nothing is left to do ({more})")
+    return True
 
 
 def stored_counters(checkpointer: CheckpointManager, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Any]:
@@ -277,6 +417,10 @@ def whole_run(config: Any) -> Iterator[None]:
         elsewhere = config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None
         with run_folder.held(run_dir, elsewhere), naming_silent_ranks():
             yield
+    except StoppedEarly:
+        if alone:
+            leave_distributed()
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

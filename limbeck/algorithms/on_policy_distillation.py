@@ -23,7 +23,7 @@ from limbeck.algorithms import run_folder
 from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
-from limbeck.algorithms.loop import whole_run
+from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.monitors import CLASSES, token_classes
 from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -43,6 +43,7 @@ from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
+from limbeck.utils.progress import stage
 from limbeck.utils.state import fitting, restore_rng
 
 __all__ = ["OnPolicyConfig", "OnPolicyMasterConfig", "OnPolicyRun", "run", "setup", "train"]
@@ -261,8 +262,12 @@ def run(config: OnPolicyMasterConfig) -> Path:
     if config.on_policy.fraction == 0:
         return off_policy.run(config)
     with whole_run(config):
-        student_tokenizer, teacher_tokenizers = load_tokenizers(config)
-        train_set, val_set = load_datasets(config)
+        if is_finished(config):
+            return Path(config.logger.log_dir)
+        with stage("tokenizers"):
+            student_tokenizer, teacher_tokenizers = load_tokenizers(config)
+        with stage("data"):
+            train_set, val_set = load_datasets(config)
         parts = setup(config, student_tokenizer, teacher_tokenizers, train_set, val_set)
         if Comm.world().rank == 0:
             folder = config.logger.log_dir

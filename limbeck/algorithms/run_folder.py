@@ -97,22 +97,28 @@ def open_run_folder(
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
-    path = folder / CONFIG_NAME
-    current = config.model_dump(mode="json")
-    if has_checkpoint and path.is_file():
-        old = read_yaml(path, str(path))
-        with suppress(ConfigError):
-            # settings that are new since then had the value that is their default now
-            old = resolve(type(config), old).model_dump(mode="json")
-        changed = differences(type(config), old, current)
+    if has_checkpoint:
+        changed = changes(config, folder)
         if changed:
             shown = "; ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
             raise ConfigError(
                 f"the run folder {str(folder)!r} holds a run of another configuration ({shown}); "
                 "give another logger.log_dir, or delete the folder to start anew"
             )
-    write_atomic(path, dump_yaml(config))
+    write_atomic(folder / CONFIG_NAME, dump_yaml(config))
     write_atomic(folder / "versions.json", json.dumps(dict(versions), indent=1, sort_keys=True) + "\n")
+
+
+def changes(config: BaseModel, run_dir: str | Path) -> list[str]:
+    """How a configuration differs from the one that a run folder was begun with; see ``differences``."""
+    path = Path(run_dir) / CONFIG_NAME
+    if not path.is_file():
+        return []
+    old = read_yaml(path, str(path))
+    with suppress(ConfigError):
+        # settings that are new since then had the value that is their default now
+        old = resolve(type(config), old).model_dump(mode="json")
+    return differences(type(config), old, config.model_dump(mode="json"))
 
 
 def _remove_unfinished(folder: Path) -> None:

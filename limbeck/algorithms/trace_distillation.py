@@ -22,9 +22,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
-from limbeck.algorithms.build import chat_tokenizer_of
+from limbeck.algorithms.build import chat_tokenizer_of, fitted
 from limbeck.algorithms.config import TraceMasterConfig
-from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
+from limbeck.algorithms.loop import TrainingLoop, announce, is_finished, resume, stored_counters, whole_run
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
 from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.validation import TraceValidation
@@ -61,6 +61,7 @@ from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
+from limbeck.utils.progress import stage
 from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
 
@@ -101,16 +102,19 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     check_cluster(config.cluster, ranks.size)
     seed = config.distillation.seed
     seed_everything(seed)
-    tokenizer = chat_tokenizer_of(config.policy)
-    teacher_tokenizer = None if config.teacher is None else chat_tokenizer_of(config.teacher)
+    with stage("tokenizers"):
+        tokenizer = chat_tokenizer_of(config.policy)
+        teacher_tokenizer = None if config.teacher is None else chat_tokenizer_of(config.teacher)
     check_settings(config.policy, tokenizer, name="student", trained=True)
     if config.teacher is not None and config.teacher.server is None:
         check_settings(config.teacher, teacher_tokenizer, name="teacher", trained=False)
     foreign = _foreign(tokenizer, teacher_tokenizer)
     _check_lengths(config, foreign=foreign is not None)
     server = _server(config, tokenizer, teacher_tokenizer)
-    dataset = load_traces(config.traces)
-    held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
+    with stage("traces") as told:
+        dataset = load_traces(config.traces)
+        held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
+        told.note = f"{len(dataset):,}, {len(held_out):,} to validate"
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
     found = checkpointer.to_resume()
     latest = None if found is None else Checkpoint(found)
@@ -127,18 +131,22 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         shuffle=config.traces.shuffle,
         num_workers=config.traces.num_workers,
     )
-    student = Policy(
-        config.policy,
-        tokenizer,
-        name="student",
-        seed=seed,
-        weights_path=latest.weights if latest else None,
-        optimizer_path=latest.optimizer if latest else None,
-        dp_group=ranks,
-    )
+    announce(config, checkpointer, latest, loader)
+    policy, _ = fitted(config.policy)
+    with stage(f"loading the student {policy.shown_name}"):
+        student = Policy(
+            policy,
+            tokenizer,
+            name="student",
+            seed=seed,
+            weights_path=latest.weights if latest else None,
+            optimizer_path=latest.optimizer if latest else None,
+            dp_group=ranks,
+        )
     policy_loss = PolicyGradientLossFn(plan.spec)
     policy_loss.active = plan.spec
-    teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
+    with stage("the teacher of hints"):
+        teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
     monitor = CollapseMonitor(tokenizer, student.vocab_size, config.distillation.monitor)
     preference_loss = PreferenceLossFn(config.loss.preference.spec(config.loss.block_rows))
     reference = ReferenceLogProbs(dataset) if _needs_reference(config, preference_loss) else None
@@ -162,7 +170,8 @@ def setup(config: TraceMasterConfig) -> TraceRun:
             state = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
     elif reference is not None:
         rank, world = data_rank_and_world(config.policy.dtensor_cfg)
-        reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
+        with stage("the start's probabilities of preferred messages"):
+            reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
     logger.print(f"{len(dataset)} traces, {_policy_line(plan)}")
     return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
@@ -257,11 +266,11 @@ def _teacher(
         return HintTeacher([server])
     if config.teacher is not None:
         vocab = ByteVocab.from_tokenizer(tokenizer)
-        return make_other_teacher(config.teacher, teacher_tokenizer, vocab, seed=seed + 1)
+        return make_other_teacher(fitted(config.teacher)[0], teacher_tokenizer, vocab, seed=seed + 1)
     return make_self_teacher(
         student,
         hint.self_teacher,
-        config.policy,
+        student.cfg,
         seed=seed,
         ema_decay=hint.ema_decay,
         trust_region=hint.trust_region,
@@ -532,5 +541,6 @@ _SHOWN = {
 def run(config: TraceMasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
     with whole_run(config):
-        train(setup(config))
+        if not is_finished(config):
+            train(setup(config))
     return Path(config.logger.log_dir)

@@ -36,20 +36,28 @@ def evaluate(
     batches: Iterable[BatchedDataDict],
     loss_fn: CrossTokenizerDistillationLossFn,
     timer: Timer,
+    parts: Sequence[str] = (),
 ) -> Pairs:
-    """Metrics of a whole validation set as (sum, count), reduced over ranks."""
-    sums, counts = Metrics(), Metrics()
-    for batch in batches:
+    """Metrics of a whole validation set as (sum, count), reduced over ranks.
+
+    ``parts``: the file that each batch is from, for bits per byte by file (``NAME/bpb``).
+    """
+    sums, counts, by_part = Metrics(), Metrics(), Metrics()
+    for number, batch in enumerate(batches):
         result = student.train(batch, loss_fn, teachers=teachers, eval_mode=True, timer=timer)
         sums.add(result["metrics"])
         # data-parallel ranks, per batch: four numbers
-        sums.add(byte_sums(batch).reduced(student.dims.data)[0])
+        sizes = byte_sums(batch).reduced(student.dims.data)[0]
+        sums.add(sizes)
+        if parts and "ce_loss" in result["metrics"]:
+            bits = float(result["metrics"]["ce_loss"][0]) / math.log(2)
+            by_part.add({f"{parts[number]}/bpb": (bits, float(sizes.pairs()["target_bytes"][0]))})
         counts.add({name: (float(value), 1.0) for name, value in result["counts"].items()})
     totals = {name: total for name, (total, _) in counts.pairs().items()}
     metrics = loss_fn.summarize(sums, totals).pairs()
     if "ce_loss" in metrics:
         metrics["bpb"] = (metrics["ce_loss"][0] / math.log(2), metrics.pop("target_bytes")[0])
-    return metrics
+    return {**metrics, **by_part.pairs()}
 
 
 def byte_sums(batch: BatchedDataDict) -> Metrics:
@@ -66,12 +74,17 @@ def byte_sums(batch: BatchedDataDict) -> Metrics:
     return sums
 
 
-def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable[BatchedDataDict]) -> Pairs:
-    """Bits per byte of every teacher over its own tokens of the same texts; the first also without its number."""
+def teacher_bits(
+    student: Policy, teachers: Sequence[Teacher], batches: Iterable[BatchedDataDict], parts: Sequence[str] = ()
+) -> Pairs:
+    """Bits per byte of every teacher over its own tokens of the same texts; the first also without its number.
+
+    ``parts``: as for ``evaluate``; the first teacher's are then there by file (``NAME/teacher_bpb``).
+    """
     total = Metrics()
     for teacher in teachers:
         teacher.attach(student.layout)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         sums = Metrics()
         for i, teacher in enumerate(teachers):
             prefix = key_prefix(batch, teacher.number)
@@ -83,6 +96,8 @@ def teacher_bits(student: Policy, teachers: Sequence[Teacher], batches: Iterable
             nats = -float(logprobs[:, 1:][mask].double().sum())
             size = float(batch[f"{prefix}target_bytes"][counted[:, 0]].sum())
             sums.add({f"teacher_{i}_bpb": (nats / math.log(2), size)})
+            if parts and i == 0:
+                sums.add({f"{parts[number]}/teacher_bpb": (nats / math.log(2), size)})
         # data-parallel ranks, per batch: two numbers per teacher
         total.add(sums.reduced(student.dims.data)[0])
     metrics = total.pairs()

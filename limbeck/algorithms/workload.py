@@ -14,9 +14,10 @@ from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.cache import estimate_bytes
 from limbeck.tokens import ByteVocab, load_tokenizer
-from limbeck.utils.files import package_file
+from limbeck.utils.files import model_path
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# auto: the planner is asked about accelerators
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 _KERNEL_MODES = ("tree_kl", "boundary_kl", "p_kl", "gold", "h_kl")
 # A position of a server's answer is JSON text: per token an id, a number, a rank and a piece of text.
 _JSON_BYTES_PER_TOKEN = 75
@@ -116,7 +117,7 @@ def _model_config(policy: PolicyConfig) -> Any:
         if policy.model_name is None:
             return AutoConfig.for_model(**overrides)
         overrides.pop("model_type", None)
-        name = Path(str(package_file(policy.model_name))).expanduser()
+        name = Path(str(model_path(policy.model_name))).expanduser()
         if name.suffix == ".gguf":
             return AutoConfig.from_pretrained(str(name.parent), gguf_file=name.name, **overrides)
         where = str(name) if name.exists() else policy.model_name

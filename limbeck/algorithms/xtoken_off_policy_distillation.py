@@ -8,8 +8,9 @@ backward -> one optimizer step. Validation, checkpoints and logging around it.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,6 +20,7 @@ from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.build import (
+    fitted,
     load_datasets,
     load_tokenizers,
     make_collator,
@@ -27,12 +29,13 @@ from limbeck.algorithms.build import (
     teacher_lengths,
 )
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
-from limbeck.algorithms.loop import TrainingLoop, resume, stored_counters, whole_run
+from limbeck.algorithms.loop import TrainingLoop, announce, is_finished, resume, stored_counters, whole_run
 from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.samples import PromptSamples
 from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.loader import batch_parts
 from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import check_cluster
@@ -52,6 +55,7 @@ from limbeck.tokens.classes import class_table
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
 from limbeck.utils.logger import Logger, to_means
+from limbeck.utils.progress import Watched, say, stage
 from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
 
@@ -145,9 +149,12 @@ def setup(
     _check_models(config, student_tokenizer, tokenizers)
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = foreign_tokenizers(student_tokenizer, tokenizers)
-    remote = connect_servers(
-        teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
-    )
+    remote = {}
+    if any(own.server is not None and own.cache is None for own in teachers):
+        with stage("asking the teachers' servers"):
+            remote = connect_servers(
+                teachers, tokenizers, vocab, longest=teacher_lengths(config), layout=config.policy.dtensor_cfg
+            )
     checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
     found = checkpointer.to_resume()
     latest = None if found is None else Checkpoint(found)
@@ -157,26 +164,34 @@ def setup(
             seed=config.distillation.seed, student_fingerprint=vocab.fingerprint, teacher_fingerprints=prints
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
-    loss_fn = make_loss(config.loss_fn, student_tokenizer, foreign)
-    loss_fn.count_by_class(class_table(vocab))
+    with stage(f"tables of the loss ({config.loss_fn.mode})"):
+        loss_fn = make_loss(config.loss_fn, student_tokenizer, foreign)
+        loss_fn.count_by_class(class_table(vocab))
     conditions = [objective.conditions for objective in loss_fn.objectives]
     collator = make_collator(config, student_tokenizer, foreign, conditions)
     collate = collator if wrap is None else wrap(collator)
     loader, val_loader = make_loaders(config, collate, train_dataset, val_dataset, val_collator=collator)
-    student = Policy(
-        config.policy,
-        student_tokenizer,
-        name="student",
-        seed=config.distillation.seed,
-        weights_path=latest.weights if latest else None,
-        optimizer_path=latest.optimizer if latest else None,
-        dp_group=world,
-        extra_parameters=loss_fn.parameters(),
-    )
-    sources = [
-        remote.get(i) or make_teacher(own, i, tokenizer, vocab, seed=config.distillation.seed + 1 + i)
-        for i, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True))
-    ]
+    announce(config, checkpointer, latest, loader)
+    policy, teachers = fitted(config.policy, teachers)
+    with stage(f"loading the student {policy.shown_name}"):
+        student = Policy(
+            policy,
+            student_tokenizer,
+            name="student",
+            seed=config.distillation.seed,
+            weights_path=latest.weights if latest else None,
+            optimizer_path=latest.optimizer if latest else None,
+            dp_group=world,
+            extra_parameters=loss_fn.parameters(),
+        )
+    sources: list[Teacher] = []
+    for i, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True)):
+        if i in remote:
+            sources.append(remote[i])
+            continue
+        what = own.shown_name if own.cache is None else f"from the cache {own.cache}"
+        with stage(f"loading the teacher {what}"):
+            sources.append(make_teacher(own, i, tokenizer, vocab, seed=config.distillation.seed + 1 + i))
     with Comm.world().fail_together():
         if Comm.world().rank == 0:
             files, caches = _files(config, train_dataset, val_dataset), _caches(sources)
@@ -234,6 +249,8 @@ def make_loss(
     """The loss with a projection for every teacher; ``foreign``: None for those that share the student's tokenizer."""
     paths = settings.projection_matrix_path
     per_teacher = paths if isinstance(paths, list) else [paths] * len(foreign)
+    if not foreign:
+        per_teacher = []
     if len(per_teacher) != len(foreign):
         raise ConfigError(f"loss_fn.projection_matrix_path has {len(per_teacher)} entries for {len(foreign)} teachers")
     trees = OBJECTIVES[settings.mode].needs_trees
@@ -246,7 +263,7 @@ def make_loss(
 
 def live_teacher(config: MasterConfig, index: int, tokenizer: object) -> Policy:
     """The frozen model of one teacher; random weights depend on the run's seed and the teacher's number."""
-    own, seed = config.all_teachers[index], config.distillation.seed + 1 + index
+    own, seed = fitted(config.all_teachers[index])[0], config.distillation.seed + 1 + index
     return Policy(own, tokenizer, name=f"teacher_{index}", init_optimizer=False, seed=seed)
 
 
@@ -365,13 +382,23 @@ class OffPolicyLoop(TrainingLoop):
     def dropped_of(self, batch: BatchedDataDict) -> list[dict[str, int]]:
         return list(batch.get("dropped", []))
 
+    def bits_per_byte(self, batch: Any, result: Mapping[str, Any]) -> float | None:
+        nats, tokens = result["metrics"].get("ce_loss", (0.0, 0.0))
+        rows = self.rows_of(batch)
+        size = float(rows["target_bytes"].sum()) if "target_bytes" in rows else 0.0
+        if not tokens or not size:
+            return None
+        # a token's mean over all ranks, this rank's tokens and bytes
+        own = float((rows["token_mask"][:, 1:] > 0).sum())
+        return float(nats) / float(tokens) / math.log(2) * own / size
+
     def validate(self) -> dict[str, Any]:
         assert self.val_loader is not None
         metrics, _ = validate(
             self.student, self.teachers, self.val_loader, self.loss_fn, self.config, self.timer, known=self.teacher_bits
         )
         if self.teacher_bits is None:
-            self.teacher_bits = {k: v for k, v in metrics.items() if k.startswith("teacher_") and k.endswith("bpb")}
+            self.teacher_bits = {k: v for k, v in metrics.items() if re.search(r"(^|/)teacher_(\d+_)?bpb$", k)}
         return metrics
 
     def samples(self) -> list[dict[str, Any]]:
@@ -403,14 +430,17 @@ class OffPolicyLoop(TrainingLoop):
         return compared_bits(means)
 
     def look_ahead(self) -> None:
-        for warning in wrong_begin(self.student, self.teachers, self.config):
+        with stage("looking at how texts begin"):
+            warnings = wrong_begin(self.student, self.teachers, self.config)
+        for warning in warnings:
             self.logger.print(f"warning: {warning}")
         if (self.validates and self.config.distillation.val_at_start) or not self.teachers:
             return
-        records: Any = self.loader.dataset
-        batch = self.stored_rows([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
-        metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
-        means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
+        with stage("comparing student and teacher"):
+            records: Any = self.loader.dataset
+            batch = self.stored_rows([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
+            metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
+            means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
         self.timer.reset()
         self.logger.print(f"on the first {min(len(records), RECORDS_AHEAD)} training records: {compared_bits(means)}")
 
@@ -446,10 +476,11 @@ def validate(
     """
     timer = timer or Timer()
     sources = as_teachers(teacher_policy)
+    parts = batch_parts(val_dataloader)
     with timer.time("validation"):
-        metrics = evaluate(student_policy, sources, val_dataloader, loss_fn, timer)
+        metrics = evaluate(student_policy, sources, Watched(val_dataloader, "validating"), loss_fn, timer, parts)
         if known is None and sources:
-            known = teacher_bits(student_policy, sources, val_dataloader)
+            known = teacher_bits(student_policy, sources, Watched(val_dataloader, "validating the teacher"), parts)
     return {**metrics, **(known or {})}, timer.get_timing_metrics("sum")
 
 
@@ -459,8 +490,15 @@ def validate(
 def run(config: MasterConfig) -> Path:
     """Train from a run file, resuming where a checkpoint lies; returns the run folder."""
     with whole_run(config):
-        student_tokenizer, teacher_tokenizers = load_tokenizers(config)
-        train, val = load_datasets(config)
+        if is_finished(config):
+            return Path(config.logger.log_dir)
+        if config.named_teachers and not config.all_teachers:
+            say("loss_fn.kl_loss_weight is 0: cross-entropy alone, no teacher is loaded")
+        with stage("tokenizers"):
+            student_tokenizer, teacher_tokenizers = load_tokenizers(config)
+        with stage("data") as told:
+            train, val = load_datasets(config)
+            told.note = f"{len(train):,} records" + ("" if val is None else f", {len(val):,} to validate")
         parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
         if teacher_tokenizers and Comm.world().rank == 0:
             run_folder.write_alignment_sample(config.logger.log_dir, student_tokenizer, teacher_tokenizers[0], train)

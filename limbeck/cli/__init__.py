@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(f"limbeck: {name} is not installed; pip install 'limbeck[{extra}]' brings it", file=sys.stderr)
         raise SystemExit(ExitCode.ERROR) from None
     except KeyboardInterrupt:
+        print("limbeck: interrupted", file=sys.stderr)
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except (MemoryError, OSError, RuntimeError) as error:
         line = _of_the_machine(error)
@@ -91,7 +92,10 @@ def application() -> typer.Typer:
     )
 
     @app.callback(invoke_without_command=True)
-    def root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error (anywhere in a command)."),
+    ) -> None:
         if version:
             typer.echo(f"limbeck {__version__}")
             raise typer.Exit

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from limbeck.cli.options import JsonOption, console, note, print_json
+from limbeck.errors import ExitCode, StoppedEarly
 
 _DEFAULT = Path("runs/demo")
 
@@ -28,8 +29,14 @@ def demo_command(
     from limbeck.demo import run_demo
     from limbeck.report.run_page import write_report
 
+    folder = _fresh(out)
     with display(lines=True) as shown:
-        result = run_demo(_fresh(out), steps=steps, documents=documents, say=shown.say)
+        try:
+            result = run_demo(folder, steps=steps, documents=documents, say=shown.say)
+        except StoppedEarly as stopped:
+            interrupted = stopped.exit_code == ExitCode.INTERRUPTED
+            line = f"the demo was stopped before its end ({stopped}); what there is of it lies in {folder}"
+            raise StoppedEarly(line, interrupted=interrupted) from None
     page = write_report(result["run_dir"])
     if json_output:
         note(f"report: {page}")

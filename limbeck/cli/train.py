@@ -3,45 +3,109 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from limbeck.cli.options import JsonOption, OverridesArgument, RunFileArgument, note, print_json
-from limbeck.errors import StoppedEarly
+from limbeck.errors import ExitCode, LimbeckError, StoppedEarly
 
 
 def train_command(
     run_file: RunFileArgument,
     overrides: OverridesArgument = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the resolved run file.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Results, warnings and errors alone: no summary, no progress.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that the run needs, say what would happen, and stop.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Distil: train the student of a run file; resumes by itself where a checkpoint lies.
 
+    Ctrl-C and SIGTERM save after the running step; the same command goes on from there.
+
     Example: limbeck train cpu_smoke distillation.max_num_steps=5
     """
-    from limbeck.algorithms.dispatch import resolve_run
     from limbeck.cli.progress import display
-    from limbeck.config import dump_yaml, load_config
-    from limbeck.distributed.launch import launch, stopped_early
-    from limbeck.report.run_page import write_report
 
-    config, run = resolve_run(load_config(run_file, overrides or []))
+    if dry_run:
+        _look(run_file, overrides or [], json_output=json_output)
+        return
     first = os.environ.get("RANK", "0") == "0"
-    if not quiet and first:
-        note(dump_yaml(config))
-    stopped_early.clear()
-    with display(lines=True):
-        folder = launch(run, config)
+    stopped: StoppedEarly | None = None
+    with display(lines=True, quiet=quiet) as shown:
+        with shown.stage("starting") if first else nullcontext():
+            from limbeck.algorithms.dispatch import resolve_run
+            from limbeck.algorithms.summary import summary
+            from limbeck.config import load_config
+            from limbeck.distributed.launch import launch
+            from limbeck.report.run_page import write_report
+
+            config: Any
+            config, run = resolve_run(load_config(run_file, overrides or []))
+        if first and not quiet:
+            shown.say("\n".join(summary(config)))
+        folder = Path(config.logger.log_dir)
+        try:
+            folder = launch(run, config)
+        except StoppedEarly as error:
+            stopped = error
+        except KeyboardInterrupt:
+            checkpoints = Path(config.checkpointing.checkpoint_dir or folder / "checkpoints")
+            raise StoppedEarly(_ended_at_once(checkpoints), interrupted=True) from None
     if first:
         page = write_report(folder)
         if json_output:
-            print_json({"run_folder": str(folder), "report": str(page), "stopped_early": stopped_early.is_set()})
+            print_json({"run_folder": str(folder), "report": str(page), "stopped_early": stopped is not None})
         else:
             typer.echo(f"run folder: {folder}\nreport: {page}")
-    if stopped_early.is_set():
-        raise StoppedEarly("the run was stopped and has saved its state; the same command goes on from there")
+    if stopped is not None:
+        raise stopped
+
+
+def _look(run_file: Path, overrides: list[str], *, json_output: bool) -> None:
+    """The dry run: all problems, and what would happen without them."""
+    from limbeck.algorithms.dispatch import resolve_run
+    from limbeck.algorithms.dry_run import dry_run
+    from limbeck.algorithms.summary import summary
+    from limbeck.cli.progress import display
+    from limbeck.config import load_config
+
+    told: list[str] = []
+    with display(lines=True, quiet=json_output) as shown:
+
+        def say(line: str) -> None:
+            told.append(line)
+            if not json_output:
+                shown.say(line)
+
+        try:
+            config, _ = resolve_run(load_config(run_file, overrides))
+        except LimbeckError as error:
+            problems = [str(error)]
+        else:
+            if not json_output:
+                shown.say("\n".join(summary(config)))
+            problems = dry_run(config, say)
+    if json_output:
+        print_json({"problems": problems, "found": told})
+    for problem in problems:
+        note(f"problem: {problem}")
+    if problems:
+        raise typer.Exit(ExitCode.USAGE)
+    if not json_output:
+        typer.echo("nothing is wrong; without --dry-run the run would start")
+
+
+def _ended_at_once(checkpoints: Path) -> str:
+    """What a user who did not wait for the end of a step will find."""
+    steps = [int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*")]
+    begins = f"goes on from step {max(steps)}" if steps else "begins at step 1"
+    return f"ended at once, nothing was saved; the next start {begins}"
 
 
 def cache_command(

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from limbeck.data.sources import PAD_INDEX
+from limbeck.data.sources import PAD_INDEX, RecordDataset
 from limbeck.distributed.mesh import ParallelConfig, data_rank_and_world
 from limbeck.errors import ConfigError, DataError, LimbeckError, one_line
 
@@ -107,6 +107,35 @@ class ShardSampler(Sampler[int]):
         if total > self.length:
             whole = np.concatenate([whole, np.full(total - self.length, PAD_INDEX)])
         return whole[self.rank : total : self.world]
+
+
+class PartSampler(ShardSampler):
+    """A validation set in order, whose batches of ``rows`` records hold records of one part alone.
+
+    Args:
+        parts: records of each part, by name, in the order of the data set.
+
+    Attributes:
+        names: the part of each batch; the same on all ranks.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, int], *, rows: int, rank: int, world: int, seed: int, fingerprint: str
+    ) -> None:
+        length = sum(parts.values())
+        super().__init__(length, rank=rank, world=world, seed=seed, shuffle=False, even="pad", fingerprint=fingerprint)
+        pieces, self.names, start, unit = [], list[str](), 0, rows * world
+        for name, size in parts.items():
+            batches = -(-size // unit)
+            pieces.append(np.full(batches * unit, PAD_INDEX, dtype=np.int64))
+            pieces[-1][:size] = np.arange(start, start + size)
+            self.names += [name] * batches
+            start += size
+        self._whole = np.concatenate(pieces)
+        self._per_rank = len(self._whole) // world
+
+    def order(self, epoch: int) -> np.ndarray:
+        return self._whole[self.rank :: self.world]
 
 
 class ShardIterator(Iterator[int]):
@@ -212,12 +241,26 @@ def make_validation_loader(
     seed: int,
     num_workers: int | None = None,
 ) -> StatefulDataLoader:
-    """The same for a validation set: in order, ``rows`` records of each rank at a time, none left out."""
+    """The same for a validation set: in order, ``rows`` records of each rank at a time, none left out.
+
+    Batches of a set of several files hold records of one file each; see ``batch_parts``.
+    """
     rank, world = data_rank_and_world(layout)
-    sampler = ShardSampler(
-        len(dataset), rank=rank, world=world, seed=seed, shuffle=False, even="pad", fingerprint=_fingerprint(dataset)
-    )
+    parts = dataset.parts() if isinstance(dataset, RecordDataset) else {}
+    fingerprint = _fingerprint(dataset)
+    sampler: ShardSampler
+    if len(parts) > 1:
+        sampler = PartSampler(parts, rows=rows, rank=rank, world=world, seed=seed, fingerprint=fingerprint)
+    else:
+        sampler = ShardSampler(
+            len(dataset), rank=rank, world=world, seed=seed, shuffle=False, even="pad", fingerprint=fingerprint
+        )
     return _loader(dataset, collate, sampler, rows, seed, num_workers)
+
+
+def batch_parts(loader: StatefulDataLoader) -> list[str]:
+    """The file that each batch of a validation loader is from; empty where all are from one, or nobody knows."""
+    return loader.sampler.names if isinstance(loader.sampler, PartSampler) else []
 
 
 def _fingerprint(dataset: Any) -> str:

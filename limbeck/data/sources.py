@@ -23,7 +23,7 @@ from limbeck.config import FREE, resolve
 from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader
 from limbeck.data.spans import split_spans
 from limbeck.errors import ConfigError, DataError
-from limbeck.utils.files import Stamp, stamp_files
+from limbeck.utils.files import Stamp, short_names, stamp_files
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,17 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 with open(path, "rb") as file:
                     digest.update(file.read(1 << 16))
         return digest.hexdigest()
+
+    def parts(self) -> dict[str, int]:
+        """How many positions each file has, in order, by short names that tell the files apart.
+
+        A record that joins documents of several files counts for the first of them.
+        """
+        first = self._index.groups if self._index.groups is not None else np.arange(self._index.count)
+        file = np.searchsorted(self._first, self._index.records(first), side="right") - 1
+        sizes = np.bincount(file, minlength=len(self.paths))
+        names = short_names(self.paths)
+        return {names[path]: int(size) for path, size in zip(self.paths, sizes, strict=True) if size}
 
     def stamps(self) -> list[Stamp]:
         """What tells the files on this machine from others of their names; see ``stamp_files``."""
@@ -371,6 +382,10 @@ class _Index:
         if self._record is None or self._piece is None:
             return unit, 0
         return int(self._record[unit]), int(self._piece[unit])
+
+    def records(self, units: np.ndarray) -> np.ndarray:
+        """Numbers of the records that units belong to."""
+        return units if self._record is None else self._record[units]
 
     def is_split(self, unit: int) -> bool:
         return self._split is not None and bool(self._split[unit])

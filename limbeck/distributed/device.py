@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +18,28 @@ _Tree = TypeVar("_Tree")
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds: on the accelerator the most so far, on the CPU its resident memory now."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        # the most so far, in KiB, where there is no such file
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_free(device: torch.device) -> int:
+    """Bytes that a process could take now: of the accelerator, or of main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
 
 
 def to_device(tree: _Tree, device: torch.device | str) -> _Tree:

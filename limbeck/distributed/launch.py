@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.distributed.comm import leave_distributed
-from limbeck.errors import ConfigError, LimbeckError, StoppedEarly
-
-stopped_early = threading.Event()
-"""Set once a run of this process, or of its workers, has been told to end before its time; whoever starts a run clears
-it."""
+from limbeck.errors import ConfigError, LimbeckError
 
 
 class ClusterConfig(BaseModel):
@@ -206,13 +201,9 @@ def _named(name: str) -> Any:
 
 
 def _end_as_recorded(found: tuple[str, str] | None) -> None:
-    """End as the workers did: by their error, or by noting that they were stopped early."""
-    if found is None:
-        return
-    kind = _named(found[0])
-    if kind is not StoppedEarly:
-        raise kind(found[1])
-    stopped_early.set()
+    """End as the workers did, where they ended by an error."""
+    if found is not None:
+        raise _named(found[0])(found[1])
 
 
 def _work(payload: dict[str, Any]) -> None:
@@ -236,11 +227,8 @@ def _work(payload: dict[str, Any]) -> None:
         from ray.train.torch import get_device
 
         torch.cuda.set_device(get_device())
-    stopped_early.clear()
     try:
         _named(payload["run"])(_named(payload["model"]).model_validate(payload["config"]))
-        if stopped_early.is_set():
-            raise StoppedEarly("the run was stopped")
     except LimbeckError as error:
         # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
         kind = type(error)

@@ -32,7 +32,6 @@ from limbeck.models.loading import (
     ModelConfig,
     make_dims,
     model_identity,
-    parse_dtype,
     refuse_unsupported,
     tokenizer_size,
 )
@@ -72,10 +71,10 @@ class LanguageModel:
         dp_group: Any = None,
         model: nn.Module | None = None,
     ) -> None:
-        self._cfg = resolve(ModelConfig, cfg)
         self.name, self.tokenizer = name, tokenizer
         self.device = torch.device(device if device is not None else default_device())
-        self.precision = parse_dtype(self._cfg.precision)
+        self._cfg = resolve(ModelConfig, cfg).settled(self.device)
+        self.precision = self._cfg.compute_type()
         refuse_unsupported(self._cfg, name, trained)
         size = tokenizer_size(tokenizer)
         self.dims = make_dims(self._cfg, name, self.device, model, size, Comm.of(dp_group))
@@ -91,6 +90,11 @@ class LanguageModel:
     def cfg(self) -> ModelConfig:
         """The configuration, with all defaults."""
         return self._cfg
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the layers are compiled, by the first pass through them."""
+        return self.cfg.compile.enabled
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +131,7 @@ class LanguageModel:
         if self.cfg.packed:
             self.allow_packing()
         options = self.cfg.compile
-        if options.enabled:
+        if self.compiles:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
             for module in layers_of(self.body):
                 module.compile(mode=options.mode, dynamic=options.dynamic)

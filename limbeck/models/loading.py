@@ -6,11 +6,12 @@ A model that is to be sharded is read by rank 0 alone. The others build it witho
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,6 +21,7 @@ from typing_extensions import Self
 from limbeck.config import resolve
 from limbeck.data.microbatch import MicrobatchConfig
 from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, mesh_shape_for
 from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
@@ -28,8 +30,10 @@ from limbeck.models.attention import register_varlen_attention
 from limbeck.models.causal import body_of, head_of, unwrap
 from limbeck.models.lora import LoraConfig, apply_lora
 from limbeck.tokens import ByteVocab
-from limbeck.utils.files import package_file
+from limbeck.utils.files import kept_conversion, model_path
+from limbeck.utils.progress import stage
 
+ModelT = TypeVar("ModelT", bound="ModelConfig")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Keys that do not change what a model computes, or that other versions of transformers write differently.
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -37,6 +41,7 @@ _SAMPLES = 4096
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class TokenizerConfig(BaseModel):
@@ -73,7 +78,8 @@ class ModelConfig(MicrobatchConfig):
     """A causal language model and how to score with it."""
 
     model_name: str | None = None
-    """Folder, hub id or GGUF file; with ``init: random`` also a folder or hub id that only gives the configuration."""
+    """Folder, hub id, GGUF file, or the folder of a run, whose newest checkpoint is meant; with ``init: random`` also a
+    folder or hub id that only gives the configuration."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     init: Literal["pretrained", "random"] = "pretrained"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
@@ -81,8 +87,9 @@ class ModelConfig(MicrobatchConfig):
     logprob_batch_size: int = Field(default=1, ge=1)
     max_total_sequence_length: int = Field(default=2048, ge=1)
     """Longest sequence of this model in tokens; more than its positions is an error."""
-    precision: Dtype = "float32"
-    """Type of the computation. bfloat16 over float32 parameters runs under autocast."""
+    precision: Precision = "auto"
+    """Type of the computation; ``auto``: bfloat16 on an accelerator that has it, float32 elsewhere. bfloat16 over
+    float32 parameters runs under autocast."""
     param_dtype: Dtype | None = None
     """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
     attn_implementation: str | None = None
@@ -110,6 +117,14 @@ class ModelConfig(MicrobatchConfig):
             raise ValueError(f"{self.budgets[0]}.train_mb_tokens is missing; give the tokens per micro-batch")
         return self
 
+    @property
+    def shown_name(self) -> str:
+        """What messages call the model."""
+        if self.model_name is None:
+            return f"(random {self.model_overrides['model_type']})"
+        short = Path(self.model_name).name if Path(self.model_name).is_absolute() else self.model_name
+        return f"{short} (random weights)" if self.init == "random" else short
+
     def trains_adapters(self, trained: bool = True) -> bool:
         """Whether adapters are trained instead of the weights."""
         return trained and self.lora is not None and self.lora.enabled
@@ -118,7 +133,41 @@ class ModelConfig(MicrobatchConfig):
         """Type of the parameters."""
         if self.param_dtype is not None:
             return parse_dtype(self.param_dtype)
-        return torch.float32 if trained else parse_dtype(self.precision)
+        return torch.float32 if trained else self.compute_type()
+
+    def compute_type(self) -> torch.dtype:
+        """Type of the computation."""
+        return parse_dtype(self.settled(default_device()).precision)
+
+    def settled(self, device: torch.device) -> Self:
+        """The same with the precision that ``auto`` means on a device."""
+        if self.precision != "auto":
+            return self
+        narrow = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return self.model_copy(update={"precision": "bfloat16" if narrow else "float32"})
+
+
+def fit_to_device(cfg: ModelT, device: torch.device) -> tuple[ModelT, list[str]]:
+    """Settings that a device can follow in place of those that it cannot, or only at a crawl, and what they replace.
+
+    On the CPU: float32 for bfloat16, layers as they are for compiled ones, torch's own attention for flex, flash and
+    variable-length attention.
+    """
+    if device.type != "cpu":
+        return cfg, []
+    update: dict[str, Any] = {}
+    told: list[str] = []
+    if cfg.precision == "bfloat16":
+        update["precision"] = "float32"
+        told.append("float32 in place of bfloat16")
+    if cfg.compile.enabled:
+        update["compile"] = cfg.compile.model_copy(update={"enabled": False})
+        told.append("no compilation")
+    name = cfg.attn_implementation
+    if name is not None and name.startswith(("flex_", "flash_", "limbeck_varlen")):
+        update["attn_implementation"] = None
+        told.append(f"torch's own attention in place of {name}")
+    return cfg.model_copy(update=update), told
 
 
 def _one_line(error: BaseException) -> str:
@@ -173,7 +222,7 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
     name = cfg.model_name
     if not name:
         raise ConfigError("policy.model_name is missing; give a model folder, a hub id or a GGUF file")
-    name = package_file(name)
+    name = model_path(name)
     path = Path(str(name)).expanduser()
     source: Any = str(path) if path.exists() else str(name)
     kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg), **cfg.model_overrides}
@@ -184,10 +233,14 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
             raise ConfigError(
                 f"model {str(name)!r} is a file but no .gguf; give a model folder, a hub id or a GGUF file"
             )
-        source = str(path.parent)
-        kwargs["gguf_file"] = path.name
-        kwargs.update(_gguf_options())
-    else:
+        folder = None if cfg.allow_missing else _unpacked(path)
+        if folder is not None:
+            path, source = folder, str(folder)
+        else:
+            source = str(path.parent)
+            kwargs["gguf_file"] = path.name
+            kwargs.update(_gguf_options())
+    if not path.is_file():
         # weights in any other format are pickles
         kwargs["use_safetensors"] = True
     try:
@@ -201,6 +254,31 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
     if not cfg.allow_missing:
         _refuse_misfits(str(name), found)
     return model
+
+
+def _unpacked(path: Path) -> Path | None:
+    """A GGUF file as a model folder in the cache, for its numbers take long to unpack; None where there is no room.
+
+    The folder holds float32, of which other types are made as they are of the file.
+    """
+
+    def convert(folder: Path) -> None:
+        with stage(f"unpacking {path.name}, once"):
+            options = {"gguf_file": path.name, "dtype": torch.float32, **_gguf_options()}
+            model, found = _auto()[1].from_pretrained(
+                str(path.parent), **options, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            _refuse_misfits(str(path), found)
+            model.save_pretrained(folder)
+
+    version = f"1 transformers {importlib.metadata.version('transformers')}"
+    try:
+        # two bits a number at the least, four bytes unpacked
+        return kept_conversion("models", path, version, convert, needs=16 * path.stat().st_size)
+    except (MemoryError, ConfigError):
+        raise
+    except Exception as e:  # as below
+        raise ConfigError(f"model {str(path)!r} cannot be loaded: {_one_line(e)}") from e
 
 
 def _refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
@@ -243,7 +321,7 @@ def _random(cfg: ModelConfig, dtype: torch.dtype, vocab_size: int | None, seed: 
         if cfg.model_name:
             overrides.pop("model_type", None)
             trust = cfg.trust_remote_code
-            base = auto_config.from_pretrained(cfg.model_name, trust_remote_code=trust, **overrides)
+            base = auto_config.from_pretrained(model_path(cfg.model_name), trust_remote_code=trust, **overrides)
         else:
             base = auto_config.for_model(**overrides)
         with torch.random.fork_rng(devices=[]):
@@ -291,7 +369,7 @@ def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | Non
         overrides.setdefault("vocab_size", vocab_size)
     if not cfg.model_name:
         return overrides
-    path = Path(str(package_file(cfg.model_name))).expanduser()
+    path = Path(str(model_path(cfg.model_name))).expanduser()
     if path.is_file():
         return None
     overrides.pop("model_type", None)
@@ -309,7 +387,7 @@ def weight_files(config: ModelConfig | Mapping[str, Any]) -> list[Path]:
     cfg = resolve(ModelConfig, config)
     if cfg.init == "random" or not cfg.model_name:
         return []
-    path = Path(str(package_file(cfg.model_name))).expanduser()
+    path = Path(str(model_path(cfg.model_name))).expanduser()
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -365,7 +443,7 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
         raise ConfigError(
             f"{name}: lora.modules_to_save does not go with a sharded layout; leave it out or use one process"
         )
-    if trained and torch.float16 in (parse_dtype(cfg.precision), cfg.parameter_type(trained)):
+    if trained and torch.float16 in (cfg.compute_type(), cfg.parameter_type(trained)):
         raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
 
 

@@ -17,6 +17,8 @@ from limbeck.distributed.sharding import group_by_layout
 from limbeck.errors import ConfigError
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
+_NUMBERS_LIKE = {"lr": "1e-5", "weight_decay": "0.01", "eps": "1e-8", "momentum": "0.9"}
+_NUMBERS = _NUMBERS_LIKE.keys()
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")
 
 
@@ -27,6 +29,14 @@ class OptimizerConfig(BaseModel):
 
     name: str
     kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _numbers(self) -> OptimizerConfig:
+        for key in _NUMBERS & self.kwargs.keys():
+            value = self.kwargs[key]
+            if value is None or isinstance(value, str | bool | list | dict):
+                raise ValueError(f"kwargs.{key} is {value!r}; give a number, such as {_NUMBERS_LIKE[key]}")
+        return self
 
 
 class SchedulerConfig(BaseModel):

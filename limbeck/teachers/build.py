@@ -12,8 +12,10 @@ from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, mesh_shape_for
+from limbeck.errors import ConfigError
 from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy, PolicyConfig
+from limbeck.teachers.cache.format import CacheSpec
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.teachers.server.client import ServerConfig
@@ -99,11 +101,23 @@ def same_rows(layout: ParallelConfig) -> Comm:
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()
 
 
+def check_cache_kind(own: TeacherConfig, found: CacheSpec, number: int) -> None:
+    """Refuse a cache that holds another kind of signals than the run file says."""
+    if found.kind != own.cache_kind:
+        holds = {"topk": f"the {found.k} most likely tokens", "hidden": "hidden states"}[found.kind]
+        raise ConfigError(
+            f"teacher {number}: the cache {own.cache!r} holds {holds} of each position, but cache_kind is "
+            f"{own.cache_kind!r}; set cache_kind: {found.kind}, or fill another cache"
+        )
+
+
 def make_teacher(own: TeacherConfig, number: int, tokenizer: object, student: ByteVocab, *, seed: int) -> Teacher:
     """A teacher without a server: its cache where it has one, otherwise its frozen model."""
     if own.cache is not None:
-        return CachedTeacher(
+        cached = CachedTeacher(
             own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprints, number=number
         )
+        check_cache_kind(own, cached.reader.spec, number)
+        return cached
     policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed)
     return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)

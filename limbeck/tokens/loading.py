@@ -6,10 +6,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,7 @@ from limbeck.tokens.begin import gguf_adds_begin, set_begin
 from limbeck.tokens.sentencepiece import describe_model, read_model
 from limbeck.tokens.tokenizer import Tokenizer, require_transformers
 from limbeck.tokens.vocab import Spec
-from limbeck.utils.files import cache_dir, package_file
+from limbeck.utils.files import kept_conversion, model_path
 
 T = TypeVar("T")
 
@@ -65,7 +62,7 @@ def _from_disk(spec: str | Path, folder: Callable[[Path], T], file: Callable[[Pa
 
 def _local(spec: str | Path) -> Path | None:
     """The file or folder that ``spec`` names; None for a hub id."""
-    text = package_file(spec)
+    text = model_path(spec)
     path = Path(text).expanduser()
     if path.exists():
         return path
@@ -229,21 +226,20 @@ def _prefix(spec: Spec) -> int | None:
 
 def _read_gguf(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file, converted once."""
-    state = path.stat()
-    key = hashlib.sha256(f"2\0{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:20]
-    folder = cache_dir("tokenizers") / key
-    if not (folder / "tokenizer.json").is_file():
-        converted = _load_file(path)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder.parent))
-        try:
-            converted.save_pretrained(scratch)
-            scratch.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(scratch, ignore_errors=True)
-            if not (folder / "tokenizer.json").is_file():
-                return Tokenizer.of(converted)
-    return _read_json(folder / "tokenizer.json", folder)
+    folder = _gguf_folder(path)
+    return Tokenizer.of(_convert_gguf(path)) if folder is None else _read_json(folder / "tokenizer.json", folder)
+
+
+def _gguf_folder(path: Path) -> Path | None:
+    return kept_conversion("tokenizers", path, "2", lambda folder: _convert_gguf(path).save_pretrained(folder))
+
+
+def _convert_gguf(path: Path) -> Any:
+    made = require_transformers(f"to read {path.name}").AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    begin = gguf_adds_begin(path)
+    if begin is not None and made.bos_token is not None:
+        set_begin(made, begin)
+    return made
 
 
 def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
@@ -290,11 +286,8 @@ def _load_file(path: Path) -> Any:
         )
     library = require_transformers(f"to read {path.name}")
     if path.suffix == ".gguf":
-        made = library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        begin = gguf_adds_begin(path)
-        if begin is not None and made.bos_token is not None:
-            set_begin(made, begin)
-        return made
+        folder = _gguf_folder(path)
+        return _convert_gguf(path) if folder is None else library.PreTrainedTokenizerFast.from_pretrained(folder)
     if path.name.startswith("tekken"):
         from transformers.integrations.mistral import convert_tekken_tokenizer
 

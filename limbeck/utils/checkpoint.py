@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 
 from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.launch import stopped_early
 from limbeck.errors import CheckpointError, ConfigError, one_line
 from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
 from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, check_readable, write_manifest
@@ -147,10 +146,7 @@ class CheckpointManager:
         """Whether the run must end now, after saving: SIGTERM arrived or the deadline passed. Collective."""
         late = self._deadline is not None and time.monotonic() - self._start >= self._deadline
         # clocks and signals differ between ranks, the decision must not
-        stop = Comm.world().any(self.save_on_signal or late)
-        if stop:
-            stopped_early.set()
-        return stop
+        return Comm.world().any(self.save_on_signal or late)
 
     def should_save(self, step: int, *, last: bool = False, stop: bool = False) -> bool:
         """Whether to save after ``step``. Pass ``stop=should_stop()``. Collective where time decides."""

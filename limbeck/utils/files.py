@@ -8,7 +8,9 @@ import importlib.util
 import json
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -52,6 +54,20 @@ def package_file(spec: str | Path) -> str:
     return str(path)
 
 
+def model_path(spec: str | Path) -> str:
+    """Where the model that ``spec`` names lies: of a run folder the weights of its newest checkpoint; see also
+    ``package_file``. Hub ids, files and other folders stay as they are."""
+    text = package_file(spec)
+    folder = Path(text).expanduser()
+    if not (folder / "config.yaml").is_file() or (folder / "config.json").is_file():
+        return text
+    steps = [path for path in (folder / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    if not steps:
+        raise ConfigError(f"{text!r} is a run folder without a checkpoint, so there is no model in it yet")
+    newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")))
+    return str(newest / "policy" / "weights")
+
+
 def short_names(specs: Iterable[str]) -> dict[str, str]:
     """Last part of each path; with as many parents as it takes to tell them apart."""
     names = list(specs)
@@ -87,6 +103,36 @@ def cache_dir(kind: str) -> Path:
     if base:
         return Path(base).expanduser() / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "limbeck" / kind
+
+
+def kept_conversion(
+    kind: str, path: Path, version: str, convert: Callable[[Path], None], *, needs: int = 0
+) -> Path | None:
+    """The folder of ``cache_dir(kind)`` that holds what a file was converted to; made now where it is not there yet.
+
+    It belongs to the file's path, size and time of the last write. ``version``: of whatever decides the result.
+    ``convert``: fills an empty folder, with ``needs`` bytes at most. None where the disk has no room for it.
+    """
+    state = path.stat()
+    text = f"{version}\0{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    folder = cache_dir(kind) / hashlib.sha256(text.encode()).hexdigest()[:20]
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder.parent).free < 2 * needs:
+            return None
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError:
+        return None
+    try:
+        convert(scratch)
+        scratch.rename(folder)
+    except OSError:  # another process was first, or there is no room
+        return folder if folder.is_dir() else None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ class LoggerConfig(BaseModel):
     tensorboard: dict[str, Any] = {}
     """Arguments of ``SummaryWriter``."""
     wandb: dict[str, Any] = {}
-    """Arguments of ``wandb.init``: project, name, ..."""
+    """Arguments of ``wandb.init``; by default the project is ``limbeck`` and the name that of the run folder, and a
+    resumed run goes on as the one that it was."""
     trackio: dict[str, Any] = {}
-    """Arguments of ``trackio.init``: project, name, ..."""
+    """Arguments of ``trackio.init``, by default as for wandb."""
 
 
 def to_means(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -74,6 +76,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             refuse(line, f"{type(error).__name__}: {one_line(error)}")
         rows.append(row)
     return rows
+
+
+def last_step(run_dir: str | Path) -> int:
+    """The last step that a run folder's metrics tell of; 0 where they tell of none or cannot be read."""
+    try:
+        return max((int(row["step"]) for row in read_metrics(Path(run_dir) / "metrics.jsonl")), default=0)
+    except (DataError, OSError):
+        return 0
 
 
 def _truncate(path: Path, resume_step: int) -> None:
@@ -142,10 +152,31 @@ class Logger:
         cfg = self.config
         if cfg.tensorboard_enabled:
             self._writers.append(_TensorBoard(self.log_dir / "tensorboard", cfg.tensorboard, resume_step))
+        if not (cfg.wandb_enabled or cfg.trackio_enabled):
+            return
+        known, name = self._tracked_id(resume_step), self.log_dir.absolute().name
         if cfg.wandb_enabled:
-            self._writers.append(_Tracker("wandb", {"dir": str(self.log_dir), **cfg.wandb}))
+            own = {"dir": str(self.log_dir), "name": name, "id": known, "resume": "allow"}
+            self._writers.append(_Tracker("wandb", {"project": "limbeck", **own, **cfg.wandb}))
         if cfg.trackio_enabled:
-            self._writers.append(_Tracker("trackio", dict(cfg.trackio)))
+            # which knows a run by its name alone
+            own = {"name": f"{name}-{known}", "resume": "allow"}
+            self._writers.append(_Tracker("trackio", {"project": "limbeck", **own, **cfg.trackio}))
+
+    def _tracked_id(self, resume_step: int | None) -> str:
+        """What trackers know this run by: kept in its folder, so that a run and its continuations are one there."""
+        path = self.log_dir / "tracker.json"
+        goes_on = resume_step is None or resume_step >= 0
+        try:
+            return str(json.loads(path.read_bytes())["id"]) if goes_on else self._new_id(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return self._new_id(path)
+
+    @staticmethod
+    def _new_id(path: Path) -> str:
+        made = secrets.token_hex(4)
+        write_atomic(path, json.dumps({"id": made}) + "\n")
+        return made
 
     def log_metrics(
         self, metrics: Mapping[str, Metric], step: int, prefix: str = "", *, step_finished: bool = False
@@ -204,18 +235,31 @@ class Logger:
         for writer in self._writers:
             writer.hyperparams(params)
 
-    def start_progress(self, total_steps: int, start_step: int = 0, description: str = "train") -> None:
+    def start_progress(self, total_steps: int, start_step: int = 0, description: str = "step") -> None:
         """Show a progress bar from ``start_step`` to ``total_steps``."""
         self._stop_progress()
         if self.rank == 0 and self.config.progress:
-            self._bar = self._progress.begin(f"{description} step", total_steps, start_step)
+            self._bar = self._progress.begin(description, total_steps, start_step)
 
-    def update_progress(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None) -> None:
-        """Move the bar; ``loss`` and ``tokens_per_s`` are shown beside it."""
-        if self._bar is not None:
-            shown = "-" if loss is None else f"{loss:.4f}"
-            speed = "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
-            self._bar.update(step, note=f"loss {shown}  {speed} tok/s")
+    def update_progress(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tokens_per_s: float | None = None,
+        bits_per_byte: float | None = None,
+        memory_bytes: float | None = None,
+    ) -> None:
+        """Move the bar; the figures that are given are shown beside it."""
+        if self._bar is None:
+            return
+        figures = {
+            "loss {:.4f}": loss,
+            "{:.3f} bpb": bits_per_byte,
+            "{:,.0f} tok/s": tokens_per_s,
+            "{:.1f} GiB": None if memory_bytes is None else memory_bytes / 2**30,
+        }
+        self._bar.update(step, note="  ".join(text.format(x) for text, x in figures.items() if x is not None))
 
     def _stop_progress(self) -> None:
         if self._bar is not None:
@@ -292,8 +336,6 @@ class _Tracker:
             raise ConfigError(
                 f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
             ) from e
-        if name == "trackio":
-            kwargs.setdefault("project", "limbeck")
         self._run = self._module.init(**kwargs)
 
     def log(self, row: Mapping[str, float], step: int) -> None:

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
+
+
+class Stage:
+    """A part of a command's work that is told by one line with its time; ``note`` is added to that line."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.note = what, ""
+        self._begun = time.monotonic()
+
+    def took(self) -> str:
+        """The note and the time since the stage began."""
+        parts = (self.note, duration(time.monotonic() - self._begun))
+        return ", ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``0.4 s``, ``37 s``, ``3 min 20 s``, ``5 h 12 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, per in (("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // per} {smaller}"
+    return f"{whole} s"
+
+
+class Pace:
+    """How fast a task goes forward, from where it stood when it was begun."""
+
+    def __init__(self, done: float) -> None:
+        self._first, self._begun = done, time.monotonic()
+
+    def eta(self, done: float, total: float) -> str:
+        """What is left of the time, once there is something to tell it from."""
+        if done <= self._first:
+            return "ETA -"
+        left = (time.monotonic() - self._begun) / (done - self._first) * (total - done)
+        return f"ETA {duration(left)}" if left >= 10 else f"ETA {left:.0f} s"
+
+
+def counted(done: float, total: float | None) -> str:
+    """``7/10``, or ``7`` where nobody knows how much there is."""
+    return f"{done:,.0f}" + ("" if total is None else f"/{total:,.0f}")
 
 
 class Bar(Protocol):
@@ -33,6 +77,9 @@ class Progress(Protocol):
     def say(self, line: str) -> None:
         """Show a line that stays."""
 
+    def stage(self, what: str) -> AbstractContextManager[Stage]:
+        """Show what the block does while it does it, and how long it took."""
+
 
 class Silent:
     """Shows nothing; its own bar."""
@@ -42,6 +89,10 @@ class Silent:
 
     def say(self, line: str) -> None:
         pass
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[Stage]:
+        yield Stage(what)
 
     def update(self, done: float, *, total: float | None = None, note: str = "") -> None:
         pass
@@ -56,6 +107,9 @@ class Silent:
 class Lines:
     """Plain lines on standard error, one every ``seconds`` and one at the end of a task: what a log file wants."""
 
+    # of the process's standard error: whether its last line is a stage that waits for its time
+    _waiting: ClassVar[bool] = False
+
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
 
@@ -63,14 +117,47 @@ class Lines:
         return _LineBar(self, what, total, done)
 
     def say(self, line: str) -> None:
+        self._end_line()
         print(line, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[Stage]:
+        self._end_line()
+        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+        Lines._waiting, stage = True, Stage(what)
+        try:
+            yield stage
+        except BaseException:
+            self._end_line()
+            raise
+        if Lines._waiting:
+            Lines._waiting = False
+            print(f" {stage.took()}", file=sys.stderr, flush=True)
+        else:
+            self.say(f"{what}: {stage.took()}")
+
+    @staticmethod
+    def _end_line() -> None:
+        if Lines._waiting:
+            Lines._waiting = False
+            print(file=sys.stderr, flush=True)
+
+
+class Quiet(Lines):
+    """Results and warnings as plain lines, without progress."""
+
+    def begin(self, what: str, total: float | None = None, done: float = 0) -> Bar:
+        return Silent()
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[Stage]:
+        yield Stage(what)
 
 
 class _LineBar:
     def __init__(self, lines: Lines, what: str, total: float | None, done: float) -> None:
-        self._lines, self._what, self._total = lines, what, total
-        self._first = self._done = done
-        self._begun, self._printed = time.monotonic(), -math.inf
+        self._lines, self._what, self._total, self._done = lines, what, total, done
+        self._pace, self._printed = Pace(done), -math.inf
 
     def update(self, done: float, *, total: float | None = None, note: str = "") -> None:
         self._done, self._total = done, self._total if total is None else total
@@ -78,13 +165,10 @@ class _LineBar:
         if now - self._printed < self._lines.seconds and done != self._total:
             return
         self._printed = now
-        parts = [f"{self._what} {done:,.0f}" + ("" if self._total is None else f"/{self._total:,.0f}")]
-        if note:
-            parts.append(note)
+        parts = [f"{self._what} {counted(done, self._total)}", note]
         if self._total is not None:
-            pace = (now - self._begun) / max(done - self._first, 1)
-            parts.append(f"ETA {pace * (self._total - done):.0f} s")
-        self._lines.say("  ".join(parts))
+            parts.append(self._pace.eta(done, self._total))
+        self._lines.say("  ".join(part for part in parts if part))
 
     def advance(self, amount: float = 1) -> None:
         self.update(self._done + amount)
@@ -99,6 +183,36 @@ _shown: ContextVar[Progress | None] = ContextVar("_shown", default=None)
 def current() -> Progress | None:
     """The display of this process, where somebody has set one up."""
     return _shown.get()
+
+
+class Watched:
+    """Items whose passing by is shown on a live display, where there is one; may be gone through again."""
+
+    def __init__(self, items: Any, what: str) -> None:
+        self._items, self._what = items, what
+
+    def __iter__(self) -> Iterator[Any]:
+        bar = (current() or Silent()).begin(self._what, len(self._items))
+        try:
+            for item in self._items:
+                yield item
+                bar.advance()
+        finally:
+            bar.close()
+
+
+def say(line: str) -> None:
+    """A line on the display of this process, or a plain one; rank 0 speaks for all."""
+    _speaker().say(line)
+
+
+def stage(what: str) -> AbstractContextManager[Stage]:
+    """A stage on the display of this process, or as a plain line; rank 0 speaks for all."""
+    return _speaker().stage(what)
+
+
+def _speaker() -> Progress:
+    return current() or Lines() if os.environ.get("RANK", "0") == "0" else Silent()
 
 
 @contextmanager

@@ -123,6 +123,6 @@ def test_cross_entropy_alone_needs_no_teacher(stuff, tmp_path):
 
 
 def test_a_run_without_validation_data(stuff, tmp_path):
-    _, rows = finished(stuff, tmp_path / "run", data={"validation": None})
+    _, rows = finished(stuff, tmp_path / "run", data={"validation": None}, checkpointing={"metric_name": None})
     assert [row["step"] for row in rows] == [1, 2]
     assert not [name for row in rows for name in row if name.startswith("val/")]

@@ -32,6 +32,7 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": T
 def config(arch: dict[str, Any] = LLAMA, **more: Any) -> dict[str, Any]:
     return {
         "init": "random",
+        "precision": "float32",
         "model_overrides": dict(arch),
         "train_micro_batch_size": 2,
         "logprob_batch_size": 2,

@@ -95,7 +95,31 @@ def test_tracker_protocol(tmp_path, monkeypatch):
     with Logger(config(tmp_path, trackio_enabled=True, trackio={"name": "n"})) as logger:
         logger.log_hyperparams({"a": 1})
         logger.log_metrics({"loss": 1.0}, 1, "train")
-    assert calls == [("init", {"name": "n", "project": "limbeck"}), ("log", {"train/loss": 1.0}, 1), ("finish",)]
+    (_, given), *rest = calls
+    assert given == {"name": "n", "project": "limbeck", "resume": "allow"}
+    assert rest == [("log", {"train/loss": 1.0}, 1), ("finish",)]
+
+
+def test_a_tracker_has_one_run_with_a_name_over_a_resume(tmp_path, monkeypatch):
+    import sys
+    import types
+
+    calls = {"wandb": [], "trackio": []}
+    for name, made in calls.items():
+        module = types.SimpleNamespace(init=lambda made=made, **kw: made.append(kw), log=None, finish=lambda: None)
+        monkeypatch.setitem(sys.modules, name, module)
+    settings = config(tmp_path, wandb_enabled=True, trackio_enabled=True) | {"log_dir": str(tmp_path / "pair_7")}
+    for resume_step in (-1, 12, 40, -1):
+        Logger(settings, resume_step=resume_step).close()
+    first, second, third, anew = calls["wandb"]
+    assert first == second == third
+    assert first["name"] == "pair_7"
+    assert first["resume"] == "allow"
+    # a run that begins anew in an old folder is another one
+    assert anew["id"] != first["id"]
+    names = [given["name"] for given in calls["trackio"]]
+    assert names[:3] == [f"pair_7-{first['id']}"] * 3
+    assert names[3] == f"pair_7-{anew['id']}"
 
 
 def test_progress_prints_lines_where_there_is_no_terminal(tmp_path, capsys):

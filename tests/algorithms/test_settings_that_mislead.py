@@ -1,0 +1,153 @@
+"""Settings that once did something else than they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from limbeck.algorithms import xtoken_off_policy_distillation as distillation
+from limbeck.algorithms.build import fitted
+from limbeck.algorithms.caching import cache_teachers
+from limbeck.config import merge, resolve
+from limbeck.data.loader import PartSampler
+from limbeck.errors import ConfigError
+from limbeck.models.loading import fit_to_device
+from limbeck.models.optim import OptimizerConfig
+from limbeck.models.policy import Policy, PolicyConfig
+from limbeck.teachers.build import TeacherConfig, check_cache_kind
+from limbeck.teachers.cache.format import CacheSpec
+from tests.helpers import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stuff")
+    runs.write_tokenizers(folder)
+    runs.write_data(folder)
+    return folder
+
+
+def settings(stuff: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
+    short = {"distillation": {"max_num_steps": 1, "val_at_start": False, "val_at_end": False, "val_period": 0}}
+    return merge(merge(runs.settings(stuff, run_dir), short), more)
+
+
+def test_a_weight_of_0_asks_for_no_teacher(
+    stuff: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = {"model_name": "/nowhere/teacher", "init": "pretrained", "cache": "/nowhere/cache"}
+    weightless = {"loss_fn": {"kl_loss_weight": 0.0}, "data": {"max_teacher_seq_length": [64]}, "teacher": teacher}
+    distillation.run(runs.resolved(settings(stuff, tmp_path / "run", **weightless)))
+    assert "loss_fn.kl_loss_weight is 0: cross-entropy alone, no teacher is loaded" in capsys.readouterr().err
+    (row,) = runs.rows(tmp_path / "run")
+    assert not [name for name in row if "kl" in name]
+    assert row["train/ce_loss"] == pytest.approx(row["train/loss"], rel=1e-6)
+
+
+def test_a_cache_is_filled_and_its_counts_are_explained(stuff: Path, tmp_path: Path) -> None:
+    twice = (stuff / "train.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    (tmp_path / "few.jsonl").write_text("\n".join([*twice, *twice]) + "\n", encoding="utf-8")
+    values = settings(
+        stuff, tmp_path / "run", teacher={"cache": str(tmp_path / "cache")}, loss_fn={"kl_loss_weight": 0}
+    )
+    values["data"] |= {"train": str(tmp_path / "few.jsonl"), "validation": None}
+    values["checkpointing"] = {}
+    said: list[str] = []
+    (found,) = cache_teachers(runs.resolved(values), say=said.append)
+    assert found["documents"] == 2
+    assert any("of 4 records read, 2 texts stored" in line for line in said)
+    assert "2 texts serve 4 records: equal texts are stored once" in said[-1]
+
+
+def test_a_metric_that_nothing_measures_is_an_error(stuff: Path, tmp_path: Path) -> None:
+    values = settings(stuff, tmp_path / "run", data={"validation": None})
+    with pytest.raises(ConfigError, match=r"metric_name is .val/bpb., but data\.validation is not given"):
+        runs.resolved(values)
+    assert runs.resolved(merge(values, {"checkpointing": {"metric_name": None}})).data.validation is None
+
+
+@pytest.mark.parametrize("kind", ["topk", "hidden"])
+def test_a_cache_of_the_other_kind_is_an_error(kind: str) -> None:
+    spec = CacheSpec(kind=kind, vocab_size=300, teacher_fingerprint="x", k=8, hidden_size=32)
+    check_cache_kind(TeacherConfig(model_name="m", cache="c", cache_kind=kind), spec, 0)  # type: ignore[arg-type]
+    other: Any = {"topk": "hidden", "hidden": "topk"}[kind]
+    with pytest.raises(ConfigError, match=f"cache_kind is '{other}'; set cache_kind: {kind}"):
+        check_cache_kind(TeacherConfig(model_name="m", cache="c", cache_kind=other), spec, 0)
+
+
+@pytest.mark.parametrize("value", ["fast", None, True, [1e-5]])
+def test_a_learning_rate_that_is_no_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kwargs\.lr is .*; give a number, such as 1e-5"):
+        resolve(OptimizerConfig, {"name": "torch.optim.AdamW", "kwargs": {"lr": value}})
+    resolve(OptimizerConfig, {"name": "torch.optim.AdamW", "kwargs": {"lr": 1}})
+
+
+def test_settings_of_an_accelerator_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = {"model_name": "m", "precision": "bfloat16", "compile": True, "attn_implementation": "flex_attention"}
+    config = resolve(PolicyConfig, wanted)
+    found, told = fit_to_device(config, torch.device("cpu"))
+    assert (found.precision, found.compile.enabled, found.attn_implementation) == ("float32", False, None)
+    assert told == [
+        "float32 in place of bfloat16",
+        "no compilation",
+        "torch's own attention in place of flex_attention",
+    ]
+    assert config.precision == "bfloat16"  # what a run folder stores stays what the user wrote
+    assert fit_to_device(config, torch.device("cuda")) == (config, [])
+    if not torch.cuda.is_available():
+        fitted(config, [config])
+        assert capsys.readouterr().err == f"on the CPU: {', '.join(told)}\n"
+
+
+def test_automatic_precision() -> None:
+    config = resolve(PolicyConfig, {"model_name": "m"})
+    assert config.precision == "auto"
+    assert config.settled(torch.device("cpu")).precision == "float32"
+    policy = Policy(tiny.config(precision="auto"), tiny.tokenizer(300), device="cpu", seed=0)
+    assert (policy.cfg.precision, policy.precision) == ("float32", torch.float32)
+
+
+def test_bits_per_byte_by_file(stuff: Path, tmp_path: Path) -> None:
+    lines = (stuff / "val.jsonl").read_text(encoding="utf-8").splitlines()
+    for name, part in (("prose", lines[:4]), ("code", lines[4:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+    rows = {}
+    for name, files in (("one", [stuff / "val.jsonl"]), ("two", [tmp_path / "prose.jsonl", tmp_path / "code.jsonl"])):
+        values = settings(stuff, tmp_path / name, data={"validation": [str(file) for file in files]})
+        values["distillation"] |= {"val_at_start": True, "samples": {"number": 0}}
+        distillation.run(runs.resolved(values))
+        rows[name] = runs.rows(tmp_path / name)[0]
+    for key in ("bpb", "teacher_bpb"):
+        parts = {name: rows["two"][f"val/{name}.jsonl/{key}"] for name in ("prose", "code")}
+        # a weighted mean of the parts is what the whole has
+        assert min(parts.values()) < rows["two"][f"val/{key}"] < max(parts.values())
+        assert rows["two"][f"val/{key}"] == pytest.approx(rows["one"][f"val/{key}"], rel=1e-5)
+        assert not [name for name in rows["one"] if ".jsonl/" in name]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_batches_of_a_validation_hold_one_file_each(world: int) -> None:
+    parts = {"a": 7, "b": 2, "c": 5}
+    owner = [name for name, size in parts.items() for _ in range(size)]
+    seen: list[int] = []
+    for rank in range(world):
+        sampler = PartSampler(parts, rows=3, rank=rank, world=world, seed=0, fingerprint="")
+        order = list(sampler)
+        assert len(order) == len(sampler) == 3 * len(sampler.names)
+        for number, name in enumerate(sampler.names):
+            batch = [i for i in order[3 * number : 3 * number + 3] if i >= 0]
+            assert {owner[i] for i in batch} <= {name}
+            seen += batch
+    assert sorted(seen) == list(range(14))
+
+
+def test_the_share_of_text_that_is_cut_off(stuff: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = settings(stuff, tmp_path / "run", data={"max_input_seq_length": 8, "max_teacher_seq_length": 8})
+    values["distillation"]["max_num_steps"] = 5  # one epoch
+    distillation.run(runs.resolved(values))
+    lost = json.loads((tmp_path / "run" / "dropped.json").read_text())["truncated_tokens"]
+    assert f"of their tokens ({lost:,}) so far" in capsys.readouterr().err
