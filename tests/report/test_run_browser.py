@@ -29,9 +29,14 @@ def problems(tab: Tab) -> list[dict[str, Any]]:
 
 
 def until(tab: Tab, expression: str) -> None:
-    end = time.monotonic() + TEST_SECONDS / 40
-    while not tab.value(expression):
+    """Wait until it is true in the page; one that is just being loaded anew has no answer."""
+    end = time.monotonic() + TEST_SECONDS / 4
+    while True:
+        answer = tab.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        if answer.get("result", {}).get("result", {}).get("value"):
+            return
         assert time.monotonic() < end, expression
+        time.sleep(0.05)
 
 
 def chart(title: str) -> str:

@@ -140,6 +140,12 @@ class Tab:
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, **params: Any) -> Any:
+        message = self.ask(method, **params)
+        assert "error" not in message, message
+        return message["result"]
+
+    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """The whole answer, which may be an error."""
         self.number += 1
         data = json.dumps({"id": self.number, "method": method, "params": params}).encode()
         length = bytes([0x80 | len(data)]) if len(data) < 126 else bytes([0xFE]) + len(data).to_bytes(2, "big")
@@ -147,8 +153,7 @@ class Tab:
         while True:
             message = self._receive()
             if message.get("id") == self.number:
-                assert "error" not in message, message
-                return message["result"]
+                return message
             self.events.append(message)
 
     def _receive(self) -> dict[str, Any]:
