@@ -116,20 +116,21 @@ def first_paragraph(docstring: str | None) -> str:
 def entry(name: str, value: Any) -> str:
     """A class with its methods, a function, or the name alone for what has no docstring of its own."""
     if inspect.isfunction(value):
-        return f"### `{name}{signature(value)}`\n\n{prose(value.__doc__)}\n"
+        return f"### `{name}`\n\n`{name}{signature(value)}`\n\n{prose(value.__doc__)}\n"
     if not inspect.isclass(value):
         return ""
     model = issubclass(value, BaseModel)
     arguments = "" if model or issubclass(value, BaseException | dict) or inspect.isabstract(value) else _made(value)
     documented = value.__dict__.get("__doc__") or ""
-    text = f"### `{name}{arguments}`\n\n{prose('' if documented.startswith(f'{value.__name__}(') else documented)}\n"
+    made = f"`{name}{arguments}`\n\n" if arguments else ""
+    text = f"### `{name}`\n\n{made}{prose('' if documented.startswith(f'{value.__name__}(') else documented)}\n"
     methods = []
     for key, member in vars(value).items():
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if key.startswith(("_", "model_")) or not inspect.isfunction(function) or not function.__doc__:
             continue
         methods.append(f"- `{key}{signature(function)}`: {first_paragraph(function.__doc__)}")
-    return text + ("\n" + "\n".join(methods) + "\n" if methods else "")
+    return text + ("\n**Methods**\n\n" + "\n".join(methods) + "\n" if methods else "")
 
 
 def _made(value: type) -> str:
