@@ -14,7 +14,7 @@ from limbeck.utils import CheckpointManager
 from limbeck.utils.logger import Logger
 from tests.patience import TEST_SECONDS
 
-Place = Literal["row written", "save begun", "save filled", "saved"]
+Place = Literal["sampled", "row written", "save begun", "save filled", "saved"]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -49,7 +49,12 @@ class Gate:
 
 def hold_run(gate: Gate, place: Place, step: int) -> None:
     """Have every run of this process wait at ``gate`` at a place of ``step``; for processes that run nothing else."""
-    if place == "row written":
+    if place == "sampled":
+        # needs a model library, which not all that wait here do
+        from limbeck.algorithms.rollouts import Rollouts
+
+        _wait_around(Rollouts, "draw", gate, lambda rollouts, prompts, number: number + 1 == step)
+    elif place == "row written":
         _wait_around(Logger, "commit", gate, lambda logger: _last_row(logger.log_dir) == step)
     elif place == "save begun":
         _wait_around(CheckpointManager, "init_tmp_checkpoint", gate, lambda _, number, *args: number == step)

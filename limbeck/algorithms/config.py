@@ -8,8 +8,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from limbeck.algorithms.monitors import MonitorConfig
+from limbeck.algorithms.rewards import RewardConfig
 from limbeck.algorithms.rollouts import GuardConfig
 from limbeck.algorithms.samples import SamplesConfig
+from limbeck.algorithms.served_sampler import EngineConfig
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
@@ -154,6 +156,10 @@ class OnPolicyConfig(SamplingConfig):
     """The reverse KL as a policy gradient with the probabilities of sampled tokens alone, in place of ``loss_fn``."""
     anchor: AnchorConfig | None = None
     """Hold the student near its start, or near an average of its past, on what it writes."""
+    reward: RewardConfig | None = None
+    """Score every sample and learn from that, too, by policy gradient."""
+    engine: EngineConfig | None = None
+    """Sample behind a server instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
     monitor_chunks: int = Field(default=256, ge=0, json_schema_extra=FREE)
     """Chunks per micro-batch of which entropy, the teacher's log-probabilities and the reverse KL are measured."""
@@ -168,6 +174,8 @@ class OnPolicyConfig(SamplingConfig):
             raise ValueError("on_policy.loss_fn uses the projections of loss_fn; give projection keys there")
         if self.policy_gradient is not None and self.loss_fn.model_fields_set:
             raise ValueError("on_policy.loss_fn and on_policy.policy_gradient are both given; use one of them")
+        if self.reward is not None and self.samples_per_prompt < 2:
+            raise ValueError("a reward counts against the other samples of its prompt; set samples_per_prompt above 1")
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError("at temperature 0 all samples of a prompt are the same; set samples_per_prompt to 1")
         return self

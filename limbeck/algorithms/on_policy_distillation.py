@@ -25,20 +25,24 @@ from limbeck.algorithms.build import load_datasets, load_tokenizers
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.monitors import CLASSES, token_classes
+from limbeck.algorithms.rewards import make_reward
 from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData
+from limbeck.algorithms.served_sampler import ServedSampler
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import ContinuationCollator
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.distributed.comm import Comm
-from limbeck.losses.chunk_policy import ChunkPolicyLossFn, sampled_figures
+from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyLossFn, sampled_figures
 from limbeck.losses.contract import Loss, Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.policy_gradient import PolicyGradientLossFn, PolicyGradientSpec
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.generate import LocalSampler
+from limbeck.models.generate import LocalSampler, Sampler
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
 from limbeck.teachers.hinted import HintTeacher, make_self_teacher
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
@@ -51,6 +55,9 @@ __all__ = ["OnPolicyConfig", "OnPolicyMasterConfig", "OnPolicyRun", "run", "setu
 PREFIX = "on_policy/"
 """Of the metrics of the loss on sampled text."""
 ANCHOR = "anchor/"
+REWARD = "reward/"
+ENGINE_ROWS = 8
+"""Samples per step whose log-probabilities from an engine are compared with the trainer's."""
 _OF_TEACHERS = ("teacher_", "chunks_", "alignment_")
 
 
@@ -100,7 +107,15 @@ def setup(
     sampled_loss = _sampled_loss(config, student, student_tokenizer, foreign)
     anchor = None if own.anchor is None else _anchor(config, student)
     guard = RunawayGuard(own.guard)
-    sampler = LocalSampler(student, own, rows.end_ids, vocab)
+    reward = None if own.reward is None else make_reward(own.reward)
+    sampler: Sampler = LocalSampler(student, own, rows.end_ids, vocab)
+    if own.engine is not None:
+        sampler = ServedSampler(own.engine, own, rows.end_ids, vocab.size)
+    teachers = off_policy.as_teachers(teacher)
+    for server in teachers:
+        if isinstance(server, ServerTeacher):
+            with Comm.world().fail_together():
+                server.check_repeats()
     found = checkpointer.to_resume()
     if found is not None:
         latest = Checkpoint(found)
@@ -114,14 +129,14 @@ def setup(
     return OnPolicyRun(
         config,
         student,
-        off_policy.as_teachers(teacher),
+        teachers,
         loader,
         val_loader,
         loss_fn,
         sampled_loss,
         anchor,
         guard,
-        Rollouts(sampler, rows, n=own.samples_per_prompt, seed=config.distillation.seed),
+        Rollouts(sampler, rows, n=own.samples_per_prompt, seed=config.distillation.seed, reward=reward),
         logger,
         checkpointer,
         state,
@@ -190,6 +205,8 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         self.anchor_loss = CrossTokenizerDistillationLossFn(
             {"direction": "reverse", "ce_loss_scale": 0.0}, projections=[None]
         )
+        divisor = float(run.config.on_policy.max_new_tokens)
+        self.reward_loss = PolicyGradientLossFn(PolicyGradientSpec("dr_grpo", divisor=divisor))
         self.rollout: Rollout | None = None
 
     def train_step(self, batch: StepData) -> dict[str, Any]:  # type: ignore[override]
@@ -197,9 +214,15 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         trainer = self.student.trainer
         assert trainer is not None
         step = self.state["total_steps"]
+        dims = self.student.dims
+        # ranks that write together wait for each other inside the model
+        together = Comm.alone() if dims.is_sharded else dims.data
         with self.timer.time("sample"):
             self.rollouts.sampler.sync(self.student, step)
-            self.rollout = rollout = self.rollouts.draw(batch.prompts, step)
+            with together.fail_together():
+                self.rollout = rollout = self.rollouts.draw(batch.prompts, step)
+            if isinstance(self.rollouts.sampler, ServedSampler):
+                rollout.metrics.add(self._engine_figures(rollout, self.rollouts.sampler))
         if self.student.dims.owns_records:
             for counts in rollout.batch["dropped"]:
                 self.dropped.update(counts)
@@ -213,6 +236,19 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         result["metrics"] |= {name: (value, 1.0) for name, value in ratios.items()}
         return result
 
+    def _engine_figures(self, rollout: Rollout, engine: ServedSampler) -> Mapping[str, Pair]:
+        """How old the engine's weights are, and how far its log-probabilities are from the trainer's."""
+        few = slice(0, ENGINE_ROWS)
+        names = ("input_ids", "input_lengths")
+        rows: BatchedDataDict = BatchedDataDict({name: rollout.batch[name][few] for name in names})
+        mine, theirs = self.student.get_logprobs(rows)["logprobs"], rollout.batch[BEHAVIOR][few]
+        written = theirs != 0
+        gap = (mine - theirs)[written].abs().double()
+        return {
+            "sample/staleness": (float(engine.staleness), 1.0),
+            "sample/engine_gap": (float(gap.sum()), float(gap.numel())),
+        }
+
     def channels(self, batch: StepData, rollout: Rollout) -> list[Channel]:
         """What a step learns from; the same ones on every rank, whatever rows it has."""
         most = self.config.on_policy.monitor_chunks
@@ -224,9 +260,14 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         monitor = measure if most and isinstance(self.sampled_loss, CrossTokenizerDistillationLossFn) else None
         own = rollout.batch, self.sampled_loss, self.teachers, self.fraction
         found = [Channel(*own, monitor=monitor, prefix=PREFIX)]
+        rows: BatchedDataDict = BatchedDataDict(
+            {k: v for k, v in rollout.batch.items() if not k.startswith(_OF_TEACHERS)}
+        )
+        if self.config.on_policy.reward is not None:
+            factor = self.fraction * self.config.on_policy.reward.weight
+            found.append(Channel(rows, self.reward_loss, factor=factor, prefix=REWARD))
         if self.anchor is not None:
             settings = self.config.on_policy.anchor
-            rows = BatchedDataDict({k: v for k, v in rollout.batch.items() if not k.startswith(_OF_TEACHERS)})
             factor = self.fraction * settings.weight
             found.append(Channel(rows, self.anchor_loss, self.anchor.sources, factor=factor, prefix=ANCHOR))
         if batch.stored is not None:

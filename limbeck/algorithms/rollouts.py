@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from limbeck.algorithms.rewards import Asked, Reward
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import Continuation, ContinuationCollator, Prompt
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator, DatumSpec
@@ -34,8 +35,8 @@ def is_prompt(seed: int, idx: int, fraction: float) -> bool:
 
 
 def sample_seed(seed: int, step: int, idx: int) -> int:
-    """Of what is written after a record's prompt in a step."""
-    return int(np.random.SeedSequence([seed, step, idx]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    """Of what is written after a record's prompt in a step; 31 bits, which every engine takes."""
+    return int(np.random.SeedSequence([seed, step, idx]).generate_state(1)[0]) >> 1
 
 
 @dataclass
@@ -81,10 +82,13 @@ class Rollouts:
     Args:
         n: continuations of each prompt.
         seed: of the run.
+        reward: scores what was written; the batch then has what the policy channel needs.
     """
 
-    def __init__(self, sampler: Sampler, rows: ContinuationCollator, *, n: int, seed: int) -> None:
-        self.sampler, self.rows, self.n, self.seed = sampler, rows, n, seed
+    def __init__(
+        self, sampler: Sampler, rows: ContinuationCollator, *, n: int, seed: int, reward: Reward | None = None
+    ) -> None:
+        self.sampler, self.rows, self.n, self.seed, self.reward = sampler, rows, n, seed, reward
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Continuations of these prompts. All ranks of a sharded model must make the same call."""
@@ -101,8 +105,18 @@ class Rollouts:
             place.copy_(sample.log_probs_T[: len(place)])
         batch[BEHAVIOR] = said
         metrics = measure(samples)
+        if self.reward is not None:
+            rewards = [self.reward(_asked(one.prompt), self.rows.said(one)) for one in written]
+            batch["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+            batch["group_index"] = torch.tensor([s.prompt for s in samples], dtype=torch.int64)
+            batch["behavior_valid"] = batch["token_mask"] > 0
+            metrics.add({"sample/reward": (sum(rewards), float(len(rewards)))})
         metrics.add({"sample/tokens_per_s": (float(sum(len(s.ids_T) for s in samples)), seconds)})
         return Rollout(batch, samples, metrics)
+
+
+def _asked(prompt: Prompt) -> Asked:
+    return list(prompt.messages) if prompt.messages else prompt.data.decode("utf-8", "replace")
 
 
 # -- going astray ------------------------------------------------------------------------------------------------------

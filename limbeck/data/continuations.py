@@ -36,11 +36,13 @@ class Prompt:
         student: its rendering; of a conversation with the header of the answer to come.
         teachers: the same for each teacher; None for a text, which is rendered together with what follows it, and for
             teachers that read the student's ids.
+        messages: of the conversation; empty for a text.
     """
 
     idx: int
     student: Rendering
     teachers: tuple[Rendering | None, ...] = ()
+    messages: Sequence[dict[str, Any]] = ()
 
     @property
     def data(self) -> bytes:
@@ -109,7 +111,8 @@ class ContinuationCollator:
                 dropped["prompt_too_long"] += 1
                 return None
             sides = self.collator.teachers
-            return Prompt(idx, student, tuple(None if s is None else _header(s, record, messages) for s in sides))
+            teachers = tuple(None if s is None else _header(s, record, messages) for s in sides)
+            return Prompt(idx, student, teachers, messages)
         except LimbeckError as error:
             self.collator.refuse(record, error, dropped)
             return None
@@ -124,6 +127,10 @@ class ContinuationCollator:
         return start
 
     # ---- rows ----
+
+    def said(self, one: Continuation) -> str:
+        """What was written, as text; bytes that are none are replaced."""
+        return self.vocab.join(one.ids.tolist()).decode("utf-8", "replace")
 
     def batch(self, written: Sequence[Continuation]) -> BatchedDataDict[Any]:
         """Rows of continuations: prompt and answer, the answer's tokens as targets; keys as those of the collator."""

@@ -15,7 +15,18 @@ from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
 from limbeck.algorithms.rollouts import GuardConfig, RunawayGuard, StepData, is_prompt, measure, sample_seed
 from limbeck.errors import ConfigError, LossError
 from limbeck.models.generate import Sample
-from tests.helpers.runs import rows, settings, weight_bytes, write_data, write_tokenizers
+from tests.gates import Gate, Place
+from tests.helpers.runs import (
+    leftovers,
+    limbeck,
+    rows,
+    settings,
+    start,
+    weight_bytes,
+    write_data,
+    write_run_file,
+    write_tokenizers,
+)
 
 STEPS = 4
 
@@ -180,7 +191,10 @@ def test_figures_of_samples() -> None:
         ({}, {"teacher": {"cache": "x"}}, "a cache has no signals for text that is yet to be written"),
         ({"temperature": 0, "samples_per_prompt": 2}, {}, "all samples of a prompt are the same"),
         ({"stop": [""]}, {}, "an empty text would end every answer at once"),
-        ({"loss_fn": {"learnable_projection": True}}, {}, "uses the projections of loss_fn"),
+        ({"loss_fn": {"projection_matrix_path": "x"}}, {}, "uses the projections of loss_fn"),
+        ({"reward": {"function": "a:b"}}, {}, "set samples_per_prompt above 1"),
+        ({"reward": {}, "samples_per_prompt": 2}, {}, "from a function or from a judge; give one of them"),
+        ({"policy_gradient": {}, "loss_fn": {"mode": "alm"}}, {}, "are both given; use one of them"),
         ({"fraction": 1.5}, {}, "less than or equal to 1"),
     ],
 )
@@ -194,3 +208,21 @@ def test_settings_that_cannot_work(
 def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None:
     own = on_policy.OnPolicyConfig().loss_fn
     assert (own.direction, own.ce_loss_scale) == ("reverse", 0.0)
+
+
+@pytest.mark.slow
+def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_path: Path) -> None:
+    own = {"fraction": 0.75, "samples_per_prompt": 2, "anchor": {"kind": "ema"}}
+    values = run_file(folder, tmp_path / "whole", own, policy={"model_overrides": {"attention_dropout": 0.1}})
+    path = write_run_file(tmp_path / "run.yaml", values)
+    assert limbeck("train", path, "-q")[0] == 0
+    moved = f"logger.log_dir={tmp_path / 'killed'}"
+    places: list[tuple[Place, int]] = [("sampled", 2), ("row written", 2), ("sampled", 3), ("save filled", 4)]
+    for number, (place, step) in enumerate(places):
+        process = start("train", path, "-q", moved, hold=(Gate(tmp_path / f"gate_{number}"), place, step))
+        process.kill()
+        process.join()
+    assert limbeck("train", path, "-q", moved)[0] == 0
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert weight_bytes(tmp_path / "killed", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
+    assert leftovers(tmp_path / "killed") == []

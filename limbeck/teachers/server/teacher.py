@@ -40,11 +40,15 @@ from limbeck.teachers.server.protocol import (
     request_body,
     unpack_scores,
 )
-from limbeck.tokens import ByteVocab
+from limbeck.tokens import ByteVocab, Tokenizer
 from limbeck.utils.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 Ids = npt.NDArray[Any]
+
+_REPEATED = "The same text, scored twice, gives the same numbers: 12 + 30 = 42, and again 42."
+_MOST_NOISE = 0.05
+"""Nats per token: a tenth of what a teacher's correction usually is."""
 
 
 class ServerTeacher(Teacher):
@@ -78,12 +82,14 @@ class ServerTeacher(Teacher):
         self.number = number
         self.config = config
         self.client = client or ServerClient(config)
+        self._tokenizer = Tokenizer.of(tokenizer)
         self.vocab = vocab = ByteVocab.from_tokenizer(tokenizer)
         self.vocab_size, self.fingerprint = vocab.size, vocab.fingerprint
         self.k = min(config.k, vocab.size)
         self.failures: Counter[str] = Counter()
         self._same_ids = student_fingerprint in (None, vocab.fingerprint)
         self._found: dict[str, ScoredDocument | ServerFailure] = {}
+        self._announced: set[str] = set()  # in this step
         self._in_a_row = 0
         self._readers = Comm.of(group)
         self._retries = 0
@@ -97,6 +103,23 @@ class ServerTeacher(Teacher):
     def close(self) -> None:
         """Close the connections."""
         self.client.close()
+
+    def step_end(self) -> None:
+        self._announced.clear()
+
+    def check_repeats(self) -> None:
+        """Refuse a server that scores the same text otherwise the second time: its noise would be learnt from."""
+        ids = self._tokenizer.encode(_REPEATED).ids
+        first, second = (self._shared([ids])[0] for _ in range(2))
+        for one in (first, second):
+            self.settle(one, len(ids))
+        if isinstance(first, ScoredDocument) and isinstance(second, ScoredDocument):
+            gap = float(abs(first.next_logprob - second.next_logprob).max())
+            if not gap <= _MOST_NOISE:
+                raise ServerError(
+                    f"teacher {self.number}: the server {self.client.url} scored the same text twice with "
+                    f"log-probabilities up to {gap:.3g} apart, more than {_MOST_NOISE}; it must not vary"
+                )
 
     def attach(self, student: StudentLayout) -> None:
         """Learn which processes read the same rows. Collective."""
@@ -182,14 +205,16 @@ class ServerTeacher(Teacher):
         missing = {key: rows[row] for row, key in keys.items() if key not in self._found}
         found = dict(zip(missing, self._shared(list(missing.values())), strict=True)) if missing else {}
         if keep:
-            self._found = {key: self._found[key] for key in set(keys.values()) if key in self._found} | found
+            kept = {*keys.values(), *self._announced}
+            self._found = {key: one for key, one in self._found.items() if key in kept} | found
+            self._announced |= set(keys.values())
         return {row: found[key] if key in found else self._found[key] for row, key in keys.items()}
 
     def prefetch(self, batch: BatchedDataDict) -> Prefetched:
         """Ask for a whole batch. A row that cannot be scored stops the run or is left out, as ``on_failure`` says."""
         data = batch
         before = self._retries
-        # what is kept from the batch before is only of use where a row comes again
+        # what is kept from other batches is only of use where a row comes again, or in a later channel of this step
         self._found = {key: one for key, one in self._found.items() if isinstance(one, ScoredDocument)}
         rows = self._rows(data)
         found = self._fetch(rows, keep=True)

@@ -1,0 +1,74 @@
+"""Rewards of samples: a function or a judge, and what cannot be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from limbeck.algorithms.rewards import JudgeConfig, RewardConfig, make_reward
+from limbeck.errors import ConfigError, DataError
+from tests.helpers.servers import completion, endpoint
+
+HERE = __name__
+
+
+def length(asked: Any, answer: str) -> float:
+    return float(len(answer)) if isinstance(asked, str) else -1.0
+
+
+def broken(asked: Any, answer: str) -> float:
+    raise KeyError("nothing here")
+
+
+def wordy(asked: Any, answer: str) -> str:
+    return "good"
+
+
+NOTHING = 3
+
+
+def test_a_function_is_asked() -> None:
+    reward = make_reward(RewardConfig(function=f"{HERE}:length"))
+    assert reward("a", "abc") == 3.0
+    assert reward([{"role": "user", "content": "a"}], "abc") == -1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("length", "expected module:function"),
+        ("no.such.module:f", "cannot be had: No module named"),
+        (f"{HERE}:missing", "cannot be had: .*missing"),
+        (f"{HERE}:NOTHING", "is a int, no function"),
+    ],
+)
+def test_functions_that_cannot_be_had(name: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        make_reward(RewardConfig(function=name))
+
+
+def test_a_function_that_raises_or_gives_no_number_is_told_in_one_line() -> None:
+    with pytest.raises(
+        DataError, match=r"raised KeyError: 'nothing here' for the answer 'abc'; the step was not taken"
+    ):
+        make_reward(RewardConfig(function=f"{HERE}:broken"))("a", "abc")
+    with pytest.raises(DataError, match="returned 'good' for the answer 'abc'; expected a number"):
+        make_reward(RewardConfig(function=f"{HERE}:wordy"))("a", "abc")
+
+
+def test_a_judge_is_asked_and_its_silence_told() -> None:
+    answers = ["0.75", "I cannot say"]
+    with endpoint(lambda number, body: (200, completion(answers[number]))) as server:
+        reward = make_reward(RewardConfig(judge=JudgeConfig(url=server.url, model="m")))
+        assert reward("What is it?", "A still.") == 0.75
+        asked = server.requests[0]["messages"][-1]["content"]
+        assert "What is it?" in asked
+        assert "A still." in asked
+        with pytest.raises(DataError, match=r"gave no score \(I cannot say\)"):
+            reward("What is it?", "A still.")
+
+
+def test_one_of_both() -> None:
+    with pytest.raises(ValueError, match="give one of them"):
+        RewardConfig()
