@@ -27,6 +27,7 @@ from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
 from limbeck.traces.dataset import TracesConfig
+from limbeck.traces.states import FailedStatesConfig
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.logger import LoggerConfig
 
@@ -163,6 +164,9 @@ class OnPolicyConfig(SamplingConfig):
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
     monitor_chunks: int = Field(default=256, ge=0, json_schema_extra=FREE)
     """Chunks per micro-batch of which entropy, the teacher's log-probabilities and the reverse KL are measured."""
+    failed_states: FailedStatesConfig | None = None
+    """``data.train`` holds agent logs: the student tries again where a recorded action failed, and its teachers read a
+    hint about the failure before they score the attempt."""
     compare_stops: bool = True
     """Compare the student's end of an answer with the teacher's by role, whatever their ids; False: leave it out."""
     mask_blanks: bool = True
@@ -193,6 +197,8 @@ class OnPolicyMasterConfig(MasterConfig):
             return self
         if not self.all_teachers:
             raise ValueError("on-policy distillation needs a teacher; give teacher, or set on_policy.fraction to 0")
+        if self.on_policy.failed_states is not None and (self.data.mode != "chat" or self.on_policy.fraction < 1):
+            raise ValueError("on_policy.failed_states needs data.mode chat and on_policy.fraction 1")
         if any(own.cache is not None for own in self.all_teachers):
             raise ValueError("a cache has no signals for text that is yet to be written; leave out teacher.cache")
         if self.loss_fn.learnable_projection:

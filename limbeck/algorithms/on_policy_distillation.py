@@ -21,16 +21,18 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
-from limbeck.algorithms.build import load_datasets, load_tokenizers
+from limbeck.algorithms.build import load_datasets, load_tokenizers, teacher_lengths
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.monitors import CLASSES, token_classes
 from limbeck.algorithms.rewards import make_reward
 from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData
 from limbeck.algorithms.served_sampler import ServedSampler
+from limbeck.align import TokenAligner
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import ContinuationCollator
-from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator, Side
+from limbeck.data.sources import build_dataset
 from limbeck.distributed.comm import Comm
 from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyLossFn, sampled_figures
 from limbeck.losses.contract import Loss, Teacher
@@ -44,6 +46,8 @@ from limbeck.models.trainer import Channel
 from limbeck.teachers.hinted import HintTeacher, make_self_teacher
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.tokenizer import read_template
+from limbeck.traces.states import load_failed_states
 from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
@@ -166,6 +170,15 @@ def _step_collate(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator
     # the facts that a collator sends along belong to the loss on stored text
     plain = copy.copy(collator)
     plain.conditions = [None] * len(plain.teachers)
+    if own.failed_states is not None:
+        # a hint is read by the teacher alone, so that it needs rows of its own also where it shares the tokenizer
+        own_rows = [side or _own_side(config, collator, i) for i, side in enumerate(plain.teachers)]
+        tokenizer = collator.student.tokenizer
+        plain.aligners = [
+            known or TokenAligner(tokenizer, side.tokenizer)
+            for known, side in zip(plain.aligners, own_rows, strict=True)
+        ]
+        plain.teachers = list(own_rows)
     rows = ContinuationCollator(
         plain,
         prompt_tokens=own.prompt_tokens,
@@ -174,6 +187,29 @@ def _step_collate(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator
         mask_blanks=own.mask_blanks,
     )
     return StepCollate(rows, collator, seed=config.distillation.seed, fraction=own.fraction)
+
+
+def _own_side(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator, number: int) -> Side:
+    """How a teacher with the student's tokenizer reads a conversation by itself."""
+    own = config.all_teachers[number]
+    template, like = own.tokenizer.chat_template, collator.student
+    return Side(
+        like.tokenizer,
+        teacher_lengths(config)[number],
+        own.make_sequence_length_divisible_by,
+        like.template if template is None else read_template(template),
+        own.tokenizer.chat_template_kwargs,
+        f"teacher {number}",
+    )
+
+
+def _training_data(config: OnPolicyMasterConfig) -> tuple[Any, Any | None]:
+    """Training and validation data; of agent logs their failed states."""
+    states = config.on_policy.failed_states
+    if states is None:
+        return load_datasets(config)
+    val = build_dataset(config.data, "validation").prepare() if config.data.validation else None
+    return load_failed_states(config.data.train, states), val
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -308,9 +344,9 @@ def run(config: OnPolicyMasterConfig) -> Path:
         with stage("tokenizers"):
             student_tokenizer, teacher_tokenizers = load_tokenizers(config)
         with stage("data"):
-            train_set, val_set = load_datasets(config)
+            train_set, val_set = _training_data(config)
         parts = setup(config, student_tokenizer, teacher_tokenizers, train_set, val_set)
-        if Comm.world().rank == 0:
+        if Comm.world().rank == 0 and config.on_policy.failed_states is None:
             folder = config.logger.log_dir
             run_folder.write_alignment_sample(folder, student_tokenizer, teacher_tokenizers[0], train_set)
         train(parts)

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from limbeck.align import Chunks
+from limbeck.align.aligner import rendering_of_ids
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CHARS_PER_TOKEN, CrossTokenizerCollator, DatumSpec, Side
 from limbeck.data.sources import flatten_documents
 from limbeck.errors import DataError, LimbeckError
 from limbeck.tokens import Rendering
 from limbeck.tokens.chat import render_chat
+from limbeck.tokens.chat.placement import insert_hint, probe_placement
 from limbeck.tokens.rendering import IntArray, Segment
 from limbeck.tokens.vocab import is_end
 
@@ -37,12 +39,14 @@ class Prompt:
         teachers: the same for each teacher; None for a text, which is rendered together with what follows it, and for
             teachers that read the student's ids.
         messages: of the conversation; empty for a text.
+        weight: what its rows count.
     """
 
     idx: int
     student: Rendering
     teachers: tuple[Rendering | None, ...] = ()
     messages: Sequence[dict[str, Any]] = ()
+    weight: float = 1.0
 
     @property
     def data(self) -> bytes:
@@ -85,6 +89,7 @@ class ContinuationCollator:
         self.prompt_tokens = min(prompt_tokens, self.room)
         self.vocab = collator.student.encoder.vocab
         self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
+        self.same_ids = [side is not None and side.encoder.vocab.same_tokens(self.vocab) for side in collator.teachers]
         self.teacher_ends = [None if side is None else _end_id(side, collator.mode) for side in collator.teachers]
 
     # ---- prompts ----
@@ -111,11 +116,21 @@ class ContinuationCollator:
                 dropped["prompt_too_long"] += 1
                 return None
             sides = self.collator.teachers
-            teachers = tuple(None if s is None else _header(s, record, messages) for s in sides)
-            return Prompt(idx, student, teachers, messages)
+            teachers = tuple(None if s is None else _header(s, record, self._told(s, record, messages)) for s in sides)
+            return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)))
         except LimbeckError as error:
             self.collator.refuse(record, error, dropped)
             return None
+
+    @staticmethod
+    def _told(side: Side, record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation as a teacher reads it: with the record's hint, where it has one, before the answer."""
+        hint = record.get("hint")
+        if not hint:
+            return messages
+        own = side.encoder if side.template is None else side.encoder.with_template(side.template)
+        answered = [*messages, {"role": "assistant", "content": ""}]
+        return insert_hint(answered, len(messages), str(hint), probe_placement(own))[:-1]
 
     def _beginning(self, record: DatumSpec) -> Rendering:
         encoder = self.collator.student.encoder
@@ -151,7 +166,7 @@ class ContinuationCollator:
             list(student),
             teachers,
             idx=[one.prompt.idx for one in written],
-            weights=[1.0] * len(written),
+            weights=[one.prompt.weight for one in written],
             dropped=dropped,
             refine=refine,
         )
@@ -166,7 +181,8 @@ class ContinuationCollator:
             counts["special_in_answer"] += 1
         body = self.vocab.join(ids[:size].tolist())
         sides = [
-            None if side is None else self._read(side, prompt, body, i) for i, side in enumerate(self.collator.teachers)
+            None if side is None else self._read(side, prompt, body, i, ids[:size])
+            for i, side in enumerate(self.collator.teachers)
         ]
         reach = min((len(r.source) - start for r, start in filter(None, sides)), default=len(body))
         if reach < len(body):
@@ -174,7 +190,9 @@ class ContinuationCollator:
         mine = self._student(prompt, ids, size, reach, stops=stops)
         compared = stops and reach == len(body) and self.compare_stops
         theirs: list[Rendering | None] = []
-        for side, end_id in zip(sides, self.teacher_ends, strict=True):
+        for i, (side, end_id) in enumerate(zip(sides, self.teacher_ends, strict=True)):
+            if self.same_ids[i] and stops:
+                end_id = int(ids[size])
             if side is None:
                 theirs.append(None)
                 continue
@@ -185,15 +203,22 @@ class ContinuationCollator:
             theirs.append(_with_segment(side[0], side[1], text.end - text.start, end))
         return mine, theirs
 
-    def _read(self, side: Side, prompt: Prompt, body: bytes, number: int) -> tuple[Rendering, int]:
-        """A teacher's rendering of prompt and answer, and the byte of its source at which the answer begins."""
+    def _read(self, side: Side, prompt: Prompt, body: bytes, number: int, ids: IntArray) -> tuple[Rendering, int]:
+        """A teacher's rendering of prompt and answer, and the byte of its source at which the answer begins.
+
+        A teacher with the student's tokenizer reads the answer's very ids behind its own prompt.
+        """
         encoder = side.encoder
         if not prompt.teachers:
             data = prompt.data
             return encoder.encode_bytes(data + body, bos=encoder.adds_bos), len(data)
         header = prompt.teachers[number]
         assert header is not None
-        return Rendering.joined([header, encoder.encode_bytes(body)]), len(header.source)
+        if self.same_ids[number]:
+            answer = rendering_of_ids(self.vocab, ids)
+        else:
+            answer = encoder.encode_bytes(body)
+        return Rendering.joined([header, answer]), len(header.source)
 
     def _student(self, prompt: Prompt, ids: IntArray, size: int, reach: int, *, stops: bool) -> Rendering:
         start, first = len(prompt.data), len(prompt.student)

@@ -13,7 +13,7 @@ from limbeck.algorithms import on_policy_distillation as on_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers
 from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
 from limbeck.algorithms.rollouts import GuardConfig, RunawayGuard, StepData, is_prompt, measure, sample_seed
-from limbeck.errors import ConfigError, LossError
+from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.models.generate import Sample
 from tests.gates import Gate, Place
 from tests.helpers.runs import (
@@ -226,3 +226,20 @@ def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_pat
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert weight_bytes(tmp_path / "killed", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
     assert leftovers(tmp_path / "killed") == []
+
+
+def shortest(asked: Any, answer: str) -> float:
+    """A reward for few characters."""
+    return -float(len(answer))
+
+
+@pytest.mark.slow
+def test_a_reward_is_learnt_from_and_one_that_fails_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    own = {"samples_per_prompt": 4, "policy_gradient": {}, "reward": {"function": f"{__name__}:shortest"}}
+    last = train(folder, tmp_path / "run", own)[-1]
+    assert last["train/sample/reward"] < 0
+    assert last["train/reward/policy/ratio"] == pytest.approx(1, abs=1e-3)
+    own["reward"] = {"function": f"{__name__}:run_file"}
+    with pytest.raises(DataError, match=r"the reward function .* raised TypeError"):
+        train(folder, tmp_path / "broken", own)
+    assert (tmp_path / "broken" / "config.yaml").exists()

@@ -118,6 +118,39 @@ def test_a_batch_is_asked_for_once_in_limited_requests(server):
     assert server.most_at_once <= 3
 
 
+def test_two_batches_of_a_step_are_both_remembered_until_it_ends(server):
+    source = remote(server)
+    first, second = batch([0, 1]), batch([2, 3])
+    for data in (first, second):
+        source.prefetch(data)
+    asked = len(server.requests)
+    for data in (first, second):
+        (mb,) = get_microbatch_iterator(data, {}, 2, None, None)[0]
+        source.signal(mb, torch.device("cpu"))
+    assert len(server.requests) == asked
+    source.step_end()
+    source.prefetch(second)
+    assert len(server.requests) == asked
+    source.prefetch(first)
+    assert len(server.requests) > asked
+
+
+def test_a_server_that_does_not_repeat_itself_is_refused(server):
+    source = remote(server)
+    source.check_repeats()
+    calls = []
+
+    def drift(prompt, choice):
+        calls.append(prompt)
+        for place in choice["prompt_logprobs"][1:]:
+            for one in place.values():
+                one["logprob"] -= 0.1 * len(calls)
+
+    server.lie = lie_about_rows(drift)
+    with pytest.raises(ServerError, match=r"scored the same text twice with log-probabilities up to 0\.1 apart"):
+        source.check_repeats()
+
+
 def test_the_token_bucket_spreads_requests():
     now, slept = [0.0], []
 

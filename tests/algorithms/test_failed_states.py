@@ -1,0 +1,83 @@
+"""The student tries again where a recorded action failed; only its teacher reads the hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from limbeck.algorithms import on_policy_distillation as on_policy
+from limbeck.algorithms.build import load_tokenizers
+from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
+from limbeck.data.continuations import Continuation
+from limbeck.errors import ConfigError, TraceError
+from limbeck.traces.states import FailedStatesConfig, load_failed_states
+from tests.helpers.runs import rows
+from tests.helpers.trace_runs import MODEL, short_traces, tokenizer_folder
+
+NAMES = ("store-count-1", "store-count-2", "files-todo-2")
+
+
+def values(where: Path, teacher: int, **own: Any) -> dict[str, Any]:
+    def model(size: int) -> dict[str, Any]:
+        section = {"init": "random", "model_overrides": MODEL, "tokenizer": {"name": tokenizer_folder(where, size)}}
+        return {**section, "max_total_sequence_length": 1500, "train_micro_batch_size": 2}
+
+    return {
+        "algorithm": "on_policy_distillation",
+        "policy": model(400),
+        "teacher": model(teacher),
+        "data": {"mode": "chat", "train": short_traces(where, NAMES)},
+        "on_policy": {"failed_states": {}, "max_new_tokens": 6, **own},
+        "distillation": {"num_prompts_per_step": 2, "max_num_steps": 2, "max_num_epochs": 9, "val_at_start": False},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(where / f"run_{teacher}"), "tensorboard_enabled": False, "progress": False},
+    }
+
+
+@pytest.mark.parametrize("teacher", [400, 500])
+def test_the_teacher_alone_reads_the_hint_and_scores_the_students_bytes(tmp_path: Path, teacher: int) -> None:
+    config: Any = resolve_run(values(tmp_path, teacher, mask_blanks=False))[0]
+    states, _ = on_policy._training_data(config)
+    assert len(states) >= 2
+    tokenizers = load_tokenizers(config)
+    parts = on_policy.setup(config, *tokenizers, states, None)
+    made = parts.rollouts.rows
+    (prompt, *_), dropped = made.prompts([states[0]])
+    assert not dropped
+    hint = states[0]["hint"].encode()
+    student, other = made.collator.student.encoder, made.collator.teachers[0]
+    assert other is not None
+    assert prompt.teachers[0] is not None
+    assert hint in prompt.teachers[0].source
+    assert hint not in prompt.student.source
+    # no tokenizer writes single bytes, so that ids read again would differ
+    ids = np.array([*(student.vocab.token_bytes.index(bytes([b])) for b in b"look up"), made.end_ids[-1]])
+    batch = made.batch([Continuation(prompt, ids, ended=True)])
+    chunks = batch["chunks_0"]
+    assert student.vocab.join(chunks.student_ids_M.tolist()) == b"look up"
+    assert other.encoder.vocab.join(chunks.teacher_ids_Q.tolist()) == b"look up"
+    if teacher == 400:
+        size = int(batch["teacher_input_lengths"][0])
+        assert batch["teacher_input_ids"][0, size - len(ids) : size].tolist() == ids.tolist()
+    parts.logger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [400, 500])
+def test_a_run_from_failed_states(tmp_path: Path, teacher: int) -> None:
+    resolve_and_run(values(tmp_path, teacher))
+    steps = [row for row in rows(tmp_path / f"run_{teacher}") if "train/on_policy/kl_loss" in row]
+    assert len(steps) == 2
+    assert all(np.isfinite(row["train/on_policy/kl_loss"]) for row in steps)
+
+
+def test_what_cannot_be_a_start(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no failed state to start from: 1 traces"):
+        load_failed_states(short_traces(tmp_path, ("store-count-3",)), FailedStatesConfig())
+    text = values(tmp_path, 400)
+    text["data"]["mode"] = "text"
+    with pytest.raises(ConfigError, match="failed_states needs"):
+        resolve_run(text)
