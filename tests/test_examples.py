@@ -31,9 +31,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         tiny.tokenizer(size).save_pretrained(folder / name)
-    (folder / "texts.txt").write_text(
-        "\n".join([*(t.replace("\n", " ") for t in tiny.TEXTS), TEXT] * 2), encoding="utf-8"
-    )
+    # two batches of the same eight lines: what the first step has learnt shows in the second
+    lines = [*(t.replace("\n", " ") for t in tiny.TEXTS), TEXT, TEXT][:8]
+    assert len(lines) == 8
+    (folder / "texts.txt").write_text("\n".join(lines * 2), encoding="utf-8")
     return folder
 
 
