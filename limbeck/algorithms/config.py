@@ -58,6 +58,7 @@ class OffPolicyDistillationConfig(LoopConfig):
     """Length of an off-policy distillation and when it is validated."""
 
     samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
+    """What student and teacher write behind fixed prompts at every validation."""
 
 
 def _default_loss() -> CrossTokenizerDistillationLossConfig:
