@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,9 @@ def train_command(
     if dry_run:
         _look(run_file, overrides or [], json_output=json_output)
         return
+    if importlib.util.find_spec("torch") is None:
+        # told alone, before a run says its first word
+        raise ModuleNotFoundError(name="torch")
     first = os.environ.get("RANK", "0") == "0"
     stopped: StoppedEarly | None = None
     with display(lines=True, quiet=quiet) as shown:
