@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
 
@@ -44,7 +44,7 @@ from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig, CrossTokenizerDistillationLossFn
 from limbeck.losses.objectives import OBJECTIVES
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.loading import ModelConfig, check_length, check_settings
+from limbeck.models.loading import ModelConfig, check_length, check_settings, model_identity
 from limbeck.models.policy import Policy
 from limbeck.projection import load_or_build
 from limbeck.teachers.build import connect_servers, make_teacher
@@ -116,6 +116,8 @@ def setup(
     val_dataset: Any | None,
     *,
     wrap: Callable[[CrossTokenizerCollator], Any] | None = None,
+    student_model: nn.Module | None = None,
+    teacher_models: Sequence[nn.Module | None] | None = None,
 ) -> tuple[
     Policy,
     Teachers,
@@ -133,6 +135,8 @@ def setup(
         teacher_tokenizer: of the teacher, or one per teacher.
         train_dataset, val_dataset: map-style data sets of records, see ``limbeck.data.sources``.
         wrap: makes what collates training records of the collator, where that is more than it; not for validation.
+        student_model, teacher_models: causal models in memory to use instead of loading them (one entry per teacher,
+            None where it is loaded). The student is trained in place; a checkpoint's weights are put into it.
 
     Returns:
         Student, teacher (a Policy for one live teacher, otherwise a list of sources), loaders, loss, logger,
@@ -146,7 +150,10 @@ def setup(
     teachers = config.all_teachers
     if len(tokenizers) != len(teachers):
         raise ConfigError(f"{len(teachers)} teachers in the run file but {len(tokenizers)} teacher tokenizers")
-    _check_models(config, student_tokenizer, tokenizers)
+    models = list(teacher_models or [None] * len(teachers))
+    if len(models) != len(teachers):
+        raise ConfigError(f"{len(teachers)} teachers in the run file but {len(models)} teacher models")
+    _check_models(config, student_tokenizer, tokenizers, student_model, models)
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = foreign_tokenizers(student_tokenizer, tokenizers)
     remote = {}
@@ -170,6 +177,7 @@ def setup(
     conditions = [objective.conditions for objective in loss_fn.objectives]
     collator = make_collator(config, student_tokenizer, foreign, conditions)
     collate = collator if wrap is None else wrap(collator)
+    identities = _identities(config, student_model, models)
     loader, val_loader = make_loaders(config, collate, train_dataset, val_dataset, val_collator=collator)
     announce(config, checkpointer, latest, loader)
     policy, teachers = fitted(config.policy, teachers)
@@ -182,6 +190,7 @@ def setup(
             weights_path=latest.weights if latest else None,
             optimizer_path=latest.optimizer if latest else None,
             dp_group=world,
+            model=student_model,
             extra_parameters=loss_fn.parameters(),
         )
     sources: list[Teacher] = []
@@ -191,11 +200,13 @@ def setup(
             continue
         what = own.shown_name if own.cache is None else f"from the cache {own.cache}"
         with stage(f"loading the teacher {what}"):
-            sources.append(make_teacher(own, i, tokenizer, vocab, seed=config.distillation.seed + 1 + i))
+            seed = config.distillation.seed + 1 + i
+            sources.append(make_teacher(own, i, tokenizer, vocab, seed=seed, model=models[i]))
     with Comm.world().fail_together():
         if Comm.world().rank == 0:
-            files, caches = _files(config, train_dataset, val_dataset), _caches(sources)
-            check_origins(config.logger.log_dir, files, caches, has_checkpoint=latest is not None)
+            files = _files(config, train_dataset, val_dataset, given=set(identities))
+            facts = identities | _caches(sources)
+            check_origins(config.logger.log_dir, files, facts, has_checkpoint=latest is not None)
     teacher: Teachers = sources
     if len(sources) == 1 and isinstance(sources[0], LiveTeacher) and isinstance(sources[0].policy, Policy):
         teacher = sources[0].policy
@@ -207,13 +218,24 @@ def setup(
     return student, teacher, loader, val_loader, loss_fn, logger, checkpointer, state, config
 
 
-def _files(config: MasterConfig, train: Any, val: Any | None) -> dict[str, list[Stamp]]:
-    """Stamps of the data and of the weights that every start reads: of live teachers, and below adapters."""
+def _identities(
+    config: MasterConfig, student: nn.Module | None, teachers: Sequence[nn.Module | None]
+) -> dict[str, dict[str, Any]]:
+    """What identifies the models in memory that a resumed run must be given again: teachers', and below adapters."""
+    given = {f"teacher_{i}": model for i, model in enumerate(teachers)}
+    given["policy"] = student if config.policy.trains_adapters() else None
+    return {name: dict(model_identity(model)) for name, model in given.items() if model is not None}
+
+
+def _files(config: MasterConfig, train: Any, val: Any | None, given: Collection[str] = ()) -> dict[str, list[Stamp]]:
+    """Stamps of the data and of the weights that every start reads: of live teachers, and below adapters. ``given``:
+    models that come from memory."""
     models: dict[str, ModelConfig] = {
         f"teacher_{i}": own for i, own in enumerate(config.all_teachers) if own.cache is None and own.server is None
     }
     if config.policy.trains_adapters():
         models["policy"] = config.policy
+    models = {name: own for name, own in models.items() if name not in given}
     data = {"data.train": train, "data.validation": val}
     files = {name: records.stamps() for name, records in data.items() if isinstance(records, RecordDataset)}
     paths = config.loss_fn.projection_matrix_path
@@ -226,15 +248,21 @@ def _caches(teachers: Sequence[Teacher]) -> dict[str, dict[str, Any]]:
     return {f"teacher_{t.number}.cache": t.reader.spec.to_dict() for t in teachers if isinstance(t, CachedTeacher)}
 
 
-def _check_models(config: MasterConfig, student_tokenizer: object, tokenizers: list[Any]) -> None:
+def _check_models(
+    config: MasterConfig,
+    student_tokenizer: object,
+    tokenizers: list[Any],
+    student: nn.Module | None,
+    models: Sequence[nn.Module | None],
+) -> None:
     """Refuse a layout or a length that does not fit one of the models before any of them is loaded."""
-    check_settings(config.policy, student_tokenizer, name="student", trained=True)
-    check_length(config.policy, student_length(config), name="student")
+    check_settings(config.policy, student_tokenizer, name="student", trained=True, model=student)
+    check_length(config.policy, student_length(config), name="student", model=student)
     lengths = teacher_lengths(config)
     for index, (own, tokenizer) in enumerate(zip(config.all_teachers, tokenizers, strict=True)):
         if own.cache is None and own.server is None:
-            check_settings(own, tokenizer, name=f"teacher_{index}", trained=False)
-            check_length(own, lengths[index], name=f"teacher_{index}")
+            check_settings(own, tokenizer, name=f"teacher_{index}", trained=False, model=models[index])
+            check_length(own, lengths[index], name=f"teacher_{index}", model=models[index])
 
 
 def foreign_tokenizers(student_tokenizer: object, tokenizers: Sequence[Any]) -> list[Any]:
@@ -495,12 +523,20 @@ def run(config: MasterConfig) -> Path:
         if config.named_teachers and not config.all_teachers:
             say("loss_fn.kl_loss_weight is 0: cross-entropy alone, no teacher is loaded")
         with stage("tokenizers"):
-            student_tokenizer, teacher_tokenizers = load_tokenizers(config)
-        with stage("data") as told:
-            train, val = load_datasets(config)
-            told.note = f"{len(train):,} records" + ("" if val is None else f", {len(val):,} to validate")
-        parts = setup(config, student_tokenizer, teacher_tokenizers, train, val)
-        if teacher_tokenizers and Comm.world().rank == 0:
-            run_folder.write_alignment_sample(config.logger.log_dir, student_tokenizer, teacher_tokenizers[0], train)
-        xtoken_off_policy_distillation_train(*parts)
+            tokenizers = load_tokenizers(config)
+        train_student(config, *tokenizers)
     return Path(config.logger.log_dir)
+
+
+def train_student(
+    config: MasterConfig, student_tokenizer: Any, teacher_tokenizers: Sequence[Any], **models: Any
+) -> Policy:
+    """The trained student of a run, inside of ``whole_run``. ``models``: those in memory, see :func:`setup`."""
+    with stage("data") as told:
+        train, val = load_datasets(config)
+        told.note = f"{len(train):,} records" + ("" if val is None else f", {len(val):,} to validate")
+    parts = setup(config, student_tokenizer, list(teacher_tokenizers), train, val, **models)
+    if teacher_tokenizers and Comm.world().rank == 0:
+        run_folder.write_alignment_sample(config.logger.log_dir, student_tokenizer, teacher_tokenizers[0], train)
+    xtoken_off_policy_distillation_train(*parts)
+    return parts[0]

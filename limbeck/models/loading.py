@@ -479,9 +479,11 @@ def check_length(
     *,
     name: str,
     keys: str = "data.max_input_seq_length and data.max_teacher_seq_length",
+    model: nn.Module | None = None,
 ) -> None:
-    """Refuse sequences of up to ``length`` tokens for a model with fewer positions. ``keys``: what else bounds them."""
-    numbers = model_numbers(settings)
+    """Refuse sequences of up to ``length`` tokens for a model with fewer positions. ``keys``: what else bounds them;
+    ``model``: one that is loaded already."""
+    numbers = model_numbers(settings) if model is None else model.config
     most = None if numbers is None else positions(numbers)
     if most is not None and length > most:
         raise ConfigError(
@@ -490,11 +492,18 @@ def check_length(
         )
 
 
-def check_settings(settings: ModelConfig | Mapping[str, Any], tokenizer: object, *, name: str, trained: bool) -> None:
+def check_settings(
+    settings: ModelConfig | Mapping[str, Any],
+    tokenizer: object,
+    *,
+    name: str,
+    trained: bool,
+    model: nn.Module | None = None,
+) -> None:
     """Refuse what a policy of these settings would refuse, without making it: before the first of several is loaded."""
     cfg = resolve(ModelConfig, settings)
     refuse_unsupported(cfg, name, trained)
-    check_layout(cfg, name, None, tokenizer_size(tokenizer))
+    check_layout(cfg, name, model, tokenizer_size(tokenizer))
 
 
 def make_dims(
@@ -534,7 +543,10 @@ class ModelBuilder:
         if model is None and dims.is_sharded and not self.cfg.trust_remote_code:
             model, source = self._read_once(dims.shape.tensor)
         else:
-            model = self._read(self.cfg) if model is None else model
+            if model is None:
+                model = self._read(self.cfg)
+            elif self.weights is not None:
+                model.load_state_dict(self._read(self.cfg).state_dict())
             check_head(model.to(device=device), self.size)
         if self.adapters:
             assert self.cfg.lora is not None

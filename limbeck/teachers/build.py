@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from torch import nn
 
 from limbeck.config import FREE
 from limbeck.data.microbatch import BatchingConfig, PackingConfig
@@ -111,13 +112,21 @@ def check_cache_kind(own: TeacherConfig, found: CacheSpec, number: int) -> None:
         )
 
 
-def make_teacher(own: TeacherConfig, number: int, tokenizer: object, student: ByteVocab, *, seed: int) -> Teacher:
-    """A teacher without a server: its cache where it has one, otherwise its frozen model."""
+def make_teacher(
+    own: TeacherConfig,
+    number: int,
+    tokenizer: object,
+    student: ByteVocab,
+    *,
+    seed: int,
+    model: nn.Module | None = None,
+) -> Teacher:
+    """A teacher without a server: its cache where it has one, otherwise its frozen model, which may be given."""
     if own.cache is not None:
         cached = CachedTeacher(
             own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprints, number=number
         )
         check_cache_kind(own, cached.reader.spec, number)
         return cached
-    policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed)
+    policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed, model=model)
     return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)

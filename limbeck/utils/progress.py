@@ -177,6 +177,38 @@ class _LineBar:
         pass
 
 
+class Bars:
+    """tqdm's bars: widgets in a notebook, text on a terminal."""
+
+    def begin(self, what: str, total: float | None = None, done: float = 0) -> Bar:
+        return _TqdmBar(what, total, done)
+
+    def say(self, line: str) -> None:
+        from tqdm.auto import tqdm
+
+        tqdm.write(line)
+
+
+class _TqdmBar:
+    def __init__(self, what: str, total: float | None, done: float) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(desc=what, total=total, initial=done)
+
+    def update(self, done: float, *, total: float | None = None, note: str = "") -> None:
+        if total is not None:
+            self._bar.total = total
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def advance(self, amount: float = 1) -> None:
+        self._bar.update(amount)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
 _shown: ContextVar[Progress | None] = ContextVar("_shown", default=None)
 
 
