@@ -1,0 +1,220 @@
+"""transformers' Trainer distils as limbeck's own trainer does: the same losses, steps and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainingArguments
+
+from limbeck.errors import ConfigError
+from limbeck.integrations import DistillationTrainer
+from limbeck.models.loading import load_model
+from limbeck.teachers.live import LiveTeacher
+from tests.helpers import tiny
+
+RECORDS = [{"text": text, "idx": i} for i, text in enumerate(tiny.TEXTS)]
+
+
+def model(name: str, seed: int = 0) -> Any:
+    arch, size = (tiny.LLAMA, 300) if name == "student" else (tiny.QWEN3, 340)
+    return load_model({"init": "random", "model_overrides": arch}, vocab_size=size, seed=seed)
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    plain = {
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "data_seed": 1,
+        "save_strategy": "no",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+    }
+    return TrainingArguments(str(folder), **{**plain, **more})
+
+
+def trainer(folder: Path, *, student: Any = None, **more: Any) -> DistillationTrainer:
+    own = ("loss", "max_length", "eval_dataset", "teacher", "teacher_tokenizer", "collator_options")
+    given = {name: more.pop(name) for name in own if name in more}
+    options: dict[str, Any] = {
+        "teacher": model("teacher", 1),
+        "teacher_tokenizer": tiny.tokenizer(340),
+        "loss": {"mode": "boundary_kl"},
+        "max_length": 64,
+        "collator_options": {"append_eos": True},
+    }
+    return DistillationTrainer(
+        student or model("student"),
+        arguments(folder, **more),
+        processing_class=tiny.tokenizer(300),
+        train_dataset=RECORDS,
+        **{**options, **given},
+    )
+
+
+def losses(made: DistillationTrainer) -> list[float]:
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
+def own_step(rows: list[int], mode: str) -> tuple[Any, dict[str, Any]]:
+    """The same batch in limbeck's own trainer, in one micro-batch."""
+    policy = tiny.student(
+        optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-8}},
+        train_micro_batch_size=len(rows),
+    )
+    teacher = LiveTeacher(tiny.teacher())
+    found = policy.train(tiny.batch(rows), tiny.loss_fn(mode=mode), teachers=[teacher])
+    return policy.model, found
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [("boundary_kl", 1), ("boundary_kl", 3), ("tree_kl", 2)])
+def test_a_step_is_that_of_the_own_trainer(tmp_path: Path, mode: str, accumulate: int) -> None:
+    """However a batch is cut into micro-batches of unequal numbers of tokens."""
+    rows = list(range(6))
+    made = trainer(
+        tmp_path,
+        loss={"mode": mode},
+        max_steps=1,
+        per_device_train_batch_size=6 // accumulate,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=1.0,
+    )
+    made.train_dataset = [RECORDS[i] for i in rows]
+    made.train()
+    expected, found = own_step(rows, mode)
+    assert losses(made)[0] == pytest.approx(found["loss"], rel=1e-5)
+    for name in ("ce_loss", "kl_loss"):
+        total, count = found["metrics"][name]
+        assert made.state.log_history[0][name] == pytest.approx(total / count, rel=1e-5)
+    assert float(made.state.log_history[0]["grad_norm"]) == pytest.approx(found["grad_norm"], rel=1e-4)
+    for (name, mine), theirs in zip(made.model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_logits_give_what_hidden_states_give(tmp_path: Path) -> None:
+    """Where the head lies in shards the model's own logits are used."""
+    plain, whole = trainer(tmp_path), trainer(tmp_path)
+    whole.is_fsdp_enabled = True
+    batch = plain.data_collator(RECORDS[:4])
+    values = []
+    for made in (plain, whole):
+        loss = made.compute_loss(made.model, batch)
+        loss.backward()
+        values.append((loss.item(), made.model.lm_head.weight.grad.clone()))
+    assert values[0][0] == pytest.approx(values[1][0], rel=1e-6)
+    torch.testing.assert_close(values[0][1], values[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Weights, optimizer, order of the data and the running estimate of the loss's scale."""
+    loss = {"mode": "boundary_kl", "dynamic_loss_scaling": True}
+    more = {"loss": loss, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    whole = trainer(tmp_path / "a", **more)
+    whole.train()
+    rest = trainer(tmp_path / "b", student=model("student", 7), **more)
+    rest.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert losses(rest)[-2:] == pytest.approx(losses(whole)[-2:], rel=1e-6)
+    assert int(rest.loss_fn.scale.steps) == 4
+    again = trainer(tmp_path / "a", **{**more, "max_steps": 5})
+    again.train(resume_from_checkpoint=True)
+    assert int(again.loss_fn.scale.steps) == 5
+
+
+def test_evaluation_in_bits_per_byte(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset=RECORDS[:5], per_device_eval_batch_size=2)
+    found = made.evaluate()
+    policy = tiny.student()
+    own = policy.train(
+        tiny.batch(list(range(5))), tiny.loss_fn(), teachers=[LiveTeacher(tiny.teacher())], eval_mode=True
+    )
+    batch = tiny.batch(list(range(5)))
+    bits = own["metrics"]["ce_loss"][0] / torch.log(torch.tensor(2.0)).item() / float(batch["target_bytes"].sum())
+    assert found["eval_bpb"] == pytest.approx(bits, rel=1e-5)
+    assert found["eval_kl_loss"] > 0
+    made.train()
+    assert made.evaluate()["eval_loss"] < found["eval_loss"]
+
+
+def test_adapters_and_a_teacher_of_the_own_kind(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    student = peft.get_peft_model(
+        model("student"), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    made = trainer(tmp_path, student=student, teacher=LiveTeacher(tiny.teacher()))
+    made.train()
+    moved = {n for n, p in student.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_a_student_that_reads_the_teachers_ids(tmp_path: Path) -> None:
+    made = trainer(tmp_path, teacher=model("student", 3), teacher_tokenizer=tiny.tokenizer(300))
+    made.train()
+    assert made.state.log_history[0]["kl_loss"] > 0
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 teachers but 2 teacher_tokenizer"):
+        trainer(tmp_path, teacher_tokenizer=[tiny.tokenizer(340)] * 2)
+    with pytest.raises(ConfigError, match="limbeck's own trainer's"):
+        trainer(tmp_path, loss={"learnable_projection": True})
+    with pytest.raises(ConfigError, match="unknown key 'mod'"):
+        trainer(tmp_path, loss={"mod": "tree_kl"})
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tests.test_integrations import losses, trainer
+
+folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+made = trainer(folder, per_device_train_batch_size=rows, gradient_accumulation_steps=2, ddp_backend="gloo")
+made.train()
+if made.args.process_index == 0:
+    model = made.accelerator.unwrap_model(made.model)
+    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, folder / "weights.safetensors")
+    print("losses", *losses(made))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
+    """accelerate's DDP averages gradients; the loss is divided by the counts of all processes."""
+    root = Path(__file__).parents[1]
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    found = []
+    for processes, rows in ((1, 2), (2, 1)):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        done = subprocess.run(
+            [*launcher, str(script), str(folder), str(rows)],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        said = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
+        found.append(([float(x) for x in said.split()[1:]], load_file(folder / "weights.safetensors")))
+    (alone, weights), (together, others) = found
+    assert together == pytest.approx(alone, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-4, atol=2e-5, msg=name)
