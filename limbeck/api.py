@@ -30,6 +30,7 @@ from limbeck.config import merge, near_name, resolve
 from limbeck.data.readers import HUB_PREFIX
 from limbeck.distributed.launch import stopped_early
 from limbeck.errors import ConfigError, DataError
+from limbeck.export import export_run
 from limbeck.models.causal import is_lora
 from limbeck.models.loading import ModelConfig
 from limbeck.report.run_page import write_report
@@ -62,6 +63,10 @@ class Distilled:
     metrics: list[dict[str, Any]] = field(repr=False)
     report: Path = field(repr=False)
     stopped_early: bool = False
+
+    def export(self, out: str | Path, *, license: str | None = None) -> Path:
+        """Write the best checkpoint as a folder for others, with a model card; see `limbeck.export.export_run`."""
+        return export_run(self.run_dir, out, license=license)
 
     def values(self, name: str) -> list[float]:
         """Everything that was measured under one name, such as ``val/bpb``, in the order of the steps."""

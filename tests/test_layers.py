@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "limbeck"
 ORDER = "errors distributed utils tokens align projection data losses models teachers traces evaluation algorithms"
-LAST = "report config integrations api demo doctor check cli __main__"
+LAST = "report config export integrations api demo doctor check cli __main__"
 RANK = {name: i for i, name in enumerate(f"{ORDER} {LAST}".split())}
 # config.py only loads and validates what others define, so any package may use it.
 FREE = {"config"}

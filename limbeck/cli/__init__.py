@@ -79,7 +79,7 @@ def application() -> typer.Typer:
     """All commands as one typer application."""
     import typer
 
-    from limbeck.cli import align, check, demo, doctor, evaluate, plan, project, recipes, report, traces, train
+    from limbeck.cli import align, check, demo, doctor, evaluate, export, plan, project, recipes, report, traces, train
 
     app = typer.Typer(
         name="limbeck",
@@ -109,6 +109,7 @@ def application() -> typer.Typer:
     app.command("project")(project.project_command)
     app.command("eval")(evaluate.eval_command)
     app.command("report")(report.report_command)
+    app.command("export")(export.export_command)
     app.command("plan")(plan.plan_command)
     app.add_typer(recipes.recipes_app, name="recipes")
     app.add_typer(traces.traces_app, name="traces")

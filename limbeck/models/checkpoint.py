@@ -22,11 +22,15 @@ from limbeck.models.lora import merged_model
 from limbeck.models.trainer import Trainer
 from limbeck.utils.state import fitting, load_state, save_state
 
+ADAPTER = "adapter"
+"""Folder inside of a LoRA run's weights that peft reads."""
+
 
 class Checkpoint:
     """The folder of one step. Every rank makes the same calls.
 
-    policy/weights      a transformers folder with its tokenizer, whole from any layout, adapters merged
+    policy/weights      a transformers folder with its tokenizer, whole from any layout, adapters merged; they also lie
+                        in its folder ``adapter``, as peft reads them
     policy/optimizer    the trainer's state; may be read under another layout
     train_state/shared  what the ranks keep together, each its shards; missing where a run keeps nothing so
     train_state/rank_N  what each rank keeps for itself
@@ -88,7 +92,8 @@ def save_weights(
     *,
     state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Save a causal model in the type of its parameters; adapters are merged, the model itself stays as it is.
+    """Save a causal model in the type of its parameters; adapters are merged, and lie beside it in ``adapter``. The
+    model itself stays as it is.
 
     ``state``: whole weights by name, for a model whose own are shards.
     """
@@ -97,6 +102,8 @@ def save_weights(
     plain: Any = merged_model(model, state) if is_lora(model) else model
     with _quiet():
         plain.save_pretrained(folder, **({} if state is None or is_lora(model) else {"state_dict": state}))
+        if is_lora(model):
+            save_adapter(model, folder / ADAPTER, state)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)
 
@@ -114,6 +121,15 @@ def save_policy(
         save_weights(model.model, weights_path, model.tokenizer, tokenizer_path, state=whole)
     if optimizer_path is not None:
         save_state(optimizer_path, FROZEN if trainer is None else trainer.state_dict())
+
+
+def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None) -> None:
+    """Adapters as peft's own folder. ``state``: whole weights by the causal model's names, where its own are shards."""
+    whole = None if state is None else {f"base_model.model.{name}": value for name, value in state.items()}
+    # False: embeddings are not trained beside adapters unless named, and asking for them would ask the hub
+    model.save_pretrained(folder, state_dict=whole, save_embedding_layers=False)
+    # peft's card is a form to be filled in
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 FROZEN: State = {"optimizer": None, "scheduler": None, "adapter": None, "steps": 0}

@@ -1,0 +1,217 @@
+"""A run's student as a folder for others: weights, tokenizer, a model card, and the adapters of a LoRA run.
+
+out/                a transformers folder (adapters merged): config, safetensors, tokenizer, generation_config.json
+out/README.md       the model card: what was distilled from what, data, loss, figures
+out/adapter/        where the run trained adapters: what `peft.PeftModel.from_pretrained` reads
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from limbeck import __version__
+from limbeck.errors import ConfigError, one_line
+from limbeck.evaluation.models import find_model, is_run_folder
+from limbeck.models.checkpoint import ADAPTER
+from limbeck.report.run_data import RunData, read_run
+from limbeck.utils.files import write_atomic
+
+CARD = "README.md"
+_NEEDED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def export_run(run_dir: str | Path, out: str | Path, *, checkpoint: str = "best", license: str | None = None) -> Path:
+    """Copy one checkpoint of a run to the new folder ``out`` and write its card.
+
+    Args:
+        checkpoint: ``best`` (by the run's own metric), ``latest``, or a step.
+        license: of the result, by its short name on the hub (``apache-2.0``); default: as the student's card says.
+
+    Raises:
+        ConfigError: ``out`` holds something already, or the checkpoint lacks what other programs read.
+    """
+    run, target = Path(run_dir), Path(out)
+    if not is_run_folder(run):
+        raise ConfigError(f"{str(run)!r} is no run folder; give one that limbeck train wrote")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{str(target)!r} is not empty; give another --out")
+    source = find_model(str(run), checkpoint)
+    data = read_run(run)
+    shutil.copytree(source.weights, target, dirs_exist_ok=True)
+    if source.tokenizer != source.weights:
+        shutil.copytree(source.tokenizer, target, dirs_exist_ok=True)
+    problems = missing_parts(target)
+    if problems:
+        raise ConfigError(f"the checkpoint {source.weights!r} is not whole for other programs: {'; '.join(problems)}")
+    write_atomic(
+        target / CARD, model_card(data, step=source.step, license=license, adapter=(target / ADAPTER).is_dir())
+    )
+    return target
+
+
+def missing_parts(folder: str | Path) -> list[str]:
+    """What transformers, vLLM or llama.cpp's converter would miss in a model folder, one sentence each."""
+    path = Path(folder)
+    found = [f"{name} is missing" for name in _NEEDED if not (path / name).is_file()]
+    if found:
+        return found
+    config = json.loads((path / "config.json").read_bytes())
+    if not config.get("architectures"):
+        found.append("config.json names no architectures")
+    if not any(path.glob("*.safetensors")):
+        found.append("there is no safetensors file")
+    ends = json.loads((path / "generation_config.json").read_bytes()).get("eos_token_id")
+    if ends is None and config.get("eos_token_id") is None:
+        found.append("neither config.json nor generation_config.json has an eos_token_id")
+    return found
+
+
+# -- the card ----------------------------------------------------------------------------------------------------------
+
+
+def model_card(run: RunData, *, step: int | None, license: str | None, adapter: bool) -> str:
+    """The model card of a run's student, with the hub's fields in front."""
+    student, teachers = _public(run.student), [_public(name) for name in run.teachers]
+    head: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": license or _license_of(run.student) or "other",
+        "base_model": student,
+        "base_model_relation": "finetune",
+        "tags": ["limbeck", "distillation"],
+    }
+    mode = run.setting("loss_fn.mode", "boundary_kl") if teachers else "cross-entropy"
+    taught = f"from {_joined(teachers)} " if teachers else "on text alone "
+    files = [_public(name) for name in _listed(run.setting("data.train") or run.setting("traces.train"))]
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        "",
+        f"# {student}, distilled" if teachers else f"# {student}, trained",
+        "",
+        f"{student} was trained {taught}with Limbeck {__version__}.",
+        "",
+        *_table(("", ""), _facts(run, step, mode, files)),
+        "",
+        *_figures(run, step),
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")',
+        "```",
+        "",
+    ]
+    if adapter:
+        lines += [
+            f"`{ADAPTER}/` holds the same as LoRA adapters of {student}, for peft; the weights here are merged.",
+            "",
+        ]
+    lines += [
+        "## Licence",
+        "",
+        f"The licences of {_joined([student, *teachers])} and of the data hold for this model.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(run: RunData, step: int | None, mode: str, files: list[str]) -> list[tuple[str, str]]:
+    rows = [
+        ("loss", f"`{mode}`"),
+        ("training data", ", ".join(f"`{name}`" for name in files) or "unknown"),
+        ("steps", f"{run.last_step if step is None else step:,} of {run.total_steps or run.last_step:,}"),
+        ("records per step", str(run.setting("distillation.num_prompts_per_step", "unknown"))),
+    ]
+    rate = run.setting("policy.optimizer.kwargs.lr")
+    if rate is not None:
+        rows.append(("learning rate", f"{rate:g}" if isinstance(rate, float | int) else str(rate)))
+    return rows
+
+
+def _figures(run: RunData, step: int | None) -> list[str]:
+    """Held-out bits per byte before, after and of the teacher, where the run was validated."""
+    bits = [(at, value) for at, value in run.points("val/bpb") if step is None or at <= step]
+    if not bits:
+        return ["The run had no validation data, so nothing was measured on held-out text.", ""]
+    rows = [("before training", f"{bits[0][1]:.3f}")] if bits[0][0] == 0 and len(bits) > 1 else []
+    rows.append((f"at step {bits[-1][0]:,}", f"{bits[-1][1]:.3f}"))
+    teacher = run.points("val/teacher_bpb")
+    if teacher:
+        rows.append(("the teacher", f"{teacher[-1][1]:.3f}"))
+    held_out = ", ".join(f"`{_public(name)}`" for name in _listed(run.setting("data.validation")))
+    where = f"Bits per byte on {held_out or 'held-out text'} (lower is better):"
+    return ["## Figures", "", where, "", *_table(("model", "bits per byte"), rows), ""]
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
+    return [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if value is None else [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def _joined(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _public(name: str) -> str:
+    """A model or file without the folders of this machine: hub ids stay, of a path the last part."""
+    path = Path(name).expanduser()
+    local = path.is_absolute() or name.startswith((".", "~", "package:")) or path.exists() or path.suffix
+    return path.name if local and path.name else name
+
+
+def _license_of(student: str) -> str | None:
+    """The licence that a local model folder's card states."""
+    card = Path(student).expanduser() / CARD
+    if not card.is_file():
+        return None
+    text = card.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith("---"):
+        return None
+    try:
+        head = yaml.safe_load(text.split("---", 2)[1])
+    except yaml.YAMLError:
+        return None
+    found = head.get("license") if isinstance(head, Mapping) else None
+    return str(found) if found else None
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def require_token() -> None:
+    """Refuse to begin what ends in a push that the hub would not take."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError("no token for the hub is set; log in with `hf auth login`, or put one into HF_TOKEN")
+
+
+def push_folder(folder: str | Path, name: str, *, private: bool = True) -> str:
+    """Upload an exported folder to the model hub as ``owner/name``; returns its address.
+
+    Raises:
+        ConfigError: there is no token, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    require_token()
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(folder_path=str(folder), repo_id=name, commit_message="A student distilled with Limbeck")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{name!r} could not be pushed: {one_line(error, 200)}") from error
+    return str(address)

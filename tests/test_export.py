@@ -1,0 +1,151 @@
+"""An exported student is what other programs read: transformers, peft, and the readers of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from limbeck.algorithms.xtoken_off_policy_distillation import run
+from limbeck.errors import ConfigError
+from limbeck.export import export_run, missing_parts, push_folder
+from limbeck.models.loading import load_model
+from tests.helpers import runs, tiny
+from tests.helpers.runs import limbeck, refused
+
+IDS = torch.arange(12)[None] % 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``student`` (a model folder with a card), and ``run``: three steps of LoRA on it."""
+    place = tmp_path_factory.mktemp("export")
+    runs.write_tokenizers(place)
+    runs.write_data(place)
+    student = load_model({"init": "random", "model_overrides": tiny.LLAMA}, vocab_size=300, seed=0)
+    student.save_pretrained(place / "student")
+    (place / "student" / "README.md").write_text("---\nlicense: mit\n---\n# A student\n", encoding="utf-8")
+    policy = {"init": "pretrained", "model_name": str(place / "student"), "model_overrides": {}}
+    settings = runs.settings(
+        place,
+        place / "run",
+        policy=policy | {"lora": {"r": 2, "modules_to_save": ["norm"]}},
+        distillation={"max_num_steps": 3, "val_period": 0},
+    )
+    run(runs.resolved(settings))
+    return place
+
+
+@pytest.fixture(scope="module")
+def out(folder: Path) -> Path:
+    return export_run(folder / "run", folder / "out")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(IDS).logits
+    return found
+
+
+def test_it_loads_in_transformers(out: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert logits(model).shape == (1, 12, 300)
+    assert tokenizer.encode("the quick") == tiny.tokenizer(300).encode("the quick")
+    assert missing_parts(out) == []
+
+
+def test_adapters_load_in_peft_and_say_what_the_merged_weights_say(folder: Path, out: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folder / "student")
+    before = logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, out / "adapter")
+    assert {p.name for p in (out / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    merged = logits(AutoModelForCausalLM.from_pretrained(out))
+    torch.testing.assert_close(logits(adapted), merged, rtol=1e-4, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-3
+
+
+def test_the_card(folder: Path, out: Path) -> None:
+    text = (out / "README.md").read_text(encoding="utf-8")
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["license"] == "mit"
+    assert head["base_model"] == "student"
+    assert head["library_name"] == "transformers"
+    rows = runs.rows(folder / "run")
+    for value in (rows[0]["val/bpb"], rows[-1]["val/bpb"], rows[0]["val/teacher_bpb"]):
+        assert f"| {value:.3f} |" in text
+    for said in ("`boundary_kl`", "`train.jsonl`", "3 of 3", "LoRA adapters of student"):
+        assert said in text
+    assert str(folder) not in text
+
+
+def test_what_the_converter_of_llama_cpp_reads(out: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    layers = json.loads((out / "config.json").read_bytes())["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert all(names.get_name(key, try_suffixes=(".weight", ".bias")) for key in file.keys())  # noqa: SIM118
+    special = gguf.SpecialVocab(out, load_merges=True)
+    assert special.merges
+    assert special.special_token_ids["eos"] == AutoTokenizer.from_pretrained(out).eos_token_id
+
+
+def test_what_other_programs_would_miss(out: Path, tmp_path: Path) -> None:
+    assert missing_parts(tmp_path)[0] == "config.json is missing"
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert len(missing_parts(tmp_path)) == 3
+
+
+def test_the_command(folder: Path, out: Path, tmp_path: Path) -> None:
+    code, said, _ = limbeck("export", folder / "run", "-o", tmp_path / "new", "-c", "latest", "--license", "apache-2.0")
+    assert code == 0
+    assert said.splitlines() == [f"folder: {tmp_path / 'new'}"]
+    assert "license: apache-2.0" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    assert "is not empty" in refused("export", folder / "run", "-o", out)
+    assert "is no run folder" in refused("export", tmp_path, "-o", tmp_path / "other")
+
+
+class Hub:
+    """What a push asks of the hub's client."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def create_repo(self, name: str, **options: Any) -> str:
+        self.calls.append((name, options))
+        return f"hub/{name}"
+
+    def upload_folder(self, **options: Any) -> None:
+        self.calls.append((options["repo_id"], options))
+
+
+def test_push(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    arguments = ("export", folder / "run", "-o", tmp_path / "new", "--push", "me/student")
+    assert "no token for the hub" in refused(*arguments)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    code, said, _ = limbeck(*arguments)
+    assert code == 0
+    assert said.splitlines()[-1] == "pushed: hub/me/student"
+    assert hub.calls[0] == ("me/student", {"private": True, "exist_ok": True})
+    assert hub.calls[1][1]["folder_path"] == str(tmp_path / "new")
+
+    def refuse(**options: Any) -> None:
+        raise huggingface_hub.errors.HFValidationError("a name has one slash")
+
+    monkeypatch.setattr(hub, "upload_folder", refuse)
+    with pytest.raises(ConfigError, match="could not be pushed: a name has one slash"):
+        push_folder(tmp_path / "new", "me/x/y")
