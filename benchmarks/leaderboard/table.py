@@ -1,0 +1,61 @@
+"""Draws `benchmarks/LEADERBOARD.md` from the stored results of the quality benchmark.
+
+PYTHONPATH=. python benchmarks/leaderboard/table.py > benchmarks/LEADERBOARD.md
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from benchmarks.quality.tables import by_domain
+
+HERE = Path(__file__).parent
+PAIRS = ("coarse", "fine")
+HEAD = """# Leaderboard
+
+Held-out bits per byte (mean of eight domains) of a student that each objective teaches; lower is better. `coarse`: the teacher
+has 32,768 tokens and the student 8,192, `fine`: the other way round. All rows have the same students, teachers, text, steps and
+seeds ([what exactly, and by domain](quality/RESULTS.md)); ± is the standard deviation over seeds. The teachers themselves reach
+{teachers}.
+
+Every row has the script that makes it, on one GPU. A new row is a new arm in `quality/suite.py`, its script, its lines in
+`quality/results.jsonl`, and `python benchmarks/leaderboard/table.py`.
+
+| objective | mean of both | coarse | fine | seconds a run* | run |
+|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [json.loads(line) for line in (HERE.parent / "quality" / "results.jsonl").read_text().splitlines()]
+    bits: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[str, list[int]] = {}
+    teachers = {}
+    for row in rows:
+        value = by_domain(row)["mean"]
+        if row["pair"] == "teacher":
+            teachers[row["arm"]] = value
+        elif row["pair"] in PAIRS:
+            bits.setdefault(row["arm"], {}).setdefault(row["pair"], []).append(value)
+            seconds.setdefault(row["arm"], []).append(row["seconds"])
+    whole = {arm: own for arm, own in bits.items() if set(own) == set(PAIRS)}
+    means = {arm: statistics.mean(statistics.mean(own[pair]) for pair in PAIRS) for arm, own in whole.items()}
+    lines = []
+    for arm in sorted(means, key=means.__getitem__):
+        cells = [f"{statistics.mean(whole[arm][p]):.3f} ± {statistics.stdev(whole[arm][p]):.3f}" for p in PAIRS]
+        script = f"[{arm}.sh](leaderboard/{arm}.sh)"
+        cost = f"{statistics.median(seconds[arm]):.0f}"
+        lines.append(f"| `{arm}` | {means[arm]:.3f} | {' | '.join(cells)} | {cost} | {script} |")
+    shown = " and ".join(f"{value:.3f} (`{name}`)" for name, value in sorted(teachers.items()))
+    return (
+        HEAD.format(teachers=shown)
+        + "\n".join(lines)
+        + "\n\n*of training, with eight to ten runs side by side on one device.\n"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")
