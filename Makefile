@@ -26,7 +26,7 @@ INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-wa
 # How long `make fuzz` looks for faults, over all of its targets.
 MINUTES ?= 10
 
-.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz wheels clean
+.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz wheels release clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
@@ -78,6 +78,14 @@ wheels: $(READY)
 	$(PIP) download --disable-pip-version-check --progress-bar off -c constraints.txt -d .carry/wheels --no-deps \
 		--only-binary=:all: --implementation cp --python-version 3.12 --abi cp312 --abi abi3 --abi none \
 		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform any $(WHEELS)
+
+# sdist and wheel of a tagged commit, in dist/. The version is written in limbeck/__init__.py; the tag must say the same.
+release: $(READY)
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' limbeck/__init__.py); \
+	tag=$$(git describe --exact-match --tags 2>/dev/null || echo none); \
+	if [ "$$tag" != "v$$version" ]; then \
+		echo "limbeck: the version is $$version, but the tag of this commit is $$tag; git tag v$$version"; exit 1; fi
+	"$(BIN)/python" -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
 setup: $(READY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -58,6 +59,35 @@ def test_hf_trainer(models: Path, tmp_path: Path) -> None:
     out = example("hf_trainer.py", models / "student", models / "teacher", models / "texts.txt", tmp_path / "out")
     assert len(re.findall(r"'grad_norm': '?[\d.]+", out)) == 2
     assert list((tmp_path / "out").glob("checkpoint-*"))
+
+
+NOTEBOOK = """
+import json, sys
+cells = json.load(open(sys.argv[1], encoding="utf-8"))["cells"]
+names = {"__name__": "__main__"}
+for cell in cells:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+"""
+
+
+@pytest.mark.slow
+def test_notebook(models: Path, tmp_path: Path) -> None:
+    notebook = ROOT / "examples" / "distil.ipynb"
+    assert all(cell.get("outputs", []) == [] for cell in json.loads(notebook.read_bytes())["cells"])
+    given = {"STUDENT": models / "student", "TEACHER": models / "teacher", "TEXTS": models / "texts.txt"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        **{k: str(v) for k, v in given.items()},
+    }
+    command = [sys.executable, "-c", NOTEBOOK, str(notebook)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (float(x) for x in re.search(r"before ([\d.]+), after ([\d.]+)", done.stdout).groups())  # type: ignore[union-attr]
+    assert after < before
+    assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
 def test_use_result(tmp_path: Path) -> None:

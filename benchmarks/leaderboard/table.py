@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 PAIRS = ("coarse", "fine")
 HEAD = """# Leaderboard
 
-Held-out bits per byte (mean of eight domains) of a student that each objective teaches; lower is better. `coarse`: the teacher
-has 32,768 tokens and the student 8,192, `fine`: the other way round. All rows have the same students, teachers, text, steps and
-seeds ([what exactly, and by domain](quality/RESULTS.md)); ± is the standard deviation over seeds. The teachers themselves reach
-{teachers}.
+Held-out bits per byte (mean of eight domains) of a student that each objective teaches; lower is better. `coarse`: the
+teacher has 32,768 tokens and the student 8,192, `fine`: the other way round. All rows have the same students, teachers,
+text, steps and seeds ([what exactly, and by domain](quality/RESULTS.md)); ± is the standard deviation over seeds. The
+teachers themselves reach {teachers}.
 
-Every row has the script that makes it, on one GPU. A new row is a new arm in `quality/suite.py`, its script, its lines in
-`quality/results.jsonl`, and `python benchmarks/leaderboard/table.py`.
+Every row has the script that makes it, on one GPU. A new row is a new arm in `quality/suite.py`, its script, its lines
+in `quality/results.jsonl`, and `python benchmarks/leaderboard/table.py`.
 
 | objective | mean of both | coarse | fine | seconds a run* | run |
 |---|---|---|---|---|---|
