@@ -86,7 +86,7 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
         "base_model_relation": "finetune",
         "tags": ["limbeck", "distillation"],
     }
-    mode = run.setting("loss_fn.mode", "boundary_kl") if teachers else "cross-entropy"
+    mode = run.setting("loss_fn.mode", "unknown") if teachers else "cross-entropy"
     taught = f"from {_joined(teachers)} " if teachers else "on text alone "
     files = [_public(name) for name in _listed(run.setting("data.train") or run.setting("traces.train"))]
     lines = [

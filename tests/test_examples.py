@@ -75,7 +75,8 @@ for cell in cells:
 def test_notebook(models: Path, tmp_path: Path) -> None:
     notebook = ROOT / "examples" / "distil.ipynb"
     assert all(cell.get("outputs", []) == [] for cell in json.loads(notebook.read_bytes())["cells"])
-    given = {"STUDENT": models / "student", "TEACHER": models / "teacher", "TEXTS": models / "texts.txt"}
+    (tmp_path / "texts.txt").write_text("\n".join(runs.documents(40, 3)), encoding="utf-8")
+    given = {"STUDENT": models / "student", "TEACHER": models / "teacher", "TEXTS": tmp_path / "texts.txt"}
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

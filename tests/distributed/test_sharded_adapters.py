@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from limbeck.errors import ConfigError
 from limbeck.models.policy import Policy
@@ -95,6 +96,12 @@ def test_exports_are_merged(outcome: Any, layout: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
         moved = max(moved, float((a - start).detach().abs().max()))
     assert moved > 1e-3
+    adapters = [
+        load_file(outcome[0] / n / "weights" / "adapter" / "adapter_model.safetensors") for n in (layout, "alone")
+    ]
+    assert set(adapters[0]) == set(adapters[1])
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(value, adapters[1][name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_adapters_on_an_embedding_are_refused_with_shards() -> None:
