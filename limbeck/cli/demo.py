@@ -70,4 +70,15 @@ def _print_demo(result: dict[str, Any]) -> None:
     ):
         table.add_row(name, f"{result[key]:.3f}")
     console().print(table)
+    if texts := result["written"]:
+        typer.echo(f"greedy text behind {texts['prompt']!r}:")
+        for name, key in (("before", "before"), ("cross-entropy", "cross_entropy"), ("distilled", "distilled")):
+            typer.echo(f"  {name:<14}{_line(texts[key])}")
+        typer.echo(f"  {'the document':<14}{_line(texts['document'])}")
     typer.echo(f"{result['seconds']:.0f} s; everything is in {result['run_dir']}")
+
+
+def _line(text: str, most: int = 90) -> str:
+    """Text of a model on one line; its control characters do not reach the terminal."""
+    shown = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return shown if len(shown) <= most else shown[:most] + "..."

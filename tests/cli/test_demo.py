@@ -1,0 +1,56 @@
+"""What ``limbeck demo`` shows besides its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limbeck.cli.demo import _print_demo
+from limbeck.demo import written
+
+FIGURES = {
+    "bpb_start": 3.4,
+    "bpb_ce": 2.73,
+    "bpb_distilled": 2.61,
+    "bpb_teacher": 1.23,
+    "seconds": 300.0,
+    "run_dir": "d",
+}
+
+
+def store(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def sample(step: int, text: str, writer: str = "student", number: int = 0) -> dict[str, Any]:
+    return {"step": step, "writer": writer, "number": number, "prompt": "Return the", "text": text}
+
+
+def test_text_before_and_after_both_trainings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = [sample(0, " zz zz"), sample(0, " length of a list.", "data"), sample(0, "other", number=1)]
+    store(tmp_path / "cross_entropy", [*shared, sample(50, " a"), sample(150, " file or\x1b[2J the")])
+    store(tmp_path / "distilled", [*shared, sample(150, " number of\nthe")])
+    texts = written(tmp_path)
+    assert texts == {
+        "prompt": "Return the",
+        "before": " zz zz",
+        "cross_entropy": " file or\x1b[2J the",
+        "distilled": " number of\nthe",
+        "document": " length of a list.",
+    }
+    _print_demo({**FIGURES, "written": texts})
+    said = capsys.readouterr().out
+    assert "distilled     number of the" in said
+    assert "\x1b[2J" not in said
+
+
+def test_no_samples_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert written(tmp_path) == {}
+    store(tmp_path / "cross_entropy", [sample(0, "a")])
+    assert written(tmp_path) == {}
+    _print_demo({**FIGURES, "written": {}})
+    assert "greedy" not in capsys.readouterr().out
