@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from limbeck.algorithms.xtoken_off_policy_distillation import foreign_tokenizers, make_loss
 from limbeck.config import resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
@@ -32,12 +33,10 @@ from limbeck.distributed.mesh import MeshShape
 from limbeck.errors import ConfigError
 from limbeck.losses.contract import Batch, Counts, StudentLayout, Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig, CrossTokenizerDistillationLossFn
-from limbeck.losses.objectives import OBJECTIVES
 from limbeck.losses.signals import Head
 from limbeck.models.causal import body_of, head_of, unwrap
 from limbeck.models.loading import check_head, positions
 from limbeck.models.policy import Policy
-from limbeck.projection import load_or_build
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.metrics import Metrics
@@ -70,9 +69,8 @@ class DistillationTrainer(Trainer):
         processing_class: the student's tokenizer.
         teacher_tokenizer: one per teacher, in the same form as ``teacher``.
         loss: settings of `CrossTokenizerDistillationLossConfig`, or a loss function that is made already.
-        projection: path of a stored projection, or one per teacher; default: built, and kept in the cache.
         max_length: longest row of either side in tokens; never more than a model's positions.
-        mode, append_eos, and further ``collator_options``: see `CrossTokenizerCollator`.
+        collator_options: ``mode``, ``append_eos`` and further arguments of `CrossTokenizerCollator`.
         kwargs: those of `transformers.Trainer`. Data sets hold records, ``{"text": ...}`` or ``{"messages": [...]}``.
     """
 
@@ -85,7 +83,6 @@ class DistillationTrainer(Trainer):
         processing_class: Any,
         teacher_tokenizer: Any,
         loss: CrossTokenizerDistillationLossFn | Mapping[str, Any] | None = None,
-        projection: str | Sequence[str | None] | None = None,
         max_length: int = 2048,
         collator_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -100,8 +97,8 @@ class DistillationTrainer(Trainer):
         if len(teachers) != len(spoken):
             raise ConfigError(f"{len(teachers)} teachers but {len(spoken)} teacher_tokenizer; give one each")
         self.vocab = ByteVocab.from_tokenizer(processing_class)
-        foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(self.vocab) else t for t in spoken]
-        self.loss_fn = _make_loss(loss, processing_class, foreign, projection)
+        foreign = foreign_tokenizers(processing_class, spoken)
+        self.loss_fn = _made_loss(loss, processing_class, foreign)
         collator = CrossTokenizerCollator(
             student_tokenizer=processing_class,
             teacher_tokenizer=foreign,
@@ -296,23 +293,11 @@ def _as_teacher(own: Any, tokenizer: object, student: ByteVocab, number: int, de
     return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)
 
 
-def _make_loss(
-    loss: CrossTokenizerDistillationLossFn | Mapping[str, Any] | None,
-    student_tokenizer: object,
-    foreign: Sequence[Any],
-    paths: str | Sequence[str | None] | None,
+def _made_loss(
+    loss: CrossTokenizerDistillationLossFn | Mapping[str, Any] | None, student_tokenizer: object, foreign: Sequence[Any]
 ) -> CrossTokenizerDistillationLossFn:
     if not isinstance(loss, CrossTokenizerDistillationLossFn):
-        per_teacher = [paths] * len(foreign) if paths is None or isinstance(paths, str) else list(paths)
-        cfg = resolve(CrossTokenizerDistillationLossConfig, loss or {})
-        trees = OBJECTIVES[cfg.mode].needs_trees
-        loss = CrossTokenizerDistillationLossFn(
-            cfg,
-            projections=[
-                None if tokenizer is None else load_or_build(student_tokenizer, tokenizer, path, trees=trees)
-                for tokenizer, path in zip(foreign, per_teacher, strict=True)
-            ],
-        )
+        loss = make_loss(resolve(CrossTokenizerDistillationLossConfig, loss or {}), student_tokenizer, foreign)
     if any(p.requires_grad for p in loss.parameters()) or loss.needs_first_pass:
         raise ConfigError(
             "learnable_projection and dynamic_scaling_source 'first_pass' are limbeck's own trainer's; leave them out"
