@@ -169,7 +169,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 teachers but 2 teacher_tokenizer"):
         trainer(tmp_path, teacher_tokenizer=[tiny.tokenizer(340)] * 2)
     with pytest.raises(ConfigError, match="limbeck's own trainer's"):
-        trainer(tmp_path, loss={"learnable_projection": True})
+        trainer(tmp_path, loss={"mode": "boundary_kl", "learnable_projection": True})
     with pytest.raises(ConfigError, match="unknown key 'mod'"):
         trainer(tmp_path, loss={"mod": "tree_kl"})
 
