@@ -118,7 +118,7 @@ def distil(
     with _shown(), whole_run(config):
         for split, path in stored.items():
             _store(path, records[split], split)
-        policy = train_student(config, *models.tokenizers(config), **models.in_memory())
+        policy = train_student(config, *models.tokenizers(config), **models.in_memory(config))
     return Distilled(
         student=policy.model.eval(),
         tokenizer=policy.tokenizer,
@@ -177,14 +177,14 @@ class _Models:
 
     def tokenizers(self, config: MasterConfig) -> tuple[Any, list[Any]]:
         """The student's, and one per teacher."""
-        sections = (config.policy, *config.all_teachers)
+        sections = (config.policy, *config.named_teachers)
         student, *teachers = (_tokenizer(own, given) for own, given in zip(sections, self.given, strict=True))
-        return student, teachers
+        return student, teachers[: len(config.all_teachers)]
 
-    def in_memory(self) -> dict[str, Any]:
+    def in_memory(self, config: MasterConfig) -> dict[str, Any]:
         """Models that are not loaded again, as ``setup`` takes them."""
         student, *teachers = (model if isinstance(model, nn.Module) else None for model in self.models)
-        return {"student_model": student, "teacher_models": teachers}
+        return {"student_model": student, "teacher_models": teachers[: len(config.all_teachers)]}
 
 
 def _checked_model(model: Any, role: str, tokenizer: Any) -> Any:

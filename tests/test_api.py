@@ -106,6 +106,12 @@ def test_a_model_in_memory_goes_on_from_its_checkpoint(folders: Path, tmp_path: 
         distil(folders, tmp_path / "b", loaded("student"), loaded("teacher"), TEXTS[:-1], **tokenizers, **more)
 
 
+@pytest.mark.slow
+def test_a_teacher_that_does_not_count_is_not_asked(folders: Path, tmp_path: Path) -> None:
+    result = distil(folders, tmp_path / "run", kl_loss_weight=0.0, max_num_steps=1)
+    assert "train/kl_loss" not in result.metrics[-1]
+
+
 def test_every_call_without_a_folder_gets_its_own(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
