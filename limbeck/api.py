@@ -28,7 +28,6 @@ from limbeck.algorithms.loop import whole_run
 from limbeck.algorithms.xtoken_off_policy_distillation import train_student
 from limbeck.config import merge, near_name, resolve
 from limbeck.data.readers import HUB_PREFIX
-from limbeck.distributed.launch import stopped_early
 from limbeck.errors import ConfigError, DataError
 from limbeck.export import export_run
 from limbeck.models.causal import is_lora
@@ -54,7 +53,6 @@ class Distilled:
         run_dir: the run folder: run file, metrics, checkpoints, report.
         metrics: one row per logged step: ``step``, ``train/loss``, ``val/bpb``, ...
         report: the page about the run.
-        stopped_early: a signal ended the run before its time; the same call with its ``log_dir`` goes on.
     """
 
     student: Any = field(repr=False)
@@ -62,7 +60,6 @@ class Distilled:
     run_dir: Path
     metrics: list[dict[str, Any]] = field(repr=False)
     report: Path = field(repr=False)
-    stopped_early: bool = False
 
     def export(self, out: str | Path, *, license: str | None = None) -> Path:
         """Write the best checkpoint as a folder for others, with a model card; see `limbeck.export.export_run`."""
@@ -100,6 +97,9 @@ def distil(
 
     Returns:
         The trained student with its tokenizer, metrics and run folder.
+
+    Raises:
+        StoppedEarly: the run was interrupted and has saved its state; the same call with its ``log_dir`` goes on.
     """
     models = _Models(student, teacher, student_tokenizer, teacher_tokenizer)
     section = dict(data) if isinstance(data, Mapping) else {"train": data}
@@ -114,7 +114,6 @@ def distil(
         raise ConfigError(
             f"cluster.launcher is {config.cluster.launcher!r}: limbeck.distil runs here; use limbeck train"
         )
-    stopped_early.clear()
     with _shown(), whole_run(config):
         for split, path in stored.items():
             _store(path, records[split], split)
@@ -125,7 +124,6 @@ def distil(
         run_dir=folder,
         metrics=read_metrics(folder / "metrics.jsonl"),
         report=write_report(folder),
-        stopped_early=stopped_early.is_set(),
     )
 
 

@@ -188,6 +188,12 @@ class Bars:
 
         tqdm.write(line)
 
+    @contextmanager
+    def stage(self, what: str) -> Iterator[Stage]:
+        stage = Stage(what)
+        yield stage
+        self.say(f"{what}: {stage.took()}")
+
 
 class _TqdmBar:
     def __init__(self, what: str, total: float | None, done: float) -> None:
