@@ -126,7 +126,7 @@ def test_bars_where_a_notebook_shows_them(
     monkeypatch.setitem(__import__("sys").modules, "ipykernel", object())
     distil(folders, tmp_path / "run", progress=True)
     said = capsys.readouterr()
-    assert "train step: 100%" in said.err
+    assert "step: 100%" in said.err
     assert "loss" in said.err
     assert "bits per byte" in said.out
 
