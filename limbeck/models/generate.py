@@ -88,8 +88,9 @@ class Sampler(ABC):
 class LocalSampler(Sampler):
     """The model in this process, as it is at the moment.
 
-    What is written after a prompt depends on the prompt and its seed, not on its neighbours. All ranks of a
-    sharded model must make the same call; those that share rows give the same prompts, the others their own, or none.
+    What is written after a prompt depends on the prompt and its seed, and on its neighbours by no more than the last
+    bits of sums. All ranks of a sharded model must make the same call; those that share rows give the same prompts, the
+    others their own, or none.
 
     Args:
         end_ids: tokens that end an answer.
