@@ -122,7 +122,8 @@ class ModelConfig(MicrobatchConfig):
         """What messages call the model."""
         if self.model_name is None:
             return f"(random {self.model_overrides['model_type']})"
-        short = Path(self.model_name).name if Path(self.model_name).is_absolute() else self.model_name
+        is_path = self.model_name.startswith(("/", "~", "package:"))
+        short = Path(self.model_name).name if is_path else self.model_name
         return f"{short} (random weights)" if self.init == "random" else short
 
     def trains_adapters(self, trained: bool = True) -> bool:

@@ -1,12 +1,21 @@
 import os
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from limbeck.errors import ConfigError
 from limbeck.utils import safe_join
-from limbeck.utils.files import JsonCache, Output, cache_dir, content_hash, short_names, write_atomic
+from limbeck.utils.files import (
+    JsonCache,
+    Output,
+    cache_dir,
+    content_hash,
+    kept_conversion,
+    short_names,
+    write_atomic,
+)
 
 
 def test_paths_stay_inside(tmp_path):
@@ -114,3 +123,43 @@ def test_answers_are_kept_and_damaged_ones_are_asked_again(tmp_path):
 def test_names_are_as_short_as_they_can_be() -> None:
     assert short_names(["x/run", "y/run", "z/other"]) == {"x/run": "x/run", "y/run": "y/run", "z/other": "z/other"}
     assert short_names(["a/b/m1", "a/c/m2"]) == {"a/b/m1": "m1", "a/c/m2": "m2"}
+
+
+def test_a_conversion_is_kept_by_what_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+    source, made = tmp_path / "model.gguf", list[Path]()
+    source.write_bytes(b"numbers")
+
+    def convert(folder: Path) -> None:
+        made.append(folder)
+        (folder / "weights").write_bytes(source.read_bytes())
+
+    first = kept_conversion("models", source, "1", convert)
+    assert first is not None
+    assert (first / "weights").read_bytes() == b"numbers"
+    assert kept_conversion("models", source, "1", convert) == first
+    assert len(made) == 1
+    assert kept_conversion("models", source, "2", convert) != first
+    source.write_bytes(b"other numbers")
+    again = kept_conversion("models", source, "1", convert)
+    assert again is not None
+    assert (again / "weights").read_bytes() == b"other numbers"
+    assert len(made) == 3
+
+
+def test_a_conversion_that_fails_or_finds_no_room_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"numbers")
+
+    def fail(folder: Path, error: Exception) -> None:
+        (folder / "half").write_bytes(b"")
+        raise error
+
+    with pytest.raises(ConfigError):
+        kept_conversion("models", source, "1", lambda folder: fail(folder, ConfigError("no model")))
+    assert kept_conversion("models", source, "1", lambda folder: fail(folder, OSError("no space"))) is None
+    assert kept_conversion("models", source, "1", lambda folder: None, needs=1 << 62) is None
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
