@@ -39,6 +39,8 @@ MODULES = (
     "limbeck.evaluation.files",
     "limbeck.evaluation.bits",
     "limbeck.algorithms.xtoken_off_policy_distillation",
+    "limbeck.export",
+    "limbeck.integrations",
     "limbeck.report",
     "limbeck.utils",
     "limbeck.config",
