@@ -10,7 +10,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic.fields import FieldInfo
 
+from limbeck import short_forms
 from limbeck.errors import ConfigError, one_line
 from limbeck.utils.files import safe_join
 
@@ -29,6 +30,7 @@ __all__ = [
     "is_marked",
     "load_config",
     "merge",
+    "models_in",
     "near_name",
     "parse_yaml",
     "read_yaml",
@@ -170,7 +172,9 @@ def _find_run_file(given: str | Path, folder: Path) -> Path:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a run file, or the recipe of that name, and apply overrides such as ``policy.optimizer.kwargs.lr=1e-5``.
+    """Read a run file, or the recipe of that name, and apply overrides such as ``policy.lr=1e-5``.
+
+    Short forms are written out, see :mod:`limbeck.short_forms`.
 
     A run file may name others it builds on, relative to itself or recipes: ``defaults: base.yaml`` or a list of them.
     """
@@ -222,18 +226,19 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for base in bases:
         merged = merge(merged, _load_file(_find_run_file(base, path.parent), (*chain, path)))
-    return merge(merged, data)
+    return merge(merged, short_forms.expand(data))
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Set dotted keys; values are read as YAML (``true``, ``3``, ``1e-5``, ``[1, 2]``, ``null``, text)."""
+    """Set dotted keys, short forms included; values are read as YAML (``true``, ``3``, ``1e-5``, ``[1, 2]``, text)."""
     out = copy.deepcopy(dict(config))
     for item in overrides:
         key, eq, raw = item.partition("=")
         parts = key.strip().split(".")
         if not eq or not all(parts):
             raise ConfigError(f"override {item!r} is not of the form key.sub=value")
-        _set(out, parts, parse_yaml(raw, f"override {item!r}"), item)
+        value = parse_yaml(raw, f"override {item!r}")
+        _set(out, short_forms.long_key(parts, value), value, item)
     return out
 
 
@@ -259,16 +264,17 @@ def _set(root: dict[str, Any], parts: list[str], value: Any, item: str) -> None:
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to a misspelt one, if any is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    # two letters of two short words agree by chance
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6 if len(name) > 3 else 0.75)
     return found[0] if found else None
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     """Every config model that may appear inside an annotation (Optional, unions, lists, dicts)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) is not None or isinstance(annotation, types.UnionType):
-        return [m for arg in typing.get_args(annotation) for m in _models_in(arg)]
+        return list(dict.fromkeys(m for arg in typing.get_args(annotation) for m in models_in(arg)))
     return []
 
 
@@ -280,7 +286,7 @@ def _walk(model: type[BaseModel], path: Sequence[Any]) -> tuple[list[FieldInfo],
         found = [m.model_fields[str(part)] for m in level if str(part) in m.model_fields]
         passed += found
         # numbers of list items and members of unions that were tried are no keys: stay where we are
-        level = [below for field in found for below in _models_in(field.annotation)] or level
+        level = [below for field in found for below in models_in(field.annotation)] or level
     return passed, level
 
 
@@ -290,23 +296,79 @@ def is_marked(model: type[BaseModel], path: Sequence[Any], word: Mapping[str, An
     return any(isinstance(extra, dict) and word.items() <= extra.items() for extra in extras)
 
 
-def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
-    loc = list(error["loc"])
+def dotted_keys(model: type[BaseModel]) -> Iterator[str]:
+    """Every key of a config model and of its sections, dotted."""
+    for name, field in model.model_fields.items():
+        yield name
+        for below in models_in(field.annotation):
+            yield from (f"{name}.{key}" for key in dotted_keys(below))
+
+
+def _without_members(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
+    """An error's place by keys and numbers alone: behind the key of a union pydantic names the member that it tried."""
+    level, found, skip = [model], list[Any](), False
+    for part in loc:
+        if skip:
+            skip = False
+            continue
+        found.append(part)
+        fields = [m.model_fields[str(part)] for m in level if str(part) in m.model_fields]
+        level = [below for field in fields for below in models_in(field.annotation)] or level
+        skip = any(_is_union(field.annotation) for field in fields)
+    return found
+
+
+def _is_union(annotation: Any) -> bool:
+    members = [member for member in typing.get_args(annotation) if member is not type(None)]
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType) and len(members) > 1
+
+
+def _suggestion(model: type[BaseModel], loc: Sequence[Any]) -> str:
+    """What an unknown key may have meant: a key of that name elsewhere, or a near name where it stands."""
+    name, section = str(loc[-1]), ".".join(str(part) for part in loc[:-1])
+    keys = list(dict.fromkeys(dotted_keys(model)))
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    same.sort(key=lambda key: key.partition(".")[0] != section.partition(".")[0])
+    if same:
+        return f"did you mean {same[0]!r}?"
+    known = [field for level in _walk(model, loc[:-1])[1] for field in level.model_fields]
+    known += [key.rpartition(".")[2] for key in short_forms.KEYS if key.rpartition(".")[0] == section]
+    near = near_name(name, known)
+    if near:
+        return f"did you mean {near!r}?"
+    ends = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    far = difflib.get_close_matches(name, list(ends), n=1, cutoff=0.8)
+    return f"did you mean {ends[far[0]]!r}?" if far else "it is not a key there; limbeck schema lists all keys"
+
+
+def _explain(model: type[BaseModel], errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One clause for each thing that is wrong; what was tried of one union is one thing."""
+    places = [_without_members(model, error["loc"]) for error in errors]
+    said: dict[str, list[str]] = {}
+    for error, loc in zip(errors, places, strict=True):
+        deeper = any(len(other) > len(loc) and other[: len(loc)] == loc for other in places)
+        if loc and deeper and len(error["loc"]) > len(loc):
+            continue  # another member of the union came further
+        start, message = _explain_one(model, error, loc)
+        messages = said.setdefault(start, [])
+        if message not in messages:
+            messages.append(message)
+    return [start + "; or ".join(messages) for start, messages in said.items()]
+
+
+def _explain_one(model: type[BaseModel], error: Mapping[str, Any], loc: Sequence[Any]) -> tuple[str, str]:
     dotted = ".".join(str(p) for p in loc)
     if error["type"] == "extra_forbidden":
-        known = [name for level in _walk(model, loc[:-1])[1] for name in level.model_fields]
-        near = near_name(str(loc[-1]), known)
-        hint = f"did you mean {near!r}?" if near else "it is not a key there"
-        return f"unknown key {dotted!r}: {hint}"
+        return f"unknown key {dotted!r}: ", _suggestion(model, loc)
     if error["type"] == "missing":
-        return f"key {dotted!r} is missing"
+        return f"key {dotted!r} is missing", ""
     message = str(error["msg"]).removeprefix("Value error, ")
     if not dotted:
-        return message
+        return "", message
     if is_marked(model, loc, SECRET):
-        return f"{dotted!r}: {message}"
+        return f"{dotted!r}: ", message
     shown = repr(error.get("input"))
-    return f"{dotted!r} is {shown if len(shown) <= 300 else shown[:300] + '...'}: {message}"
+    return f"{dotted!r} is {shown if len(shown) <= 300 else shown[:300] + '...'}: ", message
 
 
 def resolve(model: type[ModelT], data: ModelT | Mapping[str, Any]) -> ModelT:
@@ -322,7 +384,7 @@ def resolve(model: type[ModelT], data: ModelT | Mapping[str, Any]) -> ModelT:
     try:
         return model.model_validate(dict(data))
     except ValidationError as e:
-        raise ConfigError("; ".join(_explain(model, err) for err in e.errors(include_url=False))) from e
+        raise ConfigError("; ".join(_explain(model, e.errors(include_url=False)))) from e
 
 
 def dump_yaml(config: BaseModel | Mapping[str, Any]) -> str:

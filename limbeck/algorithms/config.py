@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from limbeck import short_forms
 from limbeck.algorithms.monitors import MonitorConfig
 from limbeck.algorithms.rewards import RewardConfig
 from limbeck.algorithms.rollouts import GuardConfig
@@ -31,9 +34,11 @@ from limbeck.traces.states import FailedStatesConfig
 from limbeck.utils.checkpoint import CheckpointingConfig
 from limbeck.utils.logger import LoggerConfig
 
+T = TypeVar("T")
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class LoopConfig(_Section):
@@ -42,12 +47,17 @@ class LoopConfig(_Section):
     num_prompts_per_step: int = Field(default=32, ge=1)
     """Records per step over all ranks."""
     max_num_steps: int = Field(default=1000, ge=1, json_schema_extra=FREE)
+    """Optimizer steps after which the run ends."""
     max_num_epochs: int = Field(default=1, ge=1, json_schema_extra=FREE)
+    """Passes over the data after which the run ends, whichever comes first."""
     seed: int = Field(default=42, ge=0, lt=2**32)
+    """Of the order of records, new weights and dropout."""
     val_period: int = Field(default=0, ge=0, json_schema_extra=FREE)
     """Validate every this many steps; 0: not between start and end."""
     val_at_start: bool = Field(default=True, json_schema_extra=FREE)
+    """Validate before the first step."""
     val_at_end: bool = Field(default=True, json_schema_extra=FREE)
+    """Validate after the last step."""
     val_batch_size: int = Field(default=8, ge=1, json_schema_extra=FREE)
     """Records per validation batch on each rank."""
     save_start: bool = Field(default=False, json_schema_extra=FREE)
@@ -61,24 +71,56 @@ class OffPolicyDistillationConfig(LoopConfig):
     """What student and teacher write behind fixed prompts at every validation."""
 
 
+class _RunFile(_Section):
+    """What every run file understands: short forms."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        out = _as_value_error(lambda: short_forms.expand(data))
+        loop = out.get("distillation")
+        given = loop.get("max_num_steps") if isinstance(loop, Mapping) else None
+        if isinstance(loop, LoopConfig):
+            given = loop.max_num_steps
+        steps = given if isinstance(given, int) else LoopConfig().max_num_steps
+        return _as_value_error(lambda: short_forms.write_out_schedule(out, steps))
+
+
+def _as_value_error(make: Callable[[], T]) -> T:
+    """Refusals of the parts as pydantic expects them."""
+    try:
+        return make()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 def _default_loss() -> CrossTokenizerDistillationLossConfig:
     return CrossTokenizerDistillationLossConfig.model_validate({})
 
 
-class MasterConfig(_Section):
-    """A whole run file."""
+class MasterConfig(_RunFile):
+    """Distils teachers of any tokenizer into a student, on texts or conversations."""
 
     policy: PolicyConfig
+    """The student."""
     teacher: TeacherConfig | None = None
     """The teacher; leave it out for cross-entropy alone."""
     teachers: list[TeacherConfig] = []
     """Several teachers, instead of ``teacher``."""
     loss_fn: CrossTokenizerDistillationLossConfig = Field(default_factory=_default_loss)
+    """What is minimised."""
     data: DataConfig
+    """What is read."""
     distillation: OffPolicyDistillationConfig = OffPolicyDistillationConfig()
+    """How long, and when it is validated."""
     logger: LoggerConfig = Field(default=LoggerConfig(), json_schema_extra=FREE)
+    """The run folder and where metrics go."""
     cluster: ClusterConfig = Field(default=ClusterConfig(), json_schema_extra=FREE)
+    """Where the processes of a run come from."""
     checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(), json_schema_extra=FREE)
+    """When to save, and what to keep."""
 
     @model_validator(mode="after")
     def _consistent(self) -> MasterConfig:
@@ -222,22 +264,19 @@ class OnPolicyMasterConfig(MasterConfig):
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
-def _as_value_error(make: Any) -> None:
-    """Refusals of the parts as pydantic expects them."""
-    try:
-        make()
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
 class TraceLossConfig(_Section):
     """total = policy.weight x policy + alpha x hint + beta x preference."""
 
     policy: PolicyLossConfig = PolicyLossConfig()
+    """The policy channel: rewards."""
     hint: HintLossConfig = HintLossConfig()
+    """The hint channel: failed messages."""
     preference: PreferenceLossConfig = PreferenceLossConfig()
+    """The preference channel."""
     alpha: WeightConfig = WeightConfig(value=1.0)
+    """Weight of the hint channel over the steps; a number, or a schedule."""
     beta: WeightConfig = WeightConfig(value=1.0)
+    """Weight of the preference channel over the steps; a number, or a schedule."""
     block_rows: int = Field(default=512, ge=1)
     """Rows that pass through the head at a time."""
 
@@ -249,7 +288,7 @@ class TraceLossConfig(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> TraceLossConfig:
         for section in (self.policy, self.hint, self.preference):
-            _as_value_error(lambda part=section: part.spec(self.block_rows))
+            _as_value_error(partial(section.spec, self.block_rows))
         return self
 
 
@@ -259,21 +298,30 @@ class TraceTrainingConfig(LoopConfig):
     num_prompts_per_step: int = Field(default=8, ge=1)
     """Traces per step over all ranks."""
     monitor: MonitorConfig = Field(default=MonitorConfig(), json_schema_extra=FREE)
+    """Figures that show a collapse early."""
 
 
-class TraceMasterConfig(_Section):
-    """A whole run file."""
+class TraceMasterConfig(_RunFile):
+    """Trains a student on agent traces: rewards, hints at failed messages, preference pairs."""
 
     algorithm: Literal["trace_distillation"] = "trace_distillation"
+    """``trace_distillation`` trains on agent traces; left out: cross-tokenizer distillation."""
     policy: PolicyConfig
+    """The student."""
     teacher: TeacherConfig | None = None
     """Another model, of any family, that reads the hints; default: the student itself (``loss.hint.self_teacher``)."""
     traces: TracesConfig
+    """What is read."""
     loss: TraceLossConfig = TraceLossConfig()
+    """What is minimised."""
     distillation: TraceTrainingConfig = TraceTrainingConfig()
+    """How long, and when it is validated."""
     logger: LoggerConfig = Field(default=LoggerConfig(), json_schema_extra=FREE)
+    """The run folder and where metrics go."""
     cluster: ClusterConfig = Field(default=ClusterConfig(), json_schema_extra=FREE)
+    """Where the processes of a run come from."""
     checkpointing: CheckpointingConfig = Field(default=CheckpointingConfig(), json_schema_extra=FREE)
+    """When to save, and what to keep."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TraceMasterConfig:

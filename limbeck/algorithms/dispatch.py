@@ -21,6 +21,11 @@ _ALGORITHMS = {
 }
 
 
+def run_file_models() -> dict[str, type[BaseModel]]:
+    """The configuration class of every algorithm's run files, the default's first."""
+    return {name: getattr(import_module(path), model) for name, (path, model) in _ALGORITHMS.items()}
+
+
 def resolve_run(raw_config: Mapping[str, Any]) -> tuple[BaseModel, Callable[[Any], Path]]:
     """The validated configuration of a run file, and the function that runs it."""
     name = raw_config.get("algorithm", DEFAULT)

@@ -40,7 +40,7 @@ _DISJOINT = 0.95 * math.log(2)
 class MonitorConfig(BaseModel):
     """Figures that show a collapse early: entropy, divergence by token class, mass on format tokens, length."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     period: int = Field(default=10, ge=0)
     """Measure every this many steps; 0: never."""
@@ -49,6 +49,7 @@ class MonitorConfig(BaseModel):
     generate: int = Field(default=2, ge=0)
     """Answers written greedily at each validation, to measure their length."""
     max_new_tokens: int = Field(default=64, ge=1)
+    """Most tokens of such an answer."""
 
 
 class CollapseMonitor:

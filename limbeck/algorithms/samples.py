@@ -32,7 +32,7 @@ _REFERENCE_CHARACTERS = 400
 class SamplesConfig(BaseModel):
     """Greedy continuations of fixed prompts, written to ``samples.jsonl`` of the run folder at every validation."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     number: int | None = Field(default=None, ge=0)
     """Prompts from the first validation records; 0: none. Default: 2, and none where the student is sharded over ranks,
@@ -42,6 +42,7 @@ class SamplesConfig(BaseModel):
     prompt_characters: int = Field(default=160, ge=1)
     """How much of a text is the prompt, at most half of it; a conversation is shown up to its last answer."""
     max_new_tokens: int = Field(default=40, ge=1)
+    """Most tokens of a continuation."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,21 @@ def application() -> typer.Typer:
     """All commands as one typer application."""
     import typer
 
-    from limbeck.cli import align, check, demo, doctor, evaluate, export, plan, project, recipes, report, traces, train
+    from limbeck.cli import (
+        align,
+        check,
+        demo,
+        doctor,
+        evaluate,
+        export,
+        plan,
+        project,
+        recipes,
+        report,
+        schema,
+        traces,
+        train,
+    )
 
     app = typer.Typer(
         name="limbeck",
@@ -111,6 +125,7 @@ def application() -> typer.Typer:
     app.command("report")(report.report_command)
     app.command("export")(export.export_command)
     app.command("plan")(plan.plan_command)
+    app.command("schema")(schema.schema_command)
     app.add_typer(recipes.recipes_app, name="recipes")
     app.add_typer(traces.traces_app, name="traces")
     return app

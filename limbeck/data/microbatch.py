@@ -118,29 +118,38 @@ class ProcessedMicrobatch:
 class BatchingConfig(BaseModel):
     """Micro-batches by token budget instead of by number of rows."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     enabled: bool = False
+    """Switch it on; ``dynamic_batching`` and ``sequence_packing`` exclude each other."""
     train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one training micro-batch, padding included; needed where this is enabled."""
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
+    """The same where a model only scores; default: ``train_mb_tokens``."""
     teacher_mb_tokens: int | list[int] | None = None
+    """The same for teachers, one number or one per teacher; default: ``train_mb_tokens``."""
     sequence_length_round: int = Field(default=1, ge=1)
+    """Lengths are rounded up to a multiple of this, so that shapes repeat (kernels, ``compile``)."""
 
 
 class PackingConfig(BatchingConfig):
     """Several samples in one sequence, attention within each of them."""
 
     algorithm: str = Field(default=ALGORITHM, json_schema_extra=FREE)
+    """Other names than first-fit decreasing are read and mean it."""
 
 
 class MicrobatchConfig(BaseModel):
     """The part of a policy's configuration that decides what one forward pass takes."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     dtensor_cfg: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
+    """How the model lies over devices: FSDP, tensor and context parallel."""
     dynamic_batching: BatchingConfig = BatchingConfig()
+    """Micro-batches of rows of similar length, up to a budget of tokens."""
     sequence_packing: PackingConfig = PackingConfig()
+    """Micro-batches of several samples in one row; attention stays within each sample."""
 
     @property
     def packed(self) -> bool:

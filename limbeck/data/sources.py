@@ -36,13 +36,16 @@ _CHECK_AT_START_BYTES = 64 << 20
 class ReadingConfig(BaseModel):
     """How records are read, and what happens to those that cannot be used."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     mode: Literal["text", "chat"] = "text"
     """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it)."""
     text_key: str = "text"
+    """Key of the text in jsonl, parquet and arrow records."""
     messages_key: str = "messages"
+    """Key of the conversation in chat records."""
     tools_key: str | None = "tools"
+    """Key of a conversation's tools; null: they are not read."""
     format: Literal["auto", "jsonl", "parquet", "arrow", "text"] = "auto"
     """``auto`` goes by the file name."""
     split_documents: Literal["file", "blank_lines"] = "file"
@@ -50,6 +53,7 @@ class ReadingConfig(BaseModel):
     join_to_bytes: int | None = Field(default=None, ge=1)
     """Group neighbouring documents into records of up to this many bytes; they stay separate documents."""
     max_document_bytes: int = Field(default=1 << 20, ge=16)
+    """Longest document in UTF-8 bytes; see ``long_documents``."""
     long_documents: Literal["split", "skip", "error"] = "split"
     """What happens to a longer document; a conversation cannot be split and is skipped instead."""
     on_bad_record: Literal["error", "skip"] = "error"
@@ -59,7 +63,9 @@ class ReadingConfig(BaseModel):
     cache_dir: str | None = Field(default=None, json_schema_extra=FREE)
     """Where compressed and parquet files are unpacked; default ``$LIMBECK_CACHE`` or ``~/.cache/limbeck``."""
     hub_subset: str | None = None
+    """``hf:`` data: the configuration of the data set."""
     hub_split: str = "train"
+    """``hf:`` data: the split to train on."""
 
     @property
     def key(self) -> str:
@@ -78,9 +84,12 @@ class DataConfig(ReadingConfig):
     train: str | list[str]
     """Files, globs, folders, or ``hf:owner/name`` for a data set on the hub."""
     validation: str | list[str] | None = None
+    """The same for validation; without it nothing is validated."""
     hub_validation_split: str = "validation"
+    """``hf:`` data: the split to validate on."""
 
     shuffle: bool = True
+    """Draw a new order of records in every epoch."""
     num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
     """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
     which must not wait for text, and none elsewhere."""

@@ -20,11 +20,14 @@ from limbeck.errors import ConfigError, LimbeckError
 class ClusterConfig(BaseModel):
     """Where the processes of a run come from."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     num_nodes: int = Field(default=1, ge=1)
+    """Machines of the run: Ray starts processes on as many, those of torchrun are counted against it."""
     gpus_per_node: int | None = Field(default=None, ge=0)
+    """Accelerators of each machine; default: as many as there are, 0: none."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """How processes talk; ``auto``: nccl between GPUs, gloo between CPUs."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds that the processes wait for one that does not answer, before the run ends."""
     launcher: Literal["local", "ray"] = "local"

@@ -27,16 +27,20 @@ CONTEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 class ParallelConfig(BaseModel):
     """Parallel layout of a model: the section ``dtensor_cfg``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     enabled: bool = True
+    """Published key without effect: the sizes below decide."""
     cpu_offload: bool = False
     """With ``fsdp``: keep shards, gradients and optimizer state in main memory."""
     sequence_parallel: bool = False
     """With tensor parallelism: split hidden states between attention and MLP along the sequence."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share each layer's weights."""
     context_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share each sequence."""
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
     """How ranks that share a sequence attend: ``auto`` and ``gather`` to gathered keys and values. ``ring`` is gone."""
     fsdp: bool = False

@@ -66,23 +66,29 @@ class HintSpec:
 class HintLossConfig(BaseModel):
     """The hint channel: how the student follows a teacher that reads the hint."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     divergence: Direction = "reverse"
     """reverse: KL(student||teacher); forward; jsd."""
     jsd_beta: float = 0.5
+    """With ``divergence: jsd``: M = (1 - beta) student + beta teacher; 0: forward, 1: reverse."""
     jsd_rescale: bool = False
+    """Divide JSD by beta (1 - beta); needed within .05 of the ends."""
     jsd_patience: int = Field(default=1, ge=1)
     """Steps in a row near the maximum of JSD that stop the run."""
     topk: int | None = Field(default=None, ge=1)
     """Tokens kept besides a tail bucket; default: the whole vocabulary."""
     topk_by: ChosenBy = "student"
+    """Whose most likely tokens those are."""
     entry_clip: float | None = Field(default=None, gt=0)
+    """Most that one vocabulary entry may add."""
     temperature: float = Field(default=1.0, gt=0)
+    """Divides both sides' logits."""
     self_teacher: SelfTeacherKind = "frozen"
     """The hinted teacher, unless `teacher` names another model: the student's start, a moving average of its weights,
     start and present mixed, or the present itself."""
     ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    """With ``self_teacher: ema``: share of the average that stays at each step."""
     trust_region: float = Field(default=0.05, gt=0, lt=1)
     """Share of the present student in the mixture (in log space) with its start."""
     projection_matrix_path: str | None = None

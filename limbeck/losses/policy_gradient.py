@@ -87,17 +87,22 @@ class PolicyGradientSpec:
 class PolicyLossConfig(BaseModel):
     """The policy channel: what rewards do."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     weight: float = Field(default=1.0, ge=0)
+    """Factor of the channel in the total."""
     mode: PolicyMode = "auto"
     """`auto`: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
     clip_low: float = 0.2
+    """A ratio of probabilities is cut to 1 less this at least."""
     clip_high: float = 0.2
+    """A ratio of probabilities is cut to 1 plus this at most."""
     divisor: float = 1024.0
     """Dr. GRPO: tokens per sequence that sums are divided by."""
     normalisation: Normalisation | None = None
+    """What a mean is taken over: tokens, sequences, or the fixed ``divisor``; default: as the mode says."""
     std_eps: float = 1e-6
+    """Added to a group's standard deviation where advantages are divided by it."""
 
     def spec(self, block_rows: int) -> PolicyGradientSpec:
         """Settings of the loss."""

@@ -60,13 +60,16 @@ class PreferenceSpec:
 class PreferenceLossConfig(BaseModel):
     """The preference channel."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     kind: PreferenceKind = "dpo"
+    """Which preference loss."""
     beta: float = 0.1
     """Sharpness of the preference, not the channel's weight (that is `loss.beta`)."""
     gamma: float = 0.5
+    """SimPO: the margin between a chosen and a rejected answer."""
     label_smoothing: float = 0.0
+    """Share of pairs that are taken to be the wrong way round."""
 
     def spec(self, block_rows: int) -> PreferenceSpec:
         """Settings of the loss."""

@@ -171,14 +171,20 @@ class WeightSchedule:
 class WeightConfig(BaseModel):
     """A channel's weight over the steps; a plain number stands for `value`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     value: float = Field(default=0.0, ge=0)
+    """The weight, after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which it rises linearly from 0."""
     decay: Decay = "none"
+    """How it falls later: not at all, linearly, or along a cosine."""
     decay_start: int = Field(default=0, ge=0)
+    """Step at which it begins to fall."""
     decay_steps: int = Field(default=0, ge=0)
+    """Steps over which it falls."""
     final: float = Field(default=0.0, ge=0)
+    """What it falls to."""
 
     def schedule(self) -> WeightSchedule:
         """The weight as the trainer reads it."""

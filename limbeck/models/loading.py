@@ -47,12 +47,14 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 class TokenizerConfig(BaseModel):
     """Where the tokenizer comes from; default: the model's own."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     name: str | None = None
+    """Folder, file, hub id or ``package:NAME/FILE``; default: the model's own."""
     chat_template: str | None = None
     """Template text, or a path to a ``.jinja`` file; default: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
+    """Arguments for the chat template, such as ``{enable_thinking: false}``."""
     bos: Literal["auto"] | bool = "auto"
     """Put the begin token in front of every text, or none; ``auto``: as the tokenizer does by itself."""
 
@@ -60,11 +62,14 @@ class TokenizerConfig(BaseModel):
 class CompileConfig(BaseModel):
     """torch.compile of the model's body. Round lengths up (``sequence_length_round``) to bound recompilation."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     enabled: bool = False
+    """Switch it on; ``compile: true`` is short for this."""
     mode: str | None = None
+    """torch.compile's mode, such as ``max-autotune``."""
     dynamic: bool | None = None
+    """torch.compile's dynamic shapes; default: as it chooses."""
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -81,10 +86,13 @@ class ModelConfig(MicrobatchConfig):
     """Folder, hub id, GGUF file, or the folder of a run, whose newest checkpoint is meant; with ``init: random`` also a
     folder or hub id that only gives the configuration."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """The model's tokenizer and chat template."""
     init: Literal["pretrained", "random"] = "pretrained"
+    """``random`` draws new weights instead of loading them."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration; with ``init: random`` and no ``model_name`` it must hold model_type."""
     logprob_batch_size: int = Field(default=1, ge=1)
+    """Rows per forward pass where the model only scores."""
     max_total_sequence_length: int = Field(default=2048, ge=1)
     """Longest sequence of this model in tokens; more than its positions is an error."""
     precision: Precision = "auto"
@@ -93,12 +101,18 @@ class ModelConfig(MicrobatchConfig):
     param_dtype: Dtype | None = None
     """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
     attn_implementation: str | None = None
+    """Attention of transformers: ``sdpa``, ``flex_attention``, ``flash_attention_2``, ``eager``; default: as it
+    chooses."""
     trust_remote_code: bool = False
+    """Run Python code from the model's folder; only for models that you trust."""
     allow_missing: bool = False
     """Load a folder whose weights do not fit the model: what it lacks is random, what it has too much is ignored."""
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
+    """Widths of batches are rounded up to a multiple of this."""
     lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""
     compile: CompileConfig = CompileConfig()
+    """torch.compile of the model; ``true`` for its defaults."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,15 +17,22 @@ from limbeck.models.causal import unwrap
 class LoraConfig(BaseModel):
     """Low-rank adapters through peft; only they are trained, and they are merged on export."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     enabled: bool = True
+    """False trains all weights, as without this section."""
     r: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
     alpha: float = 32.0
+    """Adapters are scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapters' inputs that is dropped in training."""
     target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: names, a pattern, or ``all-linear``."""
     modules_to_save: list[str] | None = None
+    """Modules that are trained whole beside the adapters, such as ``embed_tokens``."""
     use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead."""
 
 
 def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:

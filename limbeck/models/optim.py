@@ -22,13 +22,26 @@ _NUMBERS = _NUMBERS_LIKE.keys()
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")
 
 
+DEFAULT_ARGUMENTS: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.0}
+
+
 class OptimizerConfig(BaseModel):
     """An optimizer by dotted name, such as ``torch.optim.AdamW``."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
-    name: str
+    name: str = "torch.optim.AdamW"
+    """The class; words such as ``adamw`` and ``sgd`` stand for torch's."""
     kwargs: dict[str, Any] = {}
+    """Its arguments; ``lr`` is the learning rate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_the_default(cls, data: Any) -> Any:
+        """Without a name the arguments given are changes of the default optimizer's."""
+        if isinstance(data, Mapping) and "name" not in data and isinstance(data.get("kwargs"), Mapping):
+            return {**data, "kwargs": {**DEFAULT_ARGUMENTS, **data["kwargs"]}}
+        return data
 
     @model_validator(mode="after")
     def _numbers(self) -> OptimizerConfig:
@@ -42,11 +55,14 @@ class OptimizerConfig(BaseModel):
 class SchedulerConfig(BaseModel):
     """One schedule by dotted name; in a list, one entry may hold the ``milestones`` at which the next one begins."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     name: str | None = None
+    """A schedule of ``torch.optim.lr_scheduler`` or a ``transformers.optimization.get_...`` function."""
     kwargs: dict[str, Any] = {}
+    """Its arguments; steps are optimizer steps."""
     milestones: list[int] | None = None
+    """Steps at which the next schedule of the list takes over."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> SchedulerConfig:

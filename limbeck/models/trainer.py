@@ -26,6 +26,7 @@ from limbeck.models.causal import is_lora
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import adapter_state, load_adapter_state
 from limbeck.models.optim import (
+    DEFAULT_ARGUMENTS,
     OptimizerConfig,
     SchedulerConfig,
     build_optimizer,
@@ -45,13 +46,19 @@ Monitor = Callable[[Tensor, Head, Sequence[Signal], Any], Mapping[str, Pair]]
 class TrainingConfig(BaseModel):
     """How the weights of a model are trained."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     train_global_batch_size: int = Field(default=32, ge=1)
+    """Records per optimizer step over all ranks; default: ``distillation.num_prompts_per_step``, which must be a
+    multiple."""
     train_micro_batch_size: int = Field(default=1, ge=1)
+    """Rows per forward pass on each rank; gradients of micro-batches add up."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    optimizer: OptimizerConfig = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-5, "weight_decay": 0.0})
+    """Gradients are scaled down to this norm; null: never."""
+    optimizer: OptimizerConfig = OptimizerConfig(kwargs=DEFAULT_ARGUMENTS)
+    """Which optimizer; a section without a name changes settings of AdamW."""
     scheduler: SchedulerConfig | list[SchedulerConfig] | None = None
+    """Learning rate over the steps: one schedule, or several in a row; default: constant."""
 
 
 @dataclass(frozen=True)

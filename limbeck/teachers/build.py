@@ -29,8 +29,11 @@ class TeacherConfig(PolicyConfig):
 
     # how a teacher is batched decides only how it is scored with
     dynamic_batching: BatchingConfig = Field(default=BatchingConfig(), json_schema_extra=FREE)
+    """As of ``policy``."""
     sequence_packing: PackingConfig = Field(default=PackingConfig(), json_schema_extra=FREE)
+    """As of ``policy``."""
     logprob_batch_size: int = Field(default=1, ge=1, json_schema_extra=FREE)
+    """Rows per forward pass."""
     cache: str | None = None
     """Folder written by ``limbeck cache``: train from stored signals, without the teacher's weights."""
     cache_k: int = Field(default=128, ge=1)

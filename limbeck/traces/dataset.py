@@ -38,11 +38,14 @@ from limbeck.traces.sites import Site
 class ChannelSwitches(BaseModel):
     """Which channels are collated and trained at all; their weights are in ``loss``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     policy: bool = True
+    """Rewards of whole traces (policy gradient)."""
     hint: bool = True
+    """Failed messages, followed with a hint."""
     preference: bool = True
+    """Pairs of a better and a worse message."""
 
     @model_validator(mode="after")
     def _some(self) -> ChannelSwitches:
@@ -54,17 +57,20 @@ class ChannelSwitches(BaseModel):
 class TracesConfig(BaseModel):
     """What is read, and how traces become rows of the three channels."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     train: str | list[str]
     """Agent logs or canonical traces; files or globs."""
     validation: str | list[str] | None = None
+    """Traces to validate on; default: those of ``train``."""
     format: str | None = None
     """Log format; default: by each file's content."""
     detectors: Literal["standard", "extended"] = "standard"
+    """Which signs of a failed call count; ``extended`` also takes failures that carry no flag in the log."""
     redact: bool = True
     """Take keys, tokens and passwords out of logs."""
     strip_reasoning: bool = False
+    """Leave out the assistant's reasoning parts."""
     sites: str | None = None
     """Site file of ``limbeck traces sites`` (with hooks or judges of your own); default: sites are found here."""
     pairs: str | list[str] = []
@@ -78,22 +84,26 @@ class TracesConfig(BaseModel):
     hint_placement: Placement | None = None
     """Default: what the chat template carries out, found by a probe."""
     channels: ChannelSwitches = ChannelSwitches()
+    """Which channels are trained."""
     groups: Literal["group_id", "none"] = "group_id"
     """Which traces share an advantage: those with one group id, over the whole data set; or none."""
     min_group_size: int = Field(default=1, ge=1)
     """Smaller groups take no part in the policy channel (a group of one has advantage 0)."""
     reward_key: str = "final_reward"
+    """Where a trace's own data keeps its reward."""
     max_seq_length: int = Field(default=4096, ge=1)
     """Longest sequence of the policy and hint channels; at most ``policy.max_total_sequence_length``."""
     policy_cut: Literal["right", "left"] = "right"
     """Which end of a longer trace its policy row leaves out; ``left`` goes without behaviour log-probs."""
     max_pair_seq_length: int = Field(default=2048, ge=1)
+    """Longest sequence of the preference channel."""
     max_teacher_seq_length: int | None = Field(default=None, ge=1)
     """Longest hinted sequence; default: ``max_seq_length``, and never more than the hinted model's
     ``max_total_sequence_length``."""
     on_bad_trace: Literal["error", "skip"] = "error"
     """A trace that the chat template refuses: stop, or leave it out and count it."""
     shuffle: bool = True
+    """Draw a new order of traces in every epoch."""
     num_workers: int | None = Field(default=None, ge=0, json_schema_extra=FREE)
     """As ``data.num_workers``."""
 

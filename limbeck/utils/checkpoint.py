@@ -39,22 +39,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class CheckpointingConfig(BaseModel):
     """When and where to save, and what to keep."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     enabled: bool = True
+    """False writes no checkpoint: such a run cannot be resumed."""
     checkpoint_dir: str | None = None
     """Default: ``checkpoints`` inside the run folder."""
     metric_name: str | None = None
     """Metric that ranks checkpoints, as logged (``val/bpb``; the published form ``val:loss`` is read too)."""
     higher_is_better: bool = False
+    """Whether a larger ``metric_name`` is the better one."""
     keep_top_k: int | None = Field(default=3, ge=1)
     """Best k by the metric (latest k without one) and always the latest; null keeps all."""
     save_period: int = Field(default=0, ge=0)
     """Save every this many steps; 0: only at the end, by time or on a signal."""
     save_every_minutes: float | None = Field(default=None, gt=0)
+    """Save when this much time has passed since the last checkpoint."""
     checkpoint_must_save_by: str | None = None
     """``DD:HH:MM:SS`` (or shorter, ``MM:SS``) after start: save then, and stop the run."""
     save_on_sigterm: bool = True
+    """On SIGTERM save, and stop with exit code 75."""
 
 
 def parse_duration(text: str) -> float:

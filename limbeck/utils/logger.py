@@ -30,17 +30,22 @@ SAMPLES_NAME = "samples.jsonl"
 class LoggerConfig(BaseModel):
     """Where metrics go. ``log_dir`` is the run folder."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     log_dir: str = "runs/default"
+    """The run folder."""
     tensorboard_enabled: bool = True
+    """Write TensorBoard's event files into the run folder."""
     wandb_enabled: bool = False
+    """Send metrics to Weights & Biases (``limbeck[wandb]``)."""
     trackio_enabled: bool = False
+    """Send metrics to trackio (``limbeck[trackio]``)."""
     monitor_gpus: bool = False
     """Log the accelerator memory of rank 0 with every step."""
     progress: bool = True
     """A bar where the command line shows one, a line every ``print_seconds`` elsewhere."""
     print_seconds: float = Field(default=10.0, ge=0)
+    """Seconds between two printed lines; 0: one per step."""
     tensorboard: dict[str, Any] = {}
     """Arguments of ``SummaryWriter``."""
     wandb: dict[str, Any] = {}

@@ -21,7 +21,7 @@ ServerFailure = HttpFailure
 class ServerConfig(BaseModel):
     """An OpenAI-compatible server with prompt log-probabilities, as vLLM serves them, and how to treat it."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     url: str = Field(json_schema_extra=SECRET)
     """Base address, up to and including ``/v1``."""
@@ -34,6 +34,7 @@ class ServerConfig(BaseModel):
     concurrency: int = Field(default=8, ge=1)
     """Requests in flight from each training process."""
     prompts_per_request: int = Field(default=4, ge=1)
+    """Rows that travel in one request."""
     tokens_per_request: int = Field(default=8192, ge=1)
     """Prompts are put together up to this many tokens; a longer one travels alone."""
     timeout: float = Field(default=120.0, gt=0)
@@ -43,9 +44,11 @@ class ServerConfig(BaseModel):
     backoff: float = Field(default=1.0, ge=0)
     """Seconds before the second attempt; doubles with each."""
     max_backoff: float = Field(default=60.0, ge=0)
+    """Longest wait between two attempts, in seconds."""
     tokens_per_minute: float = Field(default=0.0, ge=0)
     """Limit of each training process; 0: none."""
     requests_per_minute: float = Field(default=0.0, ge=0)
+    """Limit of each training process; 0: none."""
     on_failure: Literal["stop", "skip"] = "stop"
     """What happens when a row cannot be scored: stop the run, or train it without this teacher and count it."""
     give_up_after: int = Field(default=64, ge=1)
