@@ -92,7 +92,7 @@ def make_collator(
         ctx_length_teacher=teacher_lengths(config),
         make_seq_div_by_student=config.policy.make_sequence_length_divisible_by,
         make_seq_div_by_teacher=[t.make_sequence_length_divisible_by for t in teachers],
-        mode=data.mode,
+        mode=data.detected_mode(),
         append_eos=data.append_eos,
         on_error="skip" if data.on_bad_record == "skip" else "raise",
         student_template=_template(config.policy),

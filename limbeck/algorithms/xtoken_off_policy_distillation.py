@@ -442,7 +442,7 @@ class OffPolicyLoop(TrainingLoop):
                     self.teachers,
                     self.val_loader.dataset,
                     sections=[config.policy, *config.all_teachers],
-                    chat=config.data.mode == "chat",
+                    chat=config.data.detected_mode() == "chat",
                 )
             return self.prompts.write()
         except Exception as error:

@@ -14,7 +14,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -31,6 +31,7 @@ OPEN_FILES = 128
 INDEX_ON_DISK = 32 << 20
 """Bytes of a text file from which its index is kept in the cache folder."""
 _SIZES_AT_ONCE = 1 << 16
+_RECORDS_TRIED = 16
 
 
 class BadRecord(Exception):
@@ -39,6 +40,10 @@ class BadRecord(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+Columns = Callable[[list[str]], list[str]]
+"""Which columns of a columnar file are read, of those that it has; the first is the one whose bytes count."""
 
 
 class Reader(Protocol):
@@ -57,6 +62,16 @@ class Reader(Protocol):
     def location(self, number: int) -> str:
         """``file:line`` of record ``number`` for messages."""
         ...
+
+
+def from_json(value: Any, key: str) -> Any:
+    """A value, or what its JSON text stands for; raises BadRecord. Columnar files often keep nested values as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("malformed_json", f"{key!r} is text but not valid JSON ({error})") from None
 
 
 class SpanIndex:
@@ -226,11 +241,10 @@ class TextReader(_Spans):
 class ArrowReader:
     """Rows of an Arrow file (file or stream format), memory-mapped."""
 
-    def __init__(self, path: str, plain: str, key: str, optional: list[str]) -> None:
+    def __init__(self, path: str, plain: str, columns: Columns) -> None:
         self.path = path
         self._plain = plain
-        self._key = key
-        self._optional = optional
+        self._columns = columns
         self._table: Any = None
         self._check(self._open())
         self._rows = int(self._open().num_rows)
@@ -264,15 +278,14 @@ class ArrowReader:
             names = table.column_names
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path} is not a readable Arrow file: {one_line(error)}.") from error
-        _require_column(self.path, self._key, names)
-        self._table = table.select([self._key, *(name for name in self._optional if name in names)])
+        self._table = table.select(self._columns(names))
         return self._table
 
     def __len__(self) -> int:
         return self._rows
 
     def sizes(self) -> Iterator[np.ndarray]:
-        yield column_sizes(self._open().column(self._key))
+        yield column_sizes(self._open().column(0))
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"
@@ -288,16 +301,19 @@ class ArrowReader:
         return {**self.__dict__, "_table": None}
 
 
-def parquet_as_arrow(path: str, key: str, optional: list[str], cache_dir: str | None) -> str:
+def parquet_as_arrow(path: str, columns: Columns, cache_dir: str | None) -> str:
     """The needed columns of a parquet file as an Arrow file, unpacked once: parquet has no random access to rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    try:
+        names = columns(pq.read_schema(path).names)
+    except (pa.ArrowException, MemoryError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
+
     def fill(target: str) -> None:
         try:
             with pq.ParquetFile(path) as source:
-                _require_column(path, key, source.schema_arrow.names)
-                names = [key, *(name for name in optional if name in source.schema_arrow.names)]
                 schema = pa.schema([source.schema_arrow.field(name) for name in names])
                 with pa.OSFile(target, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                     for batch in source.iter_batches(batch_size=1024, columns=names):
@@ -305,32 +321,33 @@ def parquet_as_arrow(path: str, key: str, optional: list[str], cache_dir: str | 
         except (pa.ArrowException, MemoryError) as error:
             raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
 
-    return cached_copy(path, f"arrow:{key}:{','.join(optional)}", cache_dir, fill)
+    return cached_copy(path, f"arrow:{','.join(names)}", cache_dir, fill)
+
+
+def _hub_data(spec: str, subset: str | None, split: str) -> Any:
+    name = spec.removeprefix(HUB_PREFIX)
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"Reading {spec} needs the datasets package; install it with pip install datasets.") from None
+    try:
+        data = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().split("\n")[0].rstrip(".")
+        raise DataError(
+            f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}; "
+            "check the name and the network, or give local files."
+        ) from error
+    return data
 
 
 class HubReader:
     """A split of a data set on the hub, which the ``datasets`` package keeps memory-mapped in its cache."""
 
-    def __init__(self, spec: str, key: str, optional: list[str], subset: str | None, split: str) -> None:
+    def __init__(self, spec: str, columns: Columns, subset: str | None, split: str) -> None:
         self.path = spec
-        self._key = key
-        name = spec.removeprefix(HUB_PREFIX)
-        try:
-            import datasets
-        except ImportError:
-            raise DataError(
-                f"Reading {spec} needs the datasets package; install it with pip install datasets."
-            ) from None
-        try:
-            data = datasets.load_dataset(name, subset, split=split)
-        except (OSError, ValueError, RuntimeError) as error:
-            first = str(error).strip().split("\n")[0].rstrip(".")
-            raise DataError(
-                f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}; "
-                "check the name and the network, or give local files."
-            ) from error
-        _require_column(spec, key, data.column_names)
-        self._data = data.select_columns([key, *(column for column in optional if column in data.column_names)])
+        data = _hub_data(spec, subset, split)
+        self._data = data.select_columns(columns(data.column_names))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -338,7 +355,11 @@ class HubReader:
     def sizes(self) -> Iterator[np.ndarray]:
         # A selection of rows is kept beside the table, so the column alone would tell other rows' sizes.
         selected = self._data._indices is not None
-        yield np.zeros(len(self._data), dtype=np.int64) if selected else column_sizes(self._data.data.column(self._key))
+        yield (
+            np.zeros(len(self._data), dtype=np.int64)
+            if selected
+            else column_sizes(self._data.data.column(self._data.column_names[0]))
+        )
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"
@@ -358,35 +379,54 @@ def column_sizes(column: Any) -> np.ndarray:
     return sizes.astype(np.int64)
 
 
-def _require_column(path: str, key: str, names: list[str]) -> None:
-    if key not in names:
-        raise DataError(f"{path} has no column {key!r}; it has {', '.join(names) or 'none'}.")
+def keys_of(path: str, format: str, cache_dir: str | None, hub_subset: str | None, hub_split: str) -> list[str]:
+    """The keys of a file's first usable record; none for plain text, and where no record can be read."""
+    if path.startswith(HUB_PREFIX):
+        return list(_hub_data(path, hub_subset, hub_split).column_names)
+    kind = format_of(path, format)
+    if kind == "text":
+        return []
+    if kind == "jsonl":
+        reader = JsonlReader(path, cache_dir)
+        for number in range(min(len(reader), _RECORDS_TRIED)):
+            with suppress(BadRecord):
+                return list(reader.row(number))
+        return []
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "arrow":
+        return list(ArrowReader(path, unpacked(path, cache_dir), list)._open().column_names)
+    try:
+        return list(pq.read_schema(unpacked(path, cache_dir)).names)
+    except (pa.ArrowException, MemoryError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
 
 
 def open_reader(
     path: str,
     *,
     format: str,
-    key: str,
-    optional: list[str],
+    columns: Columns,
+    text_key: str,
     cache_dir: str | None,
     paragraphs: bool = False,
     text_limit: int | None = None,
     hub_subset: str | None = None,
     hub_split: str = "train",
 ) -> Reader:
-    """The reader for one file or hub id; ``key`` is the column that every record must have."""
+    """The reader for one file or hub id; ``text_key``: the key under which plain text is handed out."""
     if path.startswith(HUB_PREFIX):
-        return HubReader(path, key, optional, hub_subset, hub_split)
+        return HubReader(path, columns, hub_subset, hub_split)
     kind = format_of(path, format)
     if kind == "jsonl":
         return JsonlReader(path, cache_dir)
     if kind == "text":
-        return TextReader(path, key, cache_dir, paragraphs=paragraphs, limit=text_limit)
+        return TextReader(path, text_key, cache_dir, paragraphs=paragraphs, limit=text_limit)
     plain = unpacked(path, cache_dir)
     if kind == "parquet":
-        plain = parquet_as_arrow(plain, key, optional, cache_dir)
-    return ArrowReader(path, plain, key, optional)
+        plain = parquet_as_arrow(plain, columns, cache_dir)
+    return ArrowReader(path, plain, columns)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

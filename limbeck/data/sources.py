@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,8 @@ import torch.utils.data
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.config import FREE, resolve
-from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, open_reader
+from limbeck.data.forms import chat_form, detect
+from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, from_json, keys_of, open_reader
 from limbeck.data.spans import split_spans
 from limbeck.errors import ConfigError, DataError
 from limbeck.utils.files import Stamp, short_names, stamp_files
@@ -38,8 +40,9 @@ class ReadingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    mode: Literal["text", "chat"] = "text"
-    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it)."""
+    mode: Literal["auto", "text", "chat"] = "auto"
+    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it), or prompt and
+    completion, Alpaca, ShareGPT, question and answer. ``auto`` goes by the keys of the first record."""
     text_key: str = "text"
     """Key of the text in jsonl, parquet and arrow records."""
     messages_key: str = "messages"
@@ -117,7 +120,11 @@ class DataConfig(ReadingConfig):
         """How the records of one part are read."""
         shared = {name: getattr(self, name) for name in ReadingConfig.model_fields}
         hub_split = self.hub_split if split == "train" else self.hub_validation_split
-        return ReadingConfig.model_construct(**{**shared, "hub_split": hub_split})
+        return ReadingConfig.model_construct(**{**shared, "mode": self.detected_mode(), "hub_split": hub_split})
+
+    def detected_mode(self) -> Literal["text", "chat"]:
+        """``mode``; where it is ``auto``, by the first record of the training data."""
+        return self.mode if self.mode != "auto" else detect_mode(expand(self.train)[0], self)
 
 
 class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -135,8 +142,9 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """
 
     def __init__(self, paths: str | list[str], options: ReadingConfig | Mapping[str, Any] | None = None) -> None:
-        self.options = resolve(ReadingConfig, options or {})
+        given = resolve(ReadingConfig, options or {})
         self.paths = expand(paths)
+        self.options = given.model_copy(update={"mode": detect_mode(self.paths[0], given)})
         self.skipped: Counter[str] = Counter()
         self._long: tuple[int, bytes, list[tuple[int, int]]] | None = None
 
@@ -202,7 +210,6 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _readers(self) -> list[Reader]:
         o = self.options
         whole = o.mode == "chat" or o.long_documents != "split"
-        optional = [o.tools_key] if o.mode == "chat" and o.tools_key else []
         readers = []
         for path in self.paths:
             if o.mode == "chat" and not path.startswith(HUB_PREFIX) and format_of(path, o.format) == "text":
@@ -211,8 +218,8 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 open_reader(
                     path,
                     format=o.format,
-                    key=o.key,
-                    optional=optional,
+                    columns=partial(_columns, o, path),
+                    text_key=o.text_key,
                     cache_dir=o.cache_dir,
                     paragraphs=o.split_documents == "blank_lines",
                     text_limit=None if whole else o.max_document_bytes,
@@ -404,6 +411,40 @@ class _Index:
         return found
 
 
+def detect_mode(path: str, options: ReadingConfig) -> Literal["text", "chat"]:
+    """What a file holds: as ``options`` say, or by the keys of its first record, which is then said in one line."""
+    if options.mode != "auto":
+        return options.mode
+    changed = 0 if path.startswith(HUB_PREFIX) else os.stat(path).st_mtime_ns
+    where = options.format, options.cache_dir, options.hub_subset, options.hub_split
+    return _detect(path, changed, where, options.text_key, options.messages_key)
+
+
+@lru_cache(maxsize=64)
+def _detect(
+    path: str, changed: int, where: tuple[str, str | None, str | None, str], text_key: str, messages_key: str
+) -> Literal["text", "chat"]:
+    """See :func:`detect_mode`; cached, so that a file is looked at and spoken of once."""
+    mode, form = detect(keys_of(path, *where), text_key, messages_key, path)
+    if mode == "text":
+        return "text"
+    what = messages_key if form is None else f"{form.name}: {form.keys}"
+    log.warning("%s is read as conversations (%s); data.mode: text would read %r instead.", path, what, text_key)
+    return "chat"
+
+
+def _columns(options: ReadingConfig, path: str, names: Collection[str]) -> list[str]:
+    """Which of a columnar file's columns are read, the one whose bytes count first."""
+    if options.key in names:
+        found = [options.key]
+    elif options.mode == "chat" and (form := chat_form(names, path)) is not None:
+        found = [*form.needed, *(name for name in form.optional if name in names)]
+    else:
+        raise DataError(f"{path} has no column {options.key!r}; it has {', '.join(names) or 'none'}.")
+    tools = options.tools_key if options.mode == "chat" else None
+    return [*found, tools] if tools in names and tools not in found else found
+
+
 def _group(sizes: np.ndarray, limit: int) -> np.ndarray:
     """First unit of each group of neighbours whose sizes add up to at most ``limit`` (or of a single larger one)."""
     ends = np.cumsum(sizes)
@@ -421,13 +462,17 @@ PUBLISHED_KEY = "message_log"
 
 
 def as_record(row: Mapping[str, Any], text_key: str = "text", messages_key: str = "messages") -> Mapping[str, Any]:
-    """A row in the published form with our keys besides: the messages, and their contents end to end as the text.
+    """A row in the published form with our keys besides: the messages, and their contents end to end as the text; and
+    one in another form of chat data with its messages.
 
     Keys that a row has already are left as they are. Raises BadRecord.
     """
-    if PUBLISHED_KEY not in row or any(row.get(key) is not None for key in (text_key, messages_key)):
+    if any(row.get(key) is not None for key in (text_key, messages_key)):
         return row
-    log = _from_json(row[PUBLISHED_KEY], PUBLISHED_KEY)
+    if PUBLISHED_KEY not in row:
+        form = chat_form(row, "the record")
+        return row if form is None else {**row, messages_key: form.convert(row)}
+    log = from_json(row[PUBLISHED_KEY], PUBLISHED_KEY)
     if isinstance(log, list):
         # tensors are ids and masks of one tokenizer, which other models do not share
         log = [_without_tensors(message) if isinstance(message, Mapping) else message for message in log]
@@ -458,7 +503,7 @@ def checked_text(value: Any, key: str) -> str:
 
 def checked_messages(value: Any, key: str) -> list[dict[str, Any]]:
     """A conversation: a list (or its JSON) of objects with a role; raises BadRecord."""
-    messages = _from_json(value, key)
+    messages = from_json(value, key)
     if not isinstance(messages, list):
         raise BadRecord("wrong_type", f"{key!r} is a {type(messages).__name__}, not a list of messages")
     if not messages:
@@ -477,20 +522,10 @@ def checked_messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _checked_tools(value: Any, key: str) -> list[Any] | None:
-    tools = _from_json(value, key)
+    tools = from_json(value, key)
     if tools is not None and not isinstance(tools, list):
         raise BadRecord("wrong_type", f"{key!r} is a {type(tools).__name__}, not a list of tools")
     return tools or None
-
-
-def _from_json(value: Any, key: str) -> Any:
-    """Columnar files often keep nested values as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise BadRecord("malformed_json", f"{key!r} is text but not valid JSON ({error})") from None
 
 
 def flatten_documents(records: Iterable[Record]) -> list[Record]:

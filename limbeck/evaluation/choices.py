@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.data.readers import BadRecord, Reader, format_of, open_reader
+from limbeck.data.readers import BadRecord, JsonlReader, Reader, format_of
 from limbeck.errors import DataError
 from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
 
@@ -127,7 +127,7 @@ class ChoiceFile:
         if format_of(path) != "jsonl":
             raise DataError(f"{path} is no .jsonl file; multiple choice and pairs are read from one object per line.")
         self.path = path
-        self._reader: Reader = open_reader(path, format="jsonl", key="", optional=[], cache_dir=None)
+        self._reader: Reader = JsonlReader(path, cache_dir=None)
         self._count = min(len(self._reader), limit or len(self._reader))
         if not self._count:
             raise DataError(f"{path} has no record; give a file with questions.")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from limbeck.data.readers import HUB_PREFIX, BadRecord, expand, format_of, open_reader
+from limbeck.data.readers import HUB_PREFIX, BadRecord, JsonlReader, expand, format_of
 from limbeck.errors import DataError
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
@@ -52,7 +52,7 @@ def detect_mode(path: str, options: EvalOptions) -> str:
         return options.mode
     if path.startswith(HUB_PREFIX) or format_of(path) != "jsonl":
         return "text"
-    reader = open_reader(path, format="jsonl", key=options.text_key, optional=[], cache_dir=None)
+    reader = JsonlReader(path, cache_dir=None)
     if not len(reader):
         raise DataError(f"{path} has no record; give a file with documents.")
     try:
