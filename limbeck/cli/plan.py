@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from limbeck.distributed.planner import Estimate, Machine, Workload
 
 _GIB = 1 << 30
+_WIDE = 120
 
 
 def plan_command(
@@ -58,12 +59,24 @@ def plan_command(
     else:
         print_plan(estimates, result, show)
     if best is None:
-        nearest = min(estimates, key=lambda e: e.total)
-        raise ConfigError(
-            f"no layout of {gpus} devices with {memory:g} GiB fits; the nearest, {nearest.layout.name}, needs "
-            f"{nearest.total / _GIB:.1f} GiB ({nearest.problem}): take more devices, cache the teacher, or switch "
-            "activation_checkpointing on"
+        raise ConfigError(_refusal(estimates, machine, gpus))
+
+
+def _refusal(estimates: list[Estimate], machine: Machine, gpus: int) -> str:
+    """Why no layout can be used: what stands in the way of one that memory would allow, or else memory."""
+    room = [e for e in estimates if e.total <= machine.memory]
+    if room:
+        nearest = min(room, key=lambda e: e.step_seconds)
+        return (
+            f"no layout of {gpus} devices can be used, though memory would do; the nearest, {nearest.layout.name}: "
+            f"{nearest.problem}; change distillation.num_prompts_per_step or the number of devices"
         )
+    nearest = min(estimates, key=lambda e: e.total)
+    return (
+        f"no layout of {gpus} devices with {machine.memory / _GIB:g} GiB fits; the nearest, {nearest.layout.name}, "
+        f"needs {nearest.total / _GIB:.1f} GiB ({nearest.problem}): take more devices, cache the teacher, or switch "
+        "activation_checkpointing on"
+    )
 
 
 def describe(
@@ -117,7 +130,10 @@ def print_plan(estimates: list[Estimate], result: dict[str, Any], show: int) -> 
     table = Table(
         title=f"GiB per device, {result['gpus']} devices of {result['memory_gib']:g} GiB", title_justify="left"
     )
-    names = list(dict.fromkeys(name for e in estimates for name in e.memory))
+    out = console()
+    parts = list(dict.fromkeys(name for e in estimates for name in e.memory))
+    # what memory holds takes a column each; a narrow terminal gets those of the best layout below the table
+    names = parts if out.width >= _WIDE else []
     table.add_column("layout", no_wrap=True)
     for name in (*names, "total", "s/step"):
         table.add_column(name.replace("_", " "), justify="right")
@@ -125,7 +141,11 @@ def print_plan(estimates: list[Estimate], result: dict[str, Any], show: int) -> 
     for e in estimates[:show]:
         cells = [f"{e.memory.get(name, 0.0) / _GIB:.1f}" for name in names]
         table.add_row(e.layout.name, *cells, f"{e.total / _GIB:.1f}", f"{e.step_seconds:.3g}", e.problem or "fits")
-    console().print(table)
+    out.print(table)
+    if not names:
+        first = estimates[0]
+        held = ", ".join(f"{name.replace('_', ' ')} {first.memory.get(name, 0.0) / _GIB:.1f}" for name in parts)
+        out.print(f"{first.layout.name} holds, in GiB: {held}")
     if result["best"]:
         typer.echo(f"best: {result['best']}, about {result['tokens_per_second']:,.0f} tokens/s; set")
         typer.echo("  " + " ".join(result["settings"]))

@@ -81,8 +81,8 @@ def project_command(
 ) -> None:
     """Build, audit and store the projection from the student's vocabulary to the teacher's.
 
-    Shows how many tokens are the same on both sides, by class of token, how much of the teacher the student reaches,
-    and which family of losses suits the pair.
+    Shows how many tokens are the same on both sides, by class of token, and how much of the teacher the student
+    reaches. A run builds the projection it needs by itself; a stored one is given as loss_fn.projection_matrix_path.
 
     Example:
 
@@ -263,7 +263,11 @@ def _print_report(console: Console, report: Audit) -> None:
         pieces = "  ".join(f"{escape(piece)} {weight:.4f}" for piece, weight in example.pieces)
         examples.add_row(example.token_class, escape(example.token), pieces)
     console.print(examples)
-    console.print(f"[bold]recommended: {report.recommendation}[/bold] ({report.mode}): {escape(report.reason)}")
+    if report.recommendation == "none":
+        console.print(f"[bold]no projection is needed[/bold]: {escape(report.reason)}")
+        return
+    console.print(f"[bold]loss_fn.mode: {report.mode}[/bold], the default, suits every pair")
+    console.print(f"of the published losses recommended: {report.recommendation}: {escape(report.reason)}")
 
 
 def _print_pair(console: Console, pair: PairAudit) -> None:
@@ -330,3 +334,6 @@ def _print_facts(console: Console, projection: Projection, conversion: Conversio
         )
     if out is not None:
         console.print(f"stored {escape(str(out))}: rule {projection.rule}, k = {projection.k}")
+        console.print(
+            f"a run uses it with loss_fn.projection_matrix_path={escape(str(out))}; without that key it builds its own"
+        )

@@ -369,8 +369,9 @@ class CrossTokenizerCollator:
         for side in (self.student, *self.teachers):
             if side is not None and not (side.template or TextEncoder.for_tokenizer(side.tokenizer).templates):
                 raise TokenizerError(
-                    f"the {side.name}'s tokenizer has no chat template, which mode='chat' needs; give one "
-                    "(student_template or teacher_template) or use mode='text'."
+                    f"the {side.name}'s tokenizer has no chat template, which conversations need: give one as "
+                    f"{'policy' if side is self.student else 'teacher'}.tokenizer.chat_template (a .jinja file or its "
+                    "text), or read the data as text (data.mode: text)."
                 )
 
     @staticmethod

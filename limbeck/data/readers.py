@@ -65,7 +65,7 @@ class Reader(Protocol):
 
 
 def from_json(value: Any, key: str) -> Any:
-    """A value, or what its JSON text stands for; raises BadRecord. Columnar files often keep nested values as JSON text."""
+    """A value, or what its JSON text stands for, as columnar files often keep nested values; raises BadRecord."""
     if not isinstance(value, str):
         return value
     try:

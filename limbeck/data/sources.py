@@ -41,8 +41,8 @@ class ReadingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     mode: Literal["auto", "text", "chat"] = "auto"
-    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it), or prompt and
-    completion, Alpaca, ShareGPT, question and answer. ``auto`` goes by the keys of the first record."""
+    """``text`` reads ``text_key``; ``chat`` reads ``messages_key`` (and ``tools_key`` where a record has it), or prompt
+    and completion, Alpaca, ShareGPT, question and answer. ``auto`` goes by the keys of the first record."""
     text_key: str = "text"
     """Key of the text in jsonl, parquet and arrow records."""
     messages_key: str = "messages"

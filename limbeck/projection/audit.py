@@ -35,6 +35,8 @@ CRITICAL: Mapping[str, float] = {
 CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
 # Below this share of the teacher within reach, a loss that drops the rest is no longer the one to use.
 REACHED = 0.9
+DEFAULT_LOSS = "tree_kl"
+SAME_VOCABULARY = "both sides have the same vocabulary, so losses compare token with token and no projection is needed."
 
 _DIGITS = frozenset(string.digits.encode())
 _PUNCTUATION = frozenset(string.punctuation.encode())
@@ -105,8 +107,8 @@ class Audit:
         exact_tokens: student byte strings that are teacher tokens; `exact_share` is their share.
         classes: coverage by class of token, in the order of `CLASSES`, then "other".
         corpus_share: share of a corpus's student tokens that are exact; None without a corpus.
-        recommendation: "P-KL" or "H-KL", the family of losses that suits the pair; `mode` names our loss of that
-            family, `reason` says why.
+        recommendation: of the published families of losses "P-KL" or "H-KL", whichever suits the pair, or "none" where
+            both vocabularies are the same; `mode` names the loss to use, `reason` says why.
     """
 
     student_tokens: int
@@ -412,6 +414,8 @@ def audit_projection(
     tokens, teacher_tokens = len(student.ids_by_bytes), len(teacher.ids_by_bytes)
     exact = sum(coverage.exact for coverage in classes.values())
     recommendation, mode, reason = recommend(classes)
+    if student.fingerprint == teacher.fingerprint:
+        recommendation, reason = "none", SAME_VOCABULARY
     text_ids = np.fromiter((bool(data) for data in student.token_bytes), dtype=bool, count=student.size)
     return Audit(
         student_tokens=tokens,
@@ -453,7 +457,9 @@ def class_coverage(
 
 
 def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
-    """Family of losses, our mode of that family, and the reason, from the coverage of the classes.
+    """Published family of losses, the mode to use, and the reason for the family, from the coverage of the classes.
+
+    The mode is the default loss whatever the coverage: it needs no common tokens.
 
     A loss on common tokens (H-KL) pushes tokens outside the common set down; that is harmless while every class that
     matters is inside. Where one is outside, the whole distribution must be compared (P-KL family; of ours, tree_kl).
@@ -462,7 +468,7 @@ def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
         coverage = classes[name]
         if coverage.share < needed:
             found = f"{coverage.exact} of {coverage.total} {name} tokens of the student are teacher tokens"
-            return "P-KL", "tree_kl", f"{found}; a loss on common tokens would push the others down."
+            return "P-KL", DEFAULT_LOSS, f"{found}; a loss on common tokens would push the others down."
     occurrences = sum(coverage.corpus_tokens or 0 for coverage in classes.values())
     for name, coverage in classes.items():
         share = coverage.corpus_share
@@ -470,8 +476,8 @@ def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
             continue
         if share < CORPUS_EXACT:
             found = f"only {share:.0%} of the corpus's {name} tokens are teacher tokens"
-            return "P-KL", "tree_kl", f"{found}; a loss on common tokens would push the others down."
-    return "H-KL", "h_kl", "every critical class (numerals, punctuation, words) is covered by common tokens."
+            return "P-KL", DEFAULT_LOSS, f"{found}; a loss on common tokens would push the others down."
+    return "H-KL", DEFAULT_LOSS, "every critical class (numerals, punctuation, words) is covered by common tokens."
 
 
 def examples(projection: Projection, student: ByteVocab, teacher: ByteVocab, per_class: int = 2) -> tuple[Example, ...]:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from limbeck.cli.project import peak_rss_mb, project_command
 from limbeck.errors import ConfigError, DataError, LimbeckError, ProjectionError, TokenizerError
+from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.projection import Projection
 from limbeck.tokens import ByteVocab
 from tests.helpers.tokenizers import byte_level
@@ -152,3 +153,17 @@ def test_the_page_and_the_masses_of_a_corpus(folders: tuple[str, str], tmp_path:
     assert "teacher tokens of the corpus by script" in text
     with pytest.raises(ConfigError, match="input"):
         run(folders, "--html", folders[0] + "/tokenizer.json")
+
+
+def test_the_default_loss_is_named_and_what_the_file_is_for(folders: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "w.safetensors"
+    text = "".join(run(folders, "-o", str(out)).stdout.split())
+    assert "loss_fn.mode:tree_kl,thedefault,suitseverypair" in text
+    assert f"loss_fn.projection_matrix_path={out}" in text
+
+
+def test_one_tokenizer_on_both_sides_needs_no_projection(folders: tuple[str, str]) -> None:
+    same = folders[0], folders[0]
+    assert "no projection is needed" in " ".join(run(same).stdout.split())
+    found = json.loads(run(same, "--json").stdout)
+    assert (found["recommendation"], found["mode"]) == ("none", CrossTokenizerDistillationLossConfig().mode)

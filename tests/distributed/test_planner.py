@@ -11,6 +11,7 @@ import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -189,6 +190,25 @@ def test_no_layout_fits(tmp_path):
     result = CliRunner().invoke(command(), [str(path), *big, "--memory", "24"])
     assert isinstance(result.exception, ConfigError)
     assert "no layout of 1 devices with 24 GiB fits; the nearest, DP 1, needs" in str(result.exception)
+
+
+def test_a_batch_that_cannot_be_dealt_is_not_blamed_on_memory(tmp_path):
+    path = runs.write_run(tmp_path, distillation={"num_prompts_per_step": 5})
+    result = CliRunner().invoke(command(), [str(path), "--gpus", "3"])
+    assert isinstance(result.exception, ConfigError)
+    said = str(result.exception)
+    assert "5 records per step cannot be dealt to 3 data-parallel ranks" in said
+    assert "distillation.num_prompts_per_step" in said
+    assert "GiB" not in said
+
+
+def test_a_narrow_terminal_gets_a_table_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr("limbeck.cli.plan.console", lambda: Console(width=80))
+    result = CliRunner().invoke(command(), [str(runs.write_run(tmp_path)), "--gpus", "4", "--memory", "8"])
+    lines = result.output.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("  policy")) <= 80
+    assert any(line.startswith("│ DP 2 x TP 2 ") for line in lines)
+    assert "DP 4 holds, in GiB: " in result.output
 
 
 def test_run_files_become_workloads(tmp_path):
