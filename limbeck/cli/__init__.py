@@ -86,6 +86,7 @@ def application() -> typer.Typer:
         doctor,
         evaluate,
         export,
+        init,
         plan,
         project,
         recipes,
@@ -125,6 +126,7 @@ def application() -> typer.Typer:
     app.command("report")(report.report_command)
     app.command("export")(export.export_command)
     app.command("plan")(plan.plan_command)
+    app.command("init")(init.init_command)
     app.command("schema")(schema.schema_command)
     app.add_typer(recipes.recipes_app, name="recipes")
     app.add_typer(traces.traces_app, name="traces")
