@@ -178,9 +178,11 @@ class AnchorConfig(_Section):
     """A second divergence on sampled text: reverse KL to the student's own start or average."""
 
     kind: Literal["frozen", "ema"] = "frozen"
+    """The start as it was, or a moving average of the weights."""
     weight: float = Field(default=0.1, gt=0)
     """Of this divergence beside that of the teachers."""
     ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    """With ``ema``: share of the average that stays at each step."""
 
 
 class OnPolicyConfig(SamplingConfig):
@@ -192,6 +194,7 @@ class OnPolicyConfig(SamplingConfig):
     prompt_tokens: int = Field(default=32, ge=1)
     """Of a text so many student tokens are its prompt (text mode); a conversation is one up to its last answer."""
     samples_per_prompt: int = Field(default=1, ge=1)
+    """Continuations of each prompt."""
     max_new_tokens: int = Field(default=128, ge=1)
     """Most that is written after a prompt: the first tokens of an answer teach most."""
     loss_fn: SampledLossConfig = Field(default_factory=lambda: SampledLossConfig.model_validate({}))
@@ -205,6 +208,7 @@ class OnPolicyConfig(SamplingConfig):
     engine: EngineConfig | None = None
     """Sample behind a server instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
+    """Signs that end a run which runs away with its own text."""
     monitor_chunks: int = Field(default=256, ge=0, json_schema_extra=FREE)
     """Chunks per micro-batch of which entropy, the teacher's log-probabilities and the reverse KL are measured."""
     failed_states: FailedStatesConfig | None = None
@@ -229,10 +233,12 @@ class OnPolicyConfig(SamplingConfig):
 
 
 class OnPolicyMasterConfig(MasterConfig):
-    """A whole run file."""
+    """Distils on text that the student writes itself, scored by the teachers."""
 
     algorithm: Literal["on_policy_distillation"] = "on_policy_distillation"
+    """``on_policy_distillation`` lets the student write; left out: distillation on stored text."""
     on_policy: OnPolicyConfig = OnPolicyConfig()
+    """What the student writes, and how it is corrected."""
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> OnPolicyMasterConfig:

@@ -14,6 +14,7 @@ import torch
 from limbeck.data.readers import HUB_PREFIX, expand
 from limbeck.data.sources import DataConfig, build_dataset, detect_mode
 from limbeck.errors import ConfigError, LimbeckError
+from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.tokens import ByteVocab, Tokenizer, read_tokenizer
 from limbeck.utils.files import package_file
 
@@ -108,7 +109,7 @@ def draft_run(
             _line("max_total_sequence_length", context),
             "  # cache: cache/teacher                # limbeck cache stores its signals once, for many runs\n",
             "loss_fn:\n",
-            _line("mode", "boundary_kl", _loss(student, teacher)),
+            _line("mode", CrossTokenizerDistillationLossConfig.model_validate({}).mode, _loss(student, teacher)),
             _line("kl_loss_weight", 1.0, "the teacher's word"),
             _line("ce_loss_scale", 1.0, "the text's"),
         ]

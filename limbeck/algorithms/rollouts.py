@@ -128,9 +128,10 @@ class GuardConfig(BaseModel):
     What is compared with the start is compared with the mean of the first ``window`` steps.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     window: int = Field(default=10, ge=1)
+    """Steps at the start whose mean the later ones are compared with."""
     patience: int = Field(default=10, ge=1)
     """Steps in a row with the same sign before the run is stopped."""
     max_length_growth: float | None = Field(default=4.0, gt=1)

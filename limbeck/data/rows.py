@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from limbeck.data.forms import chat_form
 from limbeck.data.readers import BadRecord, Reader, expand, open_reader
 from limbeck.errors import DataError
 
 MOST_BYTES = 4096
 """Longest text of a row; conversations stay whole."""
-_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "output"))
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ def sample_rows(
     shares = np.diff(np.linspace(0, limit, len(files) + 1).round().astype(int))
     rows: list[Row] = []
     for path, share in zip(files, shares.tolist(), strict=True):
-        reader = open_reader(
-            path, format="auto", key=text_key, optional=["tools"], cache_dir=None, text_limit=max_bytes
-        )
+        reader = open_reader(path, format="auto", columns=list, text_key=text_key, cache_dir=None, text_limit=max_bytes)
         places = np.unique(np.linspace(0, len(reader) - 1, min(share, len(reader))).round().astype(int))
         rows += [_row(reader, int(place), text_key, messages_key, max_bytes) for place in places]
     if not rows:
@@ -65,14 +63,12 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
     messages = record.get(messages_key)
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         return Row(source, messages=tuple(messages), tools=record.get("tools"))
-    for asked, answered in _PAIRS:
-        question, answer = record.get(asked), record.get(answered)
-        if isinstance(question, str) and isinstance(answer, str):
-            more = record.get("input") if asked == "instruction" else None
-            question = f"{question}\n\n{more}" if isinstance(more, str) and more else question
-            return Row(
-                source, messages=({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-            )
+    form = chat_form(record, source)
+    if form is not None:
+        try:
+            return Row(source, messages=tuple(form.convert(record)), tools=record.get("tools"))
+        except BadRecord as error:
+            raise DataError(f"{source}: {error}; mend the file.") from None
     raise DataError(
         f"{source} has neither a text under {text_key!r} nor a conversation under {messages_key!r}, but "
         f"{', '.join(map(repr, list(record)[:8])) or 'nothing'}; name the column with --text-key."

@@ -442,7 +442,7 @@ def _columns(options: ReadingConfig, path: str, names: Collection[str]) -> list[
     else:
         raise DataError(f"{path} has no column {options.key!r}; it has {', '.join(names) or 'none'}.")
     tools = options.tools_key if options.mode == "chat" else None
-    return [*found, tools] if tools in names and tools not in found else found
+    return [*found, tools] if tools and tools in names and tools not in found else found
 
 
 def _group(sizes: np.ndarray, limit: int) -> np.ndarray:

@@ -35,18 +35,20 @@ KINDS = ("1_1", "1_n", "n_1", "n_m")
 class ChunkPolicyConfig(BaseModel):
     """The policy-gradient form of the loss on sampled text."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     credit: Literal["chunk", "answer"] = "chunk"
     """What a token is credited with: the advantage of its own chunk, or of the whole answer. The first follows the
     divergence at each place, with the places as they came; the second, at a higher variance, that of whole answers."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
+    """See ``clip_high``."""
     clip_high: float = Field(default=0.2, gt=0)
     """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     advantage_clip: float | None = Field(default=10.0, gt=0)
     """Most that a chunk's advantage may be, up or down, in nats: a token of which the student was all but sure and the
     teacher is not would outweigh all others."""
     block_rows: int = Field(default=512, ge=1)
+    """Rows that pass through the head at a time."""
 
 
 @dataclass

@@ -33,9 +33,10 @@ from limbeck.tokens import ByteVocab
 class SamplingConfig(BaseModel):
     """How the next token is chosen, and how long an answer may be."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(default=64, ge=1)
+    """Most tokens of an answer."""
     temperature: float = Field(default=1.0, ge=0)
     """0: always the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
