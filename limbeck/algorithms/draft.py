@@ -98,7 +98,7 @@ def draft_run(
         _line("train_micro_batch_size", 4 if on_gpu else 1, "rows per forward pass: more is faster, and takes memory"),
         _line("lr", 1e-5, "small: the student can already speak; adapters (lora) want 1e-4"),
         _line("scheduler", "cosine"),
-        _line("warmup_steps", max(1, steps // 20)),
+        _line("warmup_steps", steps // 20),
         "  # lora: {r: 16, alpha: 32}            # train adapters only: a fraction of the memory\n",
     ]
     if teacher is not None:
