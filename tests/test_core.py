@@ -135,8 +135,9 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "docs", source / "docs")
     shutil.copytree(ROOT / "limbeck", source / "limbeck", ignore=shutil.ignore_patterns("__pycache__"))
     python = folder / "venv" / "bin" / "python"
     # Isolated: xdist puts the checkout on PYTHONPATH, where an editable installation counts as an installed limbeck.

@@ -75,6 +75,20 @@ _EXTRAS = {
 """Which extra of the package brings a module that the core does without."""
 
 
+_HELP = """Distil any language model into any other, across tokenizers and across contexts.
+
+\b
+Examples:
+  limbeck demo                        # a first run on this machine
+  limbeck check STUDENT TEACHER       # is a pair worth a run?
+  limbeck init run.yaml               # asks for models and data
+  limbeck train run.yaml lr=2e-5      # or a recipe (limbeck recipes list)
+  limbeck docs --search KEY           # the documentation, offline
+
+Every command has --help with an example; --debug, anywhere, adds the traceback to an error.
+"""
+
+
 def application() -> typer.Typer:
     """All commands as one typer application."""
     import typer
@@ -83,6 +97,7 @@ def application() -> typer.Typer:
         align,
         check,
         demo,
+        docs,
         doctor,
         evaluate,
     from limbeck.cli import (
@@ -113,11 +128,11 @@ def application() -> typer.Typer:
 
     app = typer.Typer(
         name="limbeck",
-        help="Distil any language model into any other, across tokenizers and across contexts.",
+        help=_HELP,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -141,6 +156,7 @@ def application() -> typer.Typer:
     app.command("report")(report.report_command)
     app.command("export")(export.export_command)
     app.command("plan")(plan.plan_command)
+    app.command("docs")(docs.docs_command)
     app.command("init")(init.init_command)
     app.command("schema")(schema.schema_command)
     app.add_typer(recipes.recipes_app, name="recipes")

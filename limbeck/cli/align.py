@@ -102,7 +102,7 @@ def _sort_words(words: list[str], student: str | None, teacher: str | None) -> t
     named = []
     for side, value in (("student", student), ("teacher", teacher)):
         if value is None and not left:
-            raise ConfigError(f'the {side} is missing: limbeck align STUDENT TEACHER "text", or --{side} MODEL.')
+            raise typer.BadParameter(f'the {side} is missing: limbeck align STUDENT TEACHER "text", or --{side} MODEL.')
         named.append(left.pop(0) if value is None else value)
     if len(left) > 1:
         raise ConfigError(f"{len(left)} texts are given, {left[0]!r} and {left[1]!r}; quote a text of several words.")

@@ -10,7 +10,10 @@ import typer
 from limbeck.cli.options import JsonOption, console, print_json
 from limbeck.errors import ConfigError
 
-recipes_app = typer.Typer(help="Run files that come with the package: list, show, copy.", no_args_is_help=True)
+recipes_app = typer.Typer(
+    help="Run files that come with the package: list, show, copy.\n\nExample: limbeck recipes copy chat mine.yaml",
+    no_args_is_help=True,
+)
 
 NameArgument = Annotated[str, typer.Argument(help="A recipe's name, see `limbeck recipes list`.")]
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 _MODEL_AT_URL = r"(?P<model>.+?)@(?P<url>https?://.+)"
 
-traces_app = typer.Typer(help="Agent logs: canonical traces, error sites, preference pairs.", no_args_is_help=True)
+traces_app = typer.Typer(
+    help="Agent logs: canonical traces, error sites, preference pairs.\n\nExample: limbeck traces ingest logs/*.jsonl",
+    no_args_is_help=True,
+)
 
 
 class DetectorSet(str, Enum):

@@ -7,9 +7,13 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
 from limbeck import cli
 from limbeck.errors import ConfigError, ExitCode, PartlyDone, StoppedEarly
@@ -69,6 +73,81 @@ def test_every_verb_has_help_with_an_example(capsys) -> None:
         assert "--json" in explained, verb
     assert run(capsys, "--version")[1].startswith("limbeck ")
     assert run(capsys, "--version", "--debug")[1].startswith("limbeck ")
+
+
+def every_command(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    if isinstance(command, TyperGroup):
+        for name, inner in command.commands.items():
+            yield from every_command(inner, (*path, name))
+
+
+COMMANDS = list(every_command(typer.main.get_command(cli.application())))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_has_an_example_and_fits_a_screen(capsys, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(capsys, *path, "--help")
+    lines = out.splitlines()
+    assert (code, err) == (ExitCode.DONE, "")
+    assert "Example" in out
+    assert len(lines) <= 58
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path], ids=" ".join)
+def test_every_command_answers_an_unknown_option_with_2(capsys, path: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, *path, "--nonsense")
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "Usage: limbeck" in err
+
+
+BAD = {
+    ("align",): ["-s", "./none", "-t", "./none", "text"],
+    ("check",): ["./none", "./none", "--data", "./none.txt"],
+    ("train",): ["./none.yaml"],
+    ("cache",): ["./none.yaml"],
+    ("plan",): ["./none.yaml"],
+    ("project",): ["-s", "./none", "-t", "./none"],
+    ("eval",): ["./none", "--data", "./none.txt"],
+    ("report",): ["./none"],
+    ("docs",): ["no-such-page"],
+    ("init",): ["--student", "./none", "--data", "./none.txt"],
+    ("recipes", "show"): ["no-such-recipe"],
+    ("recipes", "copy"): ["no-such-recipe"],
+    ("traces", "ingest"): ["./none.jsonl"],
+    ("traces", "secrets"): ["./none.jsonl"],
+    ("traces", "sites"): ["./none.jsonl"],
+    ("traces", "pairs"): ["./none.jsonl", "-t", "m@http://localhost:1"],
+    ("traces", "view"): ["./none.jsonl"],
+}
+# what takes no input that could be wrong, or only says what it finds
+NOTHING_TO_GET_WRONG = {("demo",), ("doctor",), ("schema",), ("recipes", "list")}
+
+
+def test_every_command_has_a_case_of_bad_input() -> None:
+    groups = {path[:-1] for path in COMMANDS if path}
+    assert set(BAD) | NOTHING_TO_GET_WRONG == set(COMMANDS) - groups
+
+
+@pytest.mark.parametrize("path", BAD, ids=" ".join)
+def test_bad_input_is_1_and_one_line(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *path, *BAD[path])
+    assert (code, out) == (ExitCode.ERROR, "")
+    assert err.startswith("limbeck: ")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shells_can_complete(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_LIMBECK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "limbeck re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run(capsys)[1].split() == ["report", "recipes"]
 
 
 def test_module_and_traceback_only_on_request() -> None:
