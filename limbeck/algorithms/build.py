@@ -10,7 +10,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
-from limbeck.data.sources import build_dataset
+from limbeck.data.readers import is_plain_text
+from limbeck.data.sources import RecordDataset, build_dataset
 from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError
 from limbeck.models.loading import ModelConfig, fit_to_device
@@ -131,6 +132,14 @@ def make_loaders(
     config: MasterConfig, collate: Collate, train: Any, val: Any | None, *, val_collator: CrossTokenizerCollator
 ) -> tuple[StatefulDataLoader, StatefulDataLoader | None]:
     """Loaders of this rank's share of the training and validation records; both can be resumed."""
+    prompts = config.distillation.num_prompts_per_step
+    files = train.paths if isinstance(train, RecordDataset) else []
+    if files and len(train) < prompts and all(is_plain_text(path, config.data.format) for path in files):
+        raise DataError(
+            f"a data set of {len(train)} records is smaller than one global batch of {prompts}: a text file is one "
+            "document; set data.split_documents: blank_lines to make one of each paragraph, or lower "
+            "distillation.num_prompts_per_step"
+        )
     loop, layout, workers = config.distillation, config.policy.dtensor_cfg, config.data.num_workers
     train_loader = make_loader(
         train,

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from limbeck.data.readers import HUB_PREFIX, expand
+from limbeck.data.readers import HUB_PREFIX, expand, is_plain_text
 from limbeck.data.sources import DataConfig, build_dataset, detect_mode
 from limbeck.errors import ConfigError, LimbeckError
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
@@ -81,7 +81,8 @@ def draft_run(
     limits = [model.positions for model in (student, teacher) if model is not None and model.positions]
     context = min([_USUAL_CONTEXT[mode] if on_gpu else _CPU_CONTEXT, *limits])
     batch = 32 if on_gpu else 8
-    records, steps = _records(train, batch)
+    paragraphs = all(is_plain_text(path) for path in expand(list(train)))
+    records, steps = _records(train, batch, paragraphs)
     for side, model in (("student", student), ("teacher", teacher)):
         if model is not None and not model.local:
             notes.append(f"the {side} {model.name!r} is taken for a hub id and was not looked at")
@@ -117,6 +118,7 @@ def draft_run(
         "data:\n",
         _line("mode", mode, "by the first record"),
         _line("train", train[0] if len(train) == 1 else list(train)),
+        _line("split_documents", "blank_lines", "a document per paragraph; file: the whole file") if paragraphs else "",
         _line("validation", validation[0] if len(validation) == 1 else list(validation))
         if validation
         else "  # validation: held_out.jsonl          # bits per byte of both models, before and after\n",
@@ -161,14 +163,15 @@ def _loss(student: Model, teacher: Model) -> str:
     return "one tokenizer: compared token by token" if same else "two tokenizers: the default, for any pair"
 
 
-def _records(train: Sequence[str], batch: int) -> tuple[str, int]:
+def _records(train: Sequence[str], batch: int, paragraphs: bool) -> tuple[str, int]:
     """What a pass over the data is, in words, and how many steps to take."""
     paths = expand(list(train))
     local = [Path(path) for path in paths if not path.startswith(HUB_PREFIX)]
     if len(local) < len(paths) or sum(path.stat().st_size for path in local) > _COUNT_BYTES:
         return "or one pass over the data, whichever comes first", 1000
     try:
-        count = len(build_dataset(DataConfig(train=list(train), on_bad_record="skip")))
+        split: Literal["blank_lines", "file"] = "blank_lines" if paragraphs else "file"
+        count = len(build_dataset(DataConfig(train=list(train), on_bad_record="skip", split_documents=split)))
     except LimbeckError as error:
         raise ConfigError(f"the data cannot be used: {error}") from error
     steps = max(1, count // batch)

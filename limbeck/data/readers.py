@@ -458,6 +458,11 @@ def format_of(path: str, wanted: str = "auto") -> str:
     )
 
 
+def is_plain_text(path: str, wanted: str = "auto") -> bool:
+    """Whether a file is read as text, of which a document is the whole or a paragraph."""
+    return not path.startswith(HUB_PREFIX) and format_of(path, wanted) == "text"
+
+
 def _plain_name(path: str) -> str:
     name = path.lower()
     return name[: name.rindex(".")] if name.endswith(COMPRESSED) else name

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from limbeck.algorithms.build import load_datasets, make_loaders
 from limbeck.algorithms.config import MasterConfig
 from limbeck.config import load_config, resolve
+from limbeck.errors import DataError
 from tests.cli.command import run
 from tests.helpers import runs
 
@@ -101,3 +103,17 @@ def test_on_a_terminal_it_asks_until_answers_can_be_used(place: Path, capsys, mo
     assert code == 0
     assert "there is no model at './none'" in err
     assert load_config("run.yaml")["data"]["train"] == ["train.jsonl", "val.jsonl"]
+
+
+def test_a_text_file_becomes_paragraphs(place: Path, capsys) -> None:
+    Path("book.txt").write_text("\n\n".join(f"Paragraph {n}." for n in range(24)))
+    assert run(capsys, "init", "--student", "student", "--data", "book.txt")[0] == 0
+    config = resolve(MasterConfig, load_config("run.yaml"))
+    assert config.data.split_documents == "blank_lines"
+    assert config.distillation.max_num_steps == 24 // config.distillation.num_prompts_per_step
+    train, _ = load_datasets(config)
+    assert len(train) == 24
+    config.data.split_documents = "file"
+    whole, _ = load_datasets(config)
+    with pytest.raises(DataError, match=r"1 records is smaller than one global batch of .*split_documents: blank"):
+        make_loaders(config, None, whole, None, val_collator=None)
