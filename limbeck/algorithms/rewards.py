@@ -26,26 +26,32 @@ Reward = Callable[[Asked, str], float]
 class JudgeConfig(BaseModel):
     """A model behind an OpenAI-compatible chat endpoint that scores answers from 0 to 1."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     url: str = Field(json_schema_extra=SECRET)
     """Base address, up to and including ``/v1``."""
     model: str
+    """Name of the model at the endpoint."""
     api_key_env: str = Field(default="OPENAI_API_KEY", json_schema_extra=SECRET)
+    """Environment variable with the key."""
     timeout: float = Field(default=120.0, gt=0)
+    """Seconds for one request."""
     max_retries: int = Field(default=5, ge=0)
+    """Further attempts after a failed one."""
 
 
 class RewardConfig(BaseModel):
     """A reward for each sample, learnt from by policy gradient beside the teachers: a sample counts by its reward less
     the mean of the samples of its prompt."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     function: str | None = None
     """``module:function``, called with the prompt (a text, or a list of messages) and the answer; returns a number."""
     judge: JudgeConfig | None = None
+    """A model that scores answers."""
     weight: float = Field(default=1.0, gt=0)
+    """Factor of the reward's loss beside that of the teachers."""
 
     @model_validator(mode="after")
     def _one(self) -> RewardConfig:

@@ -29,9 +29,10 @@ from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFai
 class EngineConfig(BaseModel):
     """A server that samples for the student."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     server: ServerConfig
+    """The server, its address up to and including ``/v1``."""
     weights: str
     """Folder that the server serves, on a disk that both see; it is overwritten with the student's weights."""
     sync_period: int = Field(default=1, ge=1)

@@ -19,7 +19,7 @@ from limbeck.traces.sites import SiteFinder
 class FailedStatesConfig(BaseModel):
     """How failed states are found in agent logs, and what a teacher is told about them."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     format: str | None = None
     """Log format; default: by each file's content."""
