@@ -80,9 +80,9 @@ def draft_run(
     notes: list[str] = []
     limits = [model.positions for model in (student, teacher) if model is not None and model.positions]
     context = min([_USUAL_CONTEXT[mode] if on_gpu else _CPU_CONTEXT, *limits])
-    batch = 32 if on_gpu else 8
     paragraphs = all(is_plain_text(path) for path in expand(list(train)))
-    records, steps = _records(train, batch, paragraphs)
+    loss = CrossTokenizerDistillationLossConfig.model_validate({})
+    batch, steps, records = _pace(train, 32 if on_gpu else 8, paragraphs)
     for side, model in (("student", student), ("teacher", teacher)):
         if model is not None and not model.local:
             notes.append(f"the {side} {model.name!r} is taken for a hub id and was not looked at")
@@ -94,7 +94,7 @@ def draft_run(
         _head(log_dir),
         "policy:                                 # the student\n",
         _line("model_name", student.name),
-        _line("precision", "bfloat16" if on_gpu else "float32", "of the computation"),
+        _line("precision", "auto", "bfloat16 on a GPU that has it, else float32"),
         _line("max_total_sequence_length", context, f"tokens; {_why(limits, on_gpu)}"),
         _line("train_micro_batch_size", 4 if on_gpu else 1, "rows per forward pass: more is faster, and takes memory"),
         _line("lr", 1e-5, "small: the student can already speak; adapters (lora) want 1e-4"),
@@ -106,13 +106,12 @@ def draft_run(
         parts += [
             "teacher:\n",
             _line("model_name", teacher.name),
-            _line("precision", "bfloat16" if on_gpu else "float32"),
             _line("max_total_sequence_length", context),
             "  # cache: cache/teacher                # limbeck cache stores its signals once, for many runs\n",
             "loss_fn:\n",
-            _line("mode", CrossTokenizerDistillationLossConfig.model_validate({}).mode, _loss(student, teacher)),
-            _line("kl_loss_weight", 1.0, "the teacher's word"),
-            _line("ce_loss_scale", 1.0, "the text's"),
+            _line("mode", loss.mode, _loss(student, teacher)),
+            _line("kl_loss_weight", loss.kl_loss_weight, "the teacher's word"),
+            _line("ce_loss_scale", loss.ce_loss_scale, "the text's"),
         ]
     parts += [
         "data:\n",
@@ -136,7 +135,7 @@ def draft_run(
 
 def _head(log_dir: str) -> str:
     return (
-        "# Written by limbeck init; every key with its meaning: docs/configuration.md, or limbeck schema --markdown\n"
+        "# Written by limbeck init; every key with its meaning: limbeck docs configuration\n"
         f"#   limbeck train THIS_FILE             # then: limbeck report {log_dir}\n"
     )
 
@@ -163,16 +162,17 @@ def _loss(student: Model, teacher: Model) -> str:
     return "one tokenizer: compared token by token" if same else "two tokenizers: the default, for any pair"
 
 
-def _records(train: Sequence[str], batch: int, paragraphs: bool) -> tuple[str, int]:
-    """What a pass over the data is, in words, and how many steps to take."""
+def _pace(train: Sequence[str], batch: int, paragraphs: bool) -> tuple[int, int, str]:
+    """Records per step, at most those that there are; how many steps to take; and why, in words."""
     paths = expand(list(train))
     local = [Path(path) for path in paths if not path.startswith(HUB_PREFIX)]
     if len(local) < len(paths) or sum(path.stat().st_size for path in local) > _COUNT_BYTES:
-        return "or one pass over the data, whichever comes first", 1000
+        return batch, 1000, "or one pass over the data, whichever comes first"
     try:
         split: Literal["blank_lines", "file"] = "blank_lines" if paragraphs else "file"
         count = len(build_dataset(DataConfig(train=list(train), on_bad_record="skip", split_documents=split)))
     except LimbeckError as error:
         raise ConfigError(f"the data cannot be used: {error}") from error
-    steps = max(1, count // batch)
-    return f"one pass over {count:,} records is {steps:,}", min(steps, 10_000)
+    batch = min(batch, count)
+    steps = count // batch
+    return batch, min(steps, 10_000), f"one pass over {count:,} records is {steps:,}"

@@ -53,6 +53,8 @@ def test_chat_data_and_one_tokenizer_are_noticed(place: Path, capsys) -> None:
     code, _, err = run(capsys, "init", *options)
     assert code == 0
     assert load_config("run.yaml")["data"]["mode"] == "chat"
+    # no more records to a step than there are
+    assert load_config("run.yaml")["distillation"]["num_prompts_per_step"] == 1
     assert "one tokenizer" in Path("run.yaml").read_text()
     assert "the student's tokenizer has no chat template: set policy.tokenizer.chat_template" in err
     assert "without data.validation" in err

@@ -112,6 +112,7 @@ BAD = {
     ("project",): ["-s", "./none", "-t", "./none"],
     ("eval",): ["./none", "--data", "./none.txt"],
     ("report",): ["./none"],
+    ("export",): ["./none", "-o", "out"],
     ("docs",): ["no-such-page"],
     ("init",): ["--student", "./none", "--data", "./none.txt"],
     ("recipes", "show"): ["no-such-recipe"],
