@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.config import MasterConfig, TraceMasterConfig
-from limbeck.config import FREE, _models_in, dump_yaml, is_marked, parse_yaml
+from limbeck.config import FREE, dump_yaml, is_marked, models_in, parse_yaml
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import ConfigError, DataError
 
@@ -46,7 +46,7 @@ def free(model: type[BaseModel]) -> set[str]:
         if is_marked(model, [section], FREE):
             found.add(section)
             continue
-        below = {name for part in _models_in(field.annotation) for name in part.model_fields}
+        below = {name for part in models_in(field.annotation) for name in part.model_fields}
         found |= {f"{section}.{name}" for name in below if is_marked(model, [section, name], FREE)}
     return found
 
