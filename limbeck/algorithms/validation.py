@@ -116,7 +116,7 @@ def compared_bits(means: Mapping[str, float]) -> str:
     lost = [share for name, share in means.items() if re.fullmatch(r"teacher_\d+/(unreached|lost)_mass", name)]
     if lost:
         line += f", {' and '.join(f'{share:.1%}' for share in lost)} of its probability not reached by the loss"
-    worse = [str(i) for i, bits in enumerate(teachers) if bits > own]
+    worse = [str(i) for i, bits in enumerate(teachers) if round(bits - own, 3) > 0]
     if not worse:
         return line
     which = f"teacher {' and '.join(worse)}" if len(teachers) > 1 else "the teacher"

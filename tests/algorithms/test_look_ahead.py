@@ -25,6 +25,7 @@ def test_student_and_teachers_stand_beside_each_other() -> None:
     assert "teacher 1.2000, teacher 1.8000" in several
     assert "warning: teacher 1 is worse" in several
     assert "warning" not in compared_bits({"bpb": 1.5})
+    assert "warning" not in compared_bits({"bpb": 1.61670, "teacher_bpb": 1.61672})
     reached = compared_bits({"bpb": 1.5, "teacher_bpb": 1.2, "teacher_0/unreached_mass": 0.231})
     assert reached == "1.5000 bits per byte, teacher 1.2000, 23.1% of its probability not reached by the loss"
 
