@@ -51,7 +51,7 @@ def test_a_run_file_that_is_not_there(tmp_path):
         ("policy.tokenizer.chat_template=/nowhere.jinja", "/nowhere.jinja"),
         ("teacher.cache=/nowhere", "/nowhere"),
         ("policy.optimzer.name=x", "did you mean 'optimizer'?"),
-        ("distillation.max_steps=3", "did you mean 'max_num_steps'?"),
+        ("distillation.max_num_step=3", "did you mean 'max_num_steps'?"),
         ("los_fn.mode=p_kl", "did you mean 'loss_fn'?"),
         ("distillation.max_num_steps=0", "'distillation.max_num_steps' is 0"),
         ("distillation.seed=-5", "'distillation.seed' is -5"),
