@@ -2,8 +2,8 @@
 
 | language | run | otherwise |
 |---|---|---|
-| `sh` | `limbeck` and `python` commands, in `workplace.make_workplace` | options and arguments are those of the command, files of this tree exist, targets of `make` and extras of `pip` too |
-| `yaml` | merged over the run file of the workplace, and validated | |
+| `sh` | `limbeck` and `python` commands, in `stage.make_stage` | options and arguments are those of the command, files of this tree exist, targets of `make` and extras of `pip` too |
+| `yaml` | merged over the run file of the stage, and validated | |
 | `python` | page by page in one namespace | compiled, imports of limbeck resolved |
 | `json`, `jsonl` | parsed | |
 | `text` | compared with what was printed, where marked as output | |
@@ -33,7 +33,7 @@ from limbeck.cli import application
 from limbeck.config import apply_overrides, load_config, merge, parse_yaml, recipe_file
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, read_blocks, shows
 from tests.docs.pages import names_for, placeholders
-from tests.docs.workplace import RUN, RUN_FOLDERS, make_workplace, smaller
+from tests.docs.stage import RUN, RUN_FOLDERS, make_stage, smaller
 from tests.helpers.runs import limbeck
 
 BLOCKS = {str(path.relative_to(ROOT)): read_blocks(path) for path in PAGES}
@@ -186,8 +186,8 @@ def test_mistakes_are_found(line: str, commands: TyperGroup) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workplace")
-    make_workplace(folder)
+    folder = tmp_path_factory.mktemp("stage")
+    make_stage(folder)
     here = Path.cwd()
     os.chdir(folder)
     try:

@@ -99,7 +99,7 @@ RUN_FOLDERS = ("ce", "distilled", "after")
 """Under ``runs/``, beside ``runs/mine``: finished runs that pages look at."""
 
 
-def make_workplace(folder: Path) -> None:
+def make_stage(folder: Path) -> None:
     """Fill ``folder`` with models, data, logs and run files."""
     models = folder / ".models"
     sides = {
