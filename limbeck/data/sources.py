@@ -318,9 +318,12 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _document(self, number: int) -> Record:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
         o = self.options
-        row = as_record(self._readers[file].row(number - int(self._first[file])), o.text_key, o.messages_key)
+        stored = self._readers[file].row(number - int(self._first[file]))
+        row = as_record(stored, o.text_key, o.messages_key)
         if o.key not in row or row[o.key] is None:
-            raise BadRecord("missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(row)) or 'no keys'}")
+            raise BadRecord(
+                "missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(stored)) or 'no keys'}"
+            )
         if o.mode == "text":
             return {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None}
         messages = checked_messages(row[o.key], o.key)

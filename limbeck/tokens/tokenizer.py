@@ -341,11 +341,15 @@ class Tokenizer:
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError:
-            spelled = [self._backend.token_to_id(f"<0x{b:02X}>") for b in data]
-            return [i for i in spelled if i is not None] if None not in spelled else []
+            return self._byte_ids(data)
         display = text.replace(" ", "\u2581") if self.vocab.family == "sentencepiece" else text
         ids = [t.id for t in self._backend.model.tokenize(display)]
-        return ids if self.vocab.join(ids) == data else []
+        # the character that stands for a space spells one, so that the text which holds it goes byte by byte
+        return ids if self.vocab.join(ids) == data else self._byte_ids(data)
+
+    def _byte_ids(self, data: bytes) -> list[int]:
+        spelled = [self._backend.token_to_id(f"<0x{b:02X}>") for b in data]
+        return [i for i in spelled if i is not None] if None not in spelled else []
 
     @cached_property
     def _adds_prefix(self) -> bool:

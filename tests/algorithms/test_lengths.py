@@ -17,7 +17,7 @@ from tests.helpers.tokenizers import tiny
 
 def lengths(folder: Path, data: dict[str, Any], student: int | None = None, teacher: int | None = None) -> list[int]:
     values = runs.settings(folder, folder / "run")
-    values["data"] = {"train": "train.jsonl", **data}
+    values["data"] = {"train": "train.jsonl", "validation": "held_out.jsonl", **data}
     for name, own in (("policy", student), ("teacher", teacher)):
         if own is not None:
             values[name]["max_total_sequence_length"] = own
@@ -37,6 +37,7 @@ def test_each_side_has_its_own_limit(tmp_path: Path) -> None:
 
 
 def test_a_teachers_limit_cuts_its_rows(tmp_path: Path) -> None:
+    runs.write_data(tmp_path)
     config = runs.resolved(runs.settings(tmp_path, tmp_path / "run", teacher={"max_total_sequence_length": 5}))
     batch = make_collator(config, tiny(300), [tiny(340)])(
         [{"text": "in one pass: " * 4, "idx": 0, "loss_multiplier": 1.0}]

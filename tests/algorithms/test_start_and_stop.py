@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from tests.helpers import runs
 from tests.helpers.runs import limbeck, settings, write_run_file
 
 STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _listening() -> Iterator[None]:
+    """A shell's background jobs ignore the keyboard's signal, and so would the runs of these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,7 @@ def split(rank: int, world: int, where: str) -> None:
     run(made(Path(where), "split", TENSOR))
 
 
+@pytest.mark.slow
 def test_a_hinted_teacher_on_a_mesh_of_its_own(tmp_path: Path) -> None:
     run(made(tmp_path, "whole"))
     together(2, split, tmp_path / "ranks", str(tmp_path))

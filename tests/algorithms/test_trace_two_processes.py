@@ -82,6 +82,7 @@ def _fail(rank: int, port: int, where: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_in_the_reference_ends_the_other_and_names_it(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

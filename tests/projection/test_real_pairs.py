@@ -15,6 +15,8 @@ from limbeck.projection import Audit, Projection, VocabTrees, audit_projection, 
 from limbeck.tokens import ByteVocab
 from tests import zoo
 
+pytestmark = pytest.mark.slow  # tables of whole vocabularies
+
 
 @functools.cache
 def built(student: str, teacher: str) -> Projection:
@@ -77,12 +79,10 @@ def test_ends_meet_and_a_begin_without_partner_stays_empty() -> None:
     ("student", "teacher"),
     [
         ("llama3_2", "qwen3"),  # byte-level to byte-level with NFC
-        pytest.param(
-            "smollm2", "gemma3", marks=pytest.mark.slow
-        ),  # byte-level to SentencePiece with added runs of spaces
+        ("smollm2", "gemma3"),  # byte-level to SentencePiece with added runs of spaces
         ("smollm2", "llama2"),  # byte-level to SentencePiece with a space in front
         ("llama2", "smollm2"),  # SentencePiece to byte-level
-        pytest.param("smollm2", "j2", marks=pytest.mark.slow),  # byte-level to unigram with NFKC
+        ("smollm2", "j2"),  # byte-level to unigram with NFKC
     ],
 )
 def test_every_row_begins_with_the_bytes_of_its_token(student: str, teacher: str) -> None:
@@ -105,7 +105,6 @@ def test_every_row_begins_with_the_bytes_of_its_token(student: str, teacher: str
     np.testing.assert_allclose(projection.weights.sum(axis=1), projection.mapped, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_gemma_byte_tokens_are_not_the_common_ones() -> None:
     gemma, smollm = zoo.tokenizer("gemma3"), zoo.tokenizer("smollm2")
     letter, byte = gemma.convert_tokens_to_ids("A"), gemma.convert_tokens_to_ids("<0x41>")
@@ -114,7 +113,6 @@ def test_gemma_byte_tokens_are_not_the_common_ones() -> None:
     assert byte not in projection.exact
 
 
-@pytest.mark.slow
 def test_building_stays_small_and_fast() -> None:
     folders = [str(zoo.tokenizer_dir(name)) for name in ("llama3_2", "qwen3")]
     program = (
@@ -137,8 +135,8 @@ def test_building_stays_small_and_fast() -> None:
     ("student", "teacher", "cells", "one_to_one"),
     [
         ("llama3_2", "qwen3", 109_831, 0.926),
-        pytest.param("smollm2", "gemma3", 46_192, 0.689, marks=pytest.mark.slow),
-        pytest.param("llama3_2", "gptoss", 103_518, 0.794, marks=pytest.mark.slow),
+        ("smollm2", "gemma3", 46_192, 0.689),
+        ("llama3_2", "gptoss", 103_518, 0.794),
     ],
 )
 def test_cells_of_real_pairs(student: str, teacher: str, cells: int, one_to_one: float) -> None:

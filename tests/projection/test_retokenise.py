@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from limbeck.tokens import Tokenizer
@@ -21,6 +21,7 @@ SPELLERS = {
 
 @pytest.mark.parametrize("name", SPELLERS)
 @given(items=st.lists(st.one_of(st.binary(max_size=12), st.text(max_size=8).map(str.encode)), max_size=6))
+@example(items=["\u2581".encode(), "a\u2581 b".encode()])
 @settings(max_examples=80)
 def test_a_spelling_always_joins_to_the_bytes_it_spells(name: str, items: list[bytes]) -> None:
     speller = SPELLERS[name]
