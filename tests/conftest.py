@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +26,17 @@ os.environ.setdefault("PYTEST_TIMEOUT", f"{TEST_SECONDS:g}")
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_threads() -> Iterator[None]:
+    """A module that computes with one thread leaves the next one as many as the machine was given: with another number
+    sums have other bits, and runs in processes of their own would not be those of this one."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch is not None else 0
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
