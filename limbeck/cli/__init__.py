@@ -6,6 +6,8 @@ some files or teachers failed; 4 checked, and not worth a run; 75 stopped early,
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -19,6 +21,25 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command that ``arguments`` (by default those of the process) ask for, and exit with its code."""
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and isinstance(end.code, int):
+            _leave(end.code)
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """End one of several ranks, without tearing down the interpreter: a thread of gloo that lets go of its last tensor
+    meanwhile would abort a process whose work is done, and its launcher would call the run failed."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
         # answered before anything is loaded

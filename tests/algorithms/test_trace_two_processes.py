@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from limbeck.algorithms.trace_distillation import setup, train
 from limbeck.errors import LimbeckError, TemplateError
 from limbeck.traces.dataset import TraceCollate
 from limbeck.utils.logger import read_metrics
+from tests.helpers.processes import free_port, ranks
 from tests.helpers.trace_runs import config, short_traces
 from tests.patience import TEST_SECONDS
 
@@ -84,10 +83,7 @@ def _fail(rank: int, port: int, where: str) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_one_process_in_the_reference_ends_the_other_and_names_it(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_fail, args=(port, str(tmp_path)), nprocs=2, join=True)
+    ranks(2, _fail, free_port(), str(tmp_path))
     first, second = (json.loads((tmp_path / f"said_{rank}.json").read_text()) for rank in range(2))
     assert first[0] == "TemplateError: rank 1: the template refuses it"
     assert second[0] == "TemplateError: the template refuses it"
@@ -98,10 +94,7 @@ def test_an_error_of_one_process_in_the_reference_ends_the_other_and_names_it(tm
 
 def test_two_processes_take_the_run_of_one(tmp_path: Path) -> None:
     one = _run(tmp_path, "one")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_work, args=(port, str(tmp_path)), nprocs=2, join=True)
+    ranks(2, _work, free_port(), str(tmp_path))
     rows = [read_metrics(folder / "metrics.jsonl") for folder in (one, tmp_path / "two")]
     assert len(rows[0]) == len(rows[1]) == 3
     for a, b in zip(*rows, strict=True):

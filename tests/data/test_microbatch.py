@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from limbeck.data.microbatch import (
     teacher_prefixes,
 )
 from limbeck.errors import ConfigError, DataError
+from tests.helpers.processes import ranks
 
 FIXED: dict[str, Any] = {}
 DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4}}
@@ -351,4 +351,4 @@ def ranks_agree(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_ranks_take_the_same_number_of_steps(tmp_path: Any) -> None:
-    mp.spawn(ranks_agree, args=(2, str(tmp_path)), nprocs=2)
+    ranks(2, ranks_agree, 2, str(tmp_path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from limbeck.algorithms.validation import teacher_bits
@@ -25,6 +23,7 @@ from limbeck.losses.signals import HiddenSignal, TopKSignal
 from limbeck.models.language_model import score_rows
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
+from tests.helpers.processes import free_port, ranks
 from tests.helpers.tiny import LLAMA, QWEN3, TEXTS, config, projection, tokenizer
 from tests.patience import TEST_SECONDS
 
@@ -176,12 +175,6 @@ def close(found: Any, expected: Any, what: str, floor: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) + floor, msg=lambda m: f"{what}: {m}")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _main(rank: int, world: int, port: int, work: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -196,8 +189,6 @@ def _main(rank: int, world: int, port: int, work: Callable[..., Any], folder: st
 
 def together(world: int, work: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     """``work(rank, world, *args)`` in processes of one gloo group; what each returned."""
-    mp.get_context("forkserver").set_forkserver_preload(["tests.distributed.cases", "transformers.models.auto"])
     folder.mkdir(parents=True, exist_ok=True)
-    packed = (world, free_port(), work, str(folder), args)
-    mp.start_processes(_main, args=packed, nprocs=world, start_method="forkserver")
+    ranks(world, _main, world, free_port(), work, str(folder), args)
     return [torch.load(folder / f"rank_{r}.pt", weights_only=True) for r in range(world)]

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from limbeck.losses.contract import Teacher
 from limbeck.models.policy import Policy
 from limbeck.utils import CheckpointManager
-from tests.distributed.cases import CASES, batch, free_port, loss_of, student_of, teachers_of, together
+from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
+from tests.helpers.processes import free_port
 from tests.patience import TEST_SECONDS
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from limbeck.tokens import load_tokenizer
 from tests import zoo
 from tests.algorithms.test_distillation_validation import bits_per_byte, held_out
 from tests.helpers import runs
+from tests.helpers.processes import free_port
 from tests.helpers.runs import checkpoint, limbeck, model, rows, settings, write_run_file
 from tests.helpers.tokenizers import TEXTS, trained_bpe
 from tests.patience import TEST_SECONDS
@@ -191,9 +191,7 @@ def _rank(rank: int, port: int, arguments: list[str]) -> None:
 def test_two_processes_train_like_one(stuff, tmp_path):
     """What torchrun does: the same command twice, with ranks in the environment."""
     one = trained(stuff, tmp_path / "one")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     options = ["train", str(tmp_path / "one.yaml"), "-q", f"logger.log_dir={tmp_path / 'two'}"]
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_rank, args=(r, port, options), daemon=True) for r in (0, 1)]

@@ -2,15 +2,14 @@
 
 import json
 import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils import CheckpointManager, load_state, save_state
+from tests.helpers.processes import free_port, ranks
 from tests.helpers.tiny import batch, loss_fn, student, teacher
 
 ROWS = [[0, 1, 2, 3], [4, 5]]
@@ -60,10 +59,7 @@ def _work(rank, port, folder):
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_work, args=(port, str(folder)), nprocs=2, join=True)
+    ranks(2, _work, free_port(), str(folder))
     return folder, json.loads((folder / "result.json").read_text())
 
 
