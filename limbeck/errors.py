@@ -38,6 +38,7 @@ class ExitCode(IntEnum):
     NOT_WORTH_IT = 4
     STOPPED_EARLY = 75
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class LimbeckError(Exception):

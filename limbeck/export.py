@@ -20,7 +20,7 @@ from limbeck.errors import ConfigError, one_line
 from limbeck.evaluation.models import find_model, is_run_folder
 from limbeck.models.checkpoint import ADAPTER
 from limbeck.report.run_data import RunData, read_run
-from limbeck.utils.files import write_atomic
+from limbeck.utils.files import new_folder, write_atomic
 
 CARD = "README.md"
 _NEEDED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -43,15 +43,17 @@ def export_run(run_dir: str | Path, out: str | Path, *, checkpoint: str = "best"
         raise ConfigError(f"{str(target)!r} is not empty; give another --out")
     source = find_model(str(run), checkpoint)
     data = read_run(run)
-    shutil.copytree(source.weights, target, dirs_exist_ok=True)
-    if source.tokenizer != source.weights:
-        shutil.copytree(source.tokenizer, target, dirs_exist_ok=True)
-    problems = missing_parts(target)
-    if problems:
-        raise ConfigError(f"the checkpoint {source.weights!r} is not whole for other programs: {'; '.join(problems)}")
-    write_atomic(
-        target / CARD, model_card(data, step=source.step, license=license, adapter=(target / ADAPTER).is_dir())
-    )
+    with new_folder(target) as folder:
+        shutil.copytree(source.weights, folder, dirs_exist_ok=True)
+        if source.tokenizer != source.weights:
+            shutil.copytree(source.tokenizer, folder, dirs_exist_ok=True)
+        problems = missing_parts(folder)
+        if problems:
+            raise ConfigError(
+                f"the checkpoint {source.weights!r} is not whole for other programs: {'; '.join(problems)}"
+            )
+        card = model_card(data, step=source.step, license=license, adapter=(folder / ADAPTER).is_dir())
+        write_atomic(folder / CARD, card)
     return target
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from limbeck.utils import CheckpointManager
+from limbeck.utils import CheckpointManager, files
 from limbeck.utils.logger import Logger
 from tests.patience import TEST_SECONDS
 
@@ -61,6 +61,17 @@ def hold_run(gate: Gate, place: Place, step: int) -> None:
     else:
         before = place == "save filled"
         _wait_around(CheckpointManager, "finalize_checkpoint", gate, lambda _, tmp: _step_of(tmp) == step, before)
+
+
+def hold_output(gate: Gate) -> None:
+    """Have this process wait at ``gate`` whenever a file is written and does not have its name yet."""
+    publish = files._publish
+
+    def waiting(*args: Any) -> None:
+        gate.wait()
+        publish(*args)
+
+    files._publish = waiting
 
 
 def _wait_around(owner: type, name: str, gate: Gate, condition: Callable[..., bool], before: bool = False) -> None:

@@ -104,6 +104,15 @@ def test_what_other_programs_would_miss(out: Path, tmp_path: Path) -> None:
     assert len(missing_parts(tmp_path)) == 3
 
 
+def test_a_checkpoint_that_is_not_whole_leaves_no_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("limbeck.export.missing_parts", lambda _: ["a part is missing"])
+    with pytest.raises(ConfigError, match="a part is missing"):
+        export_run(folder / "run", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command(folder: Path, out: Path, tmp_path: Path) -> None:
     code, said, _ = limbeck("export", folder / "run", "-o", tmp_path / "new", "-c", "latest", "--license", "apache-2.0")
     assert code == 0

@@ -1,7 +1,8 @@
 """The ``limbeck`` command: all of typer and rich. Each command imports what it needs when it runs.
 
 Exit codes: 0 done; 1 an expected error, in one line (``--debug`` adds the traceback); 2 wrong usage; 3 done in part,
-some files or teachers failed; 4 checked, and not worth a run; 75 stopped early, the same command goes on; 130 Ctrl-C.
+some files or teachers failed; 4 checked, and not worth a run; 75 stopped early, the same command goes on; 130 Ctrl-C;
+143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from limbeck import __version__
 from limbeck.errors import ExitCode, LimbeckError, one_line
@@ -51,7 +56,8 @@ def _run(arguments: list[str] | None) -> NoReturn:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        application()(args=arguments, prog_name="limbeck")
+        with _terminable():
+            application()(args=arguments, prog_name="limbeck")
     except LimbeckError as error:
         if debug:
             raise
@@ -67,6 +73,9 @@ def _run(arguments: list[str] | None) -> NoReturn:
     except KeyboardInterrupt:
         print("limbeck: interrupted", file=sys.stderr)
         raise SystemExit(ExitCode.INTERRUPTED) from None
+    except _Terminated:
+        print("limbeck: ended by SIGTERM", file=sys.stderr)
+        raise SystemExit(ExitCode.TERMINATED) from None
     except (MemoryError, OSError, RuntimeError) as error:
         line = _of_the_machine(error)
         if debug or line is None:
@@ -74,6 +83,37 @@ def _run(arguments: list[str] | None) -> NoReturn:
         print(f"limbeck: {line}", file=sys.stderr)
         raise SystemExit(ExitCode.ERROR) from None
     raise SystemExit(ExitCode.DONE)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A block that SIGTERM leaves as an exception does, so that what is half written is removed; a second one kills.
+
+    One of several ranks ends at once, as it may be waiting for another for ever.
+    """
+    alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 and threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    own = os.getpid()
+
+    def leave(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != own:
+            # a forked worker, which has nothing of its own to remove
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _of_the_machine(error: BaseException) -> str | None:

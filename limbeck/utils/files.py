@@ -12,7 +12,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -138,9 +139,9 @@ def kept_conversion(
 def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Replace the file at ``path`` by ``data``; a reader sees the old content or the new one, never a part."""
     target = Path(path)
-    partial, stream = _partial(target)
+    partial = _partial(target)
     try:
-        with stream:
+        with partial.open("xb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
             _publish(stream, partial, target)
     except BaseException:
@@ -148,10 +149,30 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         raise
 
 
-def _partial(target: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside ``target`` under a name of its own: threads and processes may write the same target at once."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    return partial, partial.open("xb")
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """``with`` block that fills a folder, which becomes ``path`` only if the block succeeds; nothing stays otherwise.
+
+    What is at ``path`` may be an empty folder.
+    """
+    target = Path(path).absolute()
+    partial = _partial(target)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists():
+            # perhaps the folder that somebody works in: it stays the same one
+            for part in partial.iterdir():
+                part.rename(target / part.name)
+        else:
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(target: Path) -> Path:
+    """A name beside ``target`` that nobody else has: threads and processes may write the same target at once."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def _publish(stream: IO[bytes], partial: Path, target: Path) -> None:
@@ -274,7 +295,8 @@ class Output:
     def __enter__(self) -> Output:
         if self.path is not None:
             try:
-                self._partial, self._stream = _partial(self.path)
+                self._partial = _partial(self.path)
+                self._stream = self._partial.open("xb")
             except OSError as error:
                 raise ConfigError(f"cannot write {str(self.path)!r}: {error.strerror}") from error
         return self

@@ -13,6 +13,7 @@ from limbeck.utils.files import (
     cache_dir,
     content_hash,
     kept_conversion,
+    new_folder,
     short_names,
     write_atomic,
 )
@@ -75,6 +76,23 @@ def test_an_output_appears_when_it_is_whole(tmp_path):
     with Output(None) as out:
         out.line("nowhere")
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_appears_when_it_is_whole(tmp_path: Path, there: bool) -> None:
+    target = tmp_path / "out"
+    if there:
+        target.mkdir()
+    before = list(tmp_path.iterdir())
+    with suppress(KeyboardInterrupt), new_folder(target) as folder:
+        (folder / "part").touch()
+        raise KeyboardInterrupt
+    assert list(tmp_path.rglob("*")) == before
+    with new_folder(target) as folder:
+        (folder / "part").touch()
+        assert not (target / "part").exists()
+    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.iterdir()) == [target / "part"]
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "sub/../log.jsonl", "link.jsonl", "hard.jsonl"])

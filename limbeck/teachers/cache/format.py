@@ -331,9 +331,12 @@ def save_head(folder: str | Path, head: Head) -> None:
     meta = json.dumps({**numbers, "crc32": _head_crc(numbers, tensors["weight"], tensors.get("bias"))})
     path = Path(folder) / HEAD_NAME
     tmp = path.with_suffix(".tmp")
-    save_file(tensors, tmp, metadata={"head": meta})
-    fsync_path(tmp)
-    tmp.replace(path)
+    try:
+        save_file(tensors, tmp, metadata={"head": meta})
+        fsync_path(tmp)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def _head_crc(numbers: Mapping[str, Any], *tensors: torch.Tensor | None) -> int:
