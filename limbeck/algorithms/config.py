@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -290,12 +289,6 @@ class TraceLossConfig(_Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> TraceLossConfig:
-        for section in (self.policy, self.hint, self.preference):
-            _as_value_error(partial(section.spec, self.block_rows))
-        return self
 
 
 class TraceTrainingConfig(LoopConfig):

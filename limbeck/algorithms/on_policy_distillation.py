@@ -37,7 +37,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyLossFn, sampled_figures
 from limbeck.losses.contract import Loss, Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
-from limbeck.losses.policy_gradient import PolicyGradientLossFn, PolicyGradientSpec
+from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.generate import LocalSampler, Sampler
@@ -242,7 +242,7 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
             {"direction": "reverse", "ce_loss_scale": 0.0}, projections=[None]
         )
         divisor = float(run.config.on_policy.max_new_tokens)
-        self.reward_loss = PolicyGradientLossFn(PolicyGradientSpec("dr_grpo", divisor=divisor))
+        self.reward_loss = PolicyGradientLossFn({"mode": "dr_grpo", "divisor": divisor})
         self.rollout: Rollout | None = None
 
     def train_step(self, batch: StepData) -> dict[str, Any]:  # type: ignore[override]

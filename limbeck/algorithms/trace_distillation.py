@@ -119,7 +119,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     found = checkpointer.to_resume()
     latest = None if found is None else Checkpoint(found)
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
-    plan = plan_policy(dataset.traces, config.loss.policy.spec(config.loss.block_rows), config.traces)
+    plan = plan_policy(dataset.traces, config.loss.policy, config.traces)
     collator = partial(make_collator, config.traces, config.policy, config.teacher, tokenizer, foreign)
     collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), plan)
     loader = make_loader(
@@ -143,13 +143,13 @@ def setup(config: TraceMasterConfig) -> TraceRun:
             optimizer_path=latest.optimizer if latest else None,
             dp_group=ranks,
         )
-    policy_loss = PolicyGradientLossFn(plan.spec)
-    policy_loss.active = plan.spec
+    policy_loss = PolicyGradientLossFn(plan.cfg, block_rows=config.loss.block_rows)
     with stage("the teacher of hints"):
         teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
     monitor = CollapseMonitor(tokenizer, student.vocab_size, config.distillation.monitor)
-    preference_loss = PreferenceLossFn(config.loss.preference.spec(config.loss.block_rows))
-    reference = ReferenceLogProbs(dataset) if _needs_reference(config, preference_loss) else None
+    preference_loss = PreferenceLossFn(config.loss.preference, block_rows=config.loss.block_rows)
+    needs_reference = config.uses("preference") and config.loss.preference.needs_reference
+    reference = ReferenceLogProbs(dataset) if needs_reference else None
     step = TraceStep(
         student,
         policy_loss=policy_loss,
@@ -180,7 +180,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
 def _policy_line(plan: PolicyPlan) -> str:
     """What becomes of the policy channel; without rewards it has nothing to learn from."""
     if bool(plan.counted.any()):
-        return f"policy mode {plan.spec.mode}"
+        return f"policy mode {plan.cfg.mode}"
     return "the policy channel is off: no trace has a reward (limbeck traces ingest --judge MODEL@URL scores them)"
 
 
@@ -285,11 +285,8 @@ def _hint_loss(
     if foreign is not None and teacher is not None:
         projection = load_or_build(tokenizer, foreign, hint.projection_matrix_path)
     share = 0.0 if teacher is None else teacher.trust_region
-    return HintDistillationLossFn(hint.spec(config.loss.block_rows), projection=projection, trust_region=share)
-
-
-def _needs_reference(config: TraceMasterConfig, loss: PreferenceLossFn) -> bool:
-    return config.uses("preference") and loss.spec.needs_reference
+    rows = config.loss.block_rows
+    return HintDistillationLossFn(hint, projection=projection, trust_region=share, block_rows=rows)
 
 
 def _resume(

@@ -22,7 +22,7 @@ from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.objectives.base import chunk_sum
-from limbeck.losses.policy_gradient import PolicyGradientSpec, policy_token_losses
+from limbeck.losses.policy_gradient import policy_token_losses
 from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
 from limbeck.utils.metrics import Metrics, Pair
 
@@ -84,7 +84,6 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
     ) -> None:
         super().__init__()
         self.config, self.num_teachers, self.class_names = config, num_teachers, tuple(class_names)
-        self.spec = PolicyGradientSpec("dr_grpo", config.clip_low, config.clip_high)
         self.classes_V = classes_V
 
     def annotate(self, batch: Batch) -> Batch:
@@ -146,7 +145,10 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
             if self.config.credit == "answer":
                 # not only of what follows: how the teacher cuts what came before depends on it, too
                 credit_C = chunk_sum(clipped_C, layout.sample_C, layout.num_samples)[layout.sample_C]
-            losses_M, found = policy_token_losses(log_E[token_M], credit_C[chunk_M], behavior_E[token_M], self.spec)
+            clip_low, clip_high = self.config.clip_low, self.config.clip_high
+            losses_M, found = policy_token_losses(
+                log_E[token_M], credit_C[chunk_M], behavior_E[token_M], clip_low=clip_low, clip_high=clip_high
+            )
             if layout.weight_C is not None:
                 losses_M = losses_M * layout.weight_C.to(losses_M)[chunk_M]
             count = counts[f"chunks_{i}"].to(total).clamp(min=1e-9)

@@ -10,13 +10,14 @@ them mixed in log space (`trust_region_mix`) keep it near to the start.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from limbeck.config import resolve
 from limbeck.data.layout import ChunkLayout, TokenLayout, teacher_chunks, with_chunks
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
@@ -40,27 +41,6 @@ _SHIFTED = (
     "hinted teacher and student read the same target tokens, so their predictions cannot be disjoint; the rows of one "
     "side are shifted: gather logits at *_pred_pos (one before the token), not at *_response_idx"
 )
-
-
-@dataclass(frozen=True)
-class HintSpec:
-    """How student and hinted teacher are compared.
-
-    divergence: by default reverse KL over the whole vocabulary; `DivergenceSpec("jsd")`, forward KL with `entry_clip`,
-    and `topk` with a tail bucket (`chosen_by` student or teacher) are the alternatives.
-    jsd_patience: steps in a row near the maximum of JSD that stop the run; 1, since a self-teacher starts near 0.
-    fast_path: auto: kernels on CUDA where they know the divergence; off; force.
-    """
-
-    divergence: DivergenceSpec = field(default_factory=lambda: DivergenceSpec("reverse"))
-    temperature: float = 1.0
-    jsd_patience: int = 1
-    block_rows: int = 512
-    fast_path: FastPath = "auto"
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or self.block_rows < 1 or self.jsd_patience < 1:
-            raise ConfigError("temperature, block_rows and jsd_patience of the hint loss must be positive")
 
 
 class HintLossConfig(BaseModel):
@@ -94,12 +74,23 @@ class HintLossConfig(BaseModel):
     projection_matrix_path: str | None = None
     """Stored projection to the vocabulary of `teacher`; default: built and cached."""
 
-    def spec(self, block_rows: int) -> HintSpec:
-        """Settings of the loss."""
-        divergence = DivergenceSpec(
+    fast_path: FastPath = "auto"
+    """auto: kernels on CUDA where they know the divergence; off; force."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HintLossConfig:
+        try:
+            _ = self.spec  # building it checks the divergence's own rules
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def spec(self) -> DivergenceSpec:
+        """The divergence."""
+        return DivergenceSpec(
             self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
         )
-        return HintSpec(divergence, self.temperature, self.jsd_patience, block_rows)
 
 
 # -- pure pieces -------------------------------------------------------------------------------------------------------
@@ -109,7 +100,7 @@ def hint_divergence(
     student_logits: Tensor,
     teacher_logits: Tensor,
     valid: Tensor,
-    spec: HintSpec = HintSpec(),
+    cfg: HintLossConfig | None = None,
     *,
     site_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -118,6 +109,7 @@ def hint_divergence(
     student_logits, teacher_logits `[N, K, V]` at `student_pred_pos` and `teacher_pred_pos`; valid `[N, K]`. For tests
     and small use; `HintDistillationLossFn` works from hidden states. Raises where JSD is near its maximum.
     """
+    cfg = HintLossConfig() if cfg is None else cfg
     if student_logits.shape != teacher_logits.shape:
         raise LossError(
             f"student logits {tuple(student_logits.shape)} and teacher logits {tuple(teacher_logits.shape)} differ; "
@@ -125,14 +117,14 @@ def hint_divergence(
         )
     weight = valid.sum(1).clamp(max=1).to(student_logits) if site_weight is None else site_weight.to(student_logits)
     site, _ = valid.nonzero(as_tuple=True)
-    log_s, log_t = (torch.log_softmax(x[valid] / spec.temperature, -1) for x in (student_logits, teacher_logits))
-    rows = divergence_rows(log_s, log_t, spec.divergence) * spec.temperature**2
+    log_s, log_t = (torch.log_softmax(x[valid] / cfg.temperature, -1) for x in (student_logits, teacher_logits))
+    rows = divergence_rows(log_s, log_t, cfg.spec) * cfg.temperature**2
     share = weight / valid.sum(1).clamp(min=1)
     total = (rows * share[site]).sum()
     counted = (weight * (valid.sum(1) > 0)).sum()
-    guard = JsdGuard(spec.divergence, patience=1)
+    guard = JsdGuard(cfg.spec, patience=1)
     if guard.active and float(counted) > 0:
-        _observe(guard, float(total.detach() / counted) / spec.temperature**2)
+        _observe(guard, float(total.detach() / counted) / cfg.temperature**2)
     return total, counted
 
 
@@ -203,19 +195,24 @@ class HintDistillationLossFn(Loss[HintInputs]):
     context_parallel = True
 
     def __init__(
-        self, spec: HintSpec | None = None, *, projection: ProjectionLike | None = None, trust_region: float = 0.0
+        self,
+        cfg: HintLossConfig | Mapping[str, Any] | None = None,
+        *,
+        projection: ProjectionLike | None = None,
+        trust_region: float = 0.0,
+        block_rows: int = 512,
     ) -> None:
         super().__init__()
-        self.spec = HintSpec() if spec is None else spec
+        self.cfg, self.block_rows = resolve(HintLossConfig, cfg or {}), block_rows
         if not 0 <= trust_region <= 1:
             raise ConfigError(f"the trust region's share is {trust_region}; it must lie in [0, 1]")
         self.trust_region = trust_region
         self.num_teachers = 2 if trust_region else 1
-        options = ObjectiveOptions(temperature=self.spec.temperature, spec=self.spec.divergence)
-        if projection is not None and self.spec.divergence.topk is not None:
+        options = ObjectiveOptions(temperature=self.cfg.temperature, spec=self.cfg.spec)
+        if projection is not None and self.cfg.spec.topk is not None:
             raise ConfigError("topk of the hint loss is for a teacher with the student's vocabulary; leave it out")
         self.objective: Objective = SameVocabulary(options) if projection is None else BoundaryKL(options, projection)
-        self.guard = JsdGuard(self.spec.divergence, patience=self.spec.jsd_patience)
+        self.guard = JsdGuard(self.cfg.spec, patience=self.cfg.jsd_patience)
         if projection is not None:
             self.guard.active = False
 
@@ -254,8 +251,8 @@ class HintDistillationLossFn(Loss[HintInputs]):
         tokens, layouts = TokenLayout.empty(), [inputs.layout]
         return replace(
             inputs,
-            blocks=cut_blocks(tokens, layouts, self.spec.block_rows),
-            lanes=fast.plan_lanes(self.spec.fast_path, [self.objective], tokens, layouts, None),
+            blocks=cut_blocks(tokens, layouts, self.block_rows),
+            lanes=fast.plan_lanes(self.cfg.fast_path, [self.objective], tokens, layouts, None),
         )
 
     def compute(
@@ -277,7 +274,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
         teacher = TeacherRows(signals, [inputs.layout.teacher_rows_Q] * len(signals), mix)
         weight_C = inputs.site_weight[inputs.layout.sample_C]
         term = TeacherTerm("hint", objective, (1 / count).float(), 0, inputs.layout, teacher, weight_C)
-        lanes = fast.usable_lanes(self.spec.fast_path, inputs.lanes, hidden_RH, head, [term])
+        lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, [term])
         run = BlockRun(head, inputs.blocks if lanes is None else lanes.blocks, 0.0, [term])
         run.id_mismatch_flags = differing
         run.raise_mismatch = lambda: self._compare_ids(signals, inputs.layout, defer=False)
@@ -294,7 +291,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
         sides do not belong together."""
         total, count = (float(x) for x in metrics.get("hint/loss", (0.0, 0.0)))
         if self.guard.active and count > 0:
-            _observe(self.guard, total / count / self.spec.temperature**2)
+            _observe(self.guard, total / count / self.cfg.temperature**2)
 
     def _compare_ids(self, signals: Sequence[Signal], layout: ChunkLayout, *, defer: bool) -> list[Tensor]:
         """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
@@ -316,9 +313,9 @@ class HintDistillationLossFn(Loss[HintInputs]):
                 f"{hidden_RH.shape[0]} hidden rows and {head.vocab_size} tokens; hidden states and batch do not fit"
             )
         differing = self._compare_ids(signals, layout, defer=hidden_RH.device.type != "cpu")
-        divergence = self.spec.divergence
+        divergence = self.cfg.spec
         by_student = divergence.topk is not None and divergence.chosen_by == "student"
-        unserved = len(signals) > 1 or by_student or self.spec.temperature != 1.0
+        unserved = len(signals) > 1 or by_student or self.cfg.temperature != 1.0
         if unserved and any(signal.is_topk for signal in signals):
             raise LossError(
                 "a top-k list serves neither a trust region nor a student-chosen top-k nor a temperature; use a "

@@ -7,17 +7,18 @@ Advantages belong to the *global* batch (a group may lie in several micro-batche
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from limbeck.config import resolve
 from limbeck.data.layout import TokenLayout, supervised_tokens
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
-from limbeck.errors import ConfigError, LossError
+from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.signals import Head, Signal
@@ -33,39 +34,32 @@ _DEFAULT_NORMALISATION: dict[str, Normalisation] = {
 }
 
 
-@dataclass(frozen=True)
-class PolicyGradientSpec:
-    """How rewards become a loss.
+class PolicyLossConfig(BaseModel):
+    """The policy channel: what rewards do.
 
-    mode: `dr_grpo`: advantage = r - mean of the group, no std, divided by a constant; `grpo`: also divided by the
-    group's std, mean within each sequence; both need groups and behaviour log-probs. `reward_weighted`: log-likelihood
-    weighted by the advantage where there are groups, else by the reward; no ratio, no clipping. `auto`: `dr_grpo` where
-    the batch has what it needs, else `reward_weighted`.
-
-    clip_low, clip_high: the importance ratio is clipped to [1 - clip_low, 1 + clip_high].
-    divisor: of Dr. GRPO, tokens per sequence: the sum over tokens is divided by divisor x sequences, whatever their
-    lengths. normalisation: what a mean is taken over; by default as the mode says.
+    `dr_grpo`: advantage = r - mean of the group, no std, divided by a constant; `grpo`: also divided by the group's
+    std, mean within each sequence; both need groups and behaviour log-probs. `reward_weighted`: log-likelihood weighted
+    by the advantage where there are groups, else by the reward; no ratio, no clipping.
     """
 
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    weight: float = Field(default=1.0, ge=0)
+    """Factor of the channel in the total."""
     mode: PolicyMode = "auto"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    divisor: float = 1024.0
+    """`auto`: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """A ratio of probabilities is cut to 1 less this at least."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """A ratio of probabilities is cut to 1 plus this at most."""
+    divisor: float = Field(default=1024.0, gt=0)
+    """Dr. GRPO: tokens per sequence that sums are divided by."""
     normalisation: Normalisation | None = None
-    std_eps: float = 1e-6
-    block_rows: int = 512
+    """What a mean is taken over: tokens, sequences, or the fixed ``divisor``; default: as the mode says."""
+    std_eps: float = Field(default=1e-6, gt=0)
+    """Added to a group's standard deviation where advantages are divided by it."""
 
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(PolicyMode):
-            raise ConfigError(f"policy mode is {self.mode!r}; expected one of {list(get_args(PolicyMode))}")
-        if self.normalisation is not None and self.normalisation not in get_args(Normalisation):
-            raise ConfigError(f"normalisation is {self.normalisation!r}; expected {list(get_args(Normalisation))}")
-        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
-            raise ConfigError(f"clip_low, clip_high are {self.clip_low}, {self.clip_high}; expected (0, 1] and > 0")
-        if self.divisor <= 0 or self.std_eps <= 0 or self.block_rows < 1:
-            raise ConfigError("divisor, std_eps and block_rows must be positive")
-
-    def resolved(self, batch: Mapping[str, Any]) -> PolicyGradientSpec:
+    def resolved(self, batch: Mapping[str, Any]) -> PolicyLossConfig:
         """The mode that a batch allows; an error where a mode was asked for that it does not."""
         counted = batch["sample_mask"] > 0
         grouped = bool((batch["group_index"][counted] >= 0).all()) if bool(counted.any()) else True
@@ -81,32 +75,8 @@ class PolicyGradientSpec:
         mode = self.mode
         if mode == "auto":
             mode = "dr_grpo" if grouped and scored else "reward_weighted"
-        return replace(self, mode=mode, normalisation=self.normalisation or _DEFAULT_NORMALISATION[mode])
-
-
-class PolicyLossConfig(BaseModel):
-    """The policy channel: what rewards do."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    weight: float = Field(default=1.0, ge=0)
-    """Factor of the channel in the total."""
-    mode: PolicyMode = "auto"
-    """`auto`: dr_grpo where every trace has a group and behaviour log-probs, else reward_weighted."""
-    clip_low: float = 0.2
-    """A ratio of probabilities is cut to 1 less this at least."""
-    clip_high: float = 0.2
-    """A ratio of probabilities is cut to 1 plus this at most."""
-    divisor: float = 1024.0
-    """Dr. GRPO: tokens per sequence that sums are divided by."""
-    normalisation: Normalisation | None = None
-    """What a mean is taken over: tokens, sequences, or the fixed ``divisor``; default: as the mode says."""
-    std_eps: float = 1e-6
-    """Added to a group's standard deviation where advantages are divided by it."""
-
-    def spec(self, block_rows: int) -> PolicyGradientSpec:
-        """Settings of the loss."""
-        return PolicyGradientSpec(**self.model_dump(exclude={"weight"}), block_rows=block_rows)
+        normalisation = self.normalisation or _DEFAULT_NORMALISATION[mode]
+        return self.model_copy(update={"mode": mode, "normalisation": normalisation})
 
 
 def group_advantages(
@@ -134,18 +104,19 @@ def group_advantages(
 
 
 def policy_token_losses(
-    log_probs: Tensor, advantages: Tensor, behavior: Tensor | None, spec: PolicyGradientSpec
+    log_probs: Tensor, advantages: Tensor, behavior: Tensor | None, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, dict[str, Pair]]:
     """Loss `[N]` of each token and metrics; log_probs, advantages, behavior `[N]`.
 
-    behavior: the sampling policy's log-probs; None: the log-likelihood is weighted, without a ratio.
+    behavior: the sampling policy's log-probs; None: the log-likelihood is weighted, without a ratio, which is otherwise
+    clipped to [1 - clip_low, 1 + clip_high].
     """
     count = log_probs.new_tensor(float(log_probs.numel()))
     if behavior is None:
         return -log_probs * advantages, {"log_prob": (log_probs.detach().sum(), count)}
     difference = log_probs - behavior
     ratio = difference.exp()
-    clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     with torch.no_grad():
         active = (clipped * advantages < ratio * advantages).to(ratio)
@@ -172,7 +143,7 @@ class PolicyInputs:
 class PolicyGradientLossFn(Loss[PolicyInputs]):
     """Policy-gradient loss over the assistant tokens of traces.
 
-    loss_fn = PolicyGradientLossFn(PolicyGradientSpec())
+    loss_fn = PolicyGradientLossFn({"mode": "dr_grpo"})
     loss_fn.annotate(global_batch)                      # advantages, before the batch is split
     counts = loss_fn.counts(global_batch)               # reduce over data-parallel ranks
     loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch), counts)
@@ -181,20 +152,21 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
     tensor_parallel = True
     context_parallel = True
 
-    def __init__(self, spec: PolicyGradientSpec | None = None) -> None:
+    def __init__(self, cfg: PolicyLossConfig | Mapping[str, Any] | None = None, *, block_rows: int = 512) -> None:
         super().__init__()
-        self.spec = PolicyGradientSpec() if spec is None else spec
-        self.active = self.spec
+        self.cfg = resolve(PolicyLossConfig, cfg or {})
+        self.active, self.block_rows = self.cfg, block_rows
 
     def annotate(self, batch: Batch) -> Batch:
         """Write `advantages` `[B]` into a global batch and settle the mode (`active`). A batch that has advantages, of
         groups that reach beyond it, keeps them."""
         if "advantages" in batch:
             return batch
-        self.active = spec = self.spec.resolved(batch)
+        self.active = self.cfg.resolved(batch)
         rewards, groups = batch["rewards"], batch["group_index"]
         valid = batch["sample_mask"] > 0
-        batch["advantages"] = group_advantages(rewards, groups, valid=valid, std=spec.mode == "grpo", eps=spec.std_eps)
+        std, eps = self.active.mode == "grpo", self.active.std_eps
+        batch["advantages"] = group_advantages(rewards, groups, valid=valid, std=std, eps=eps)
         return batch
 
     def _weights(self, batch: Mapping[str, Any], sample: Tensor, token: Tensor) -> Tensor:
@@ -248,9 +220,12 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
         self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PolicyInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
-        log_probs = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.active.block_rows)
+        log_probs = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.block_rows)
         behavior = None if inputs.behavior is None else inputs.behavior.to(log_probs)
-        losses, found = policy_token_losses(log_probs, inputs.advantage.to(log_probs), behavior, self.active)
+        clip_low, clip_high = self.active.clip_low, self.active.clip_high
+        losses, found = policy_token_losses(
+            log_probs, inputs.advantage.to(log_probs), behavior, clip_low=clip_low, clip_high=clip_high
+        )
         total = (losses * inputs.tokens.weight_E.to(log_probs)).sum()
         count = counts["policy"].to(total.device, torch.float64)
         loss = total / count.clamp(min=1e-9).to(total.dtype)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from limbeck.config import resolve
 from limbeck.data.layout import TokenLayout, build_token_layout, supervised_tokens
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
-from limbeck.errors import ConfigError, LossError
+from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
 from limbeck.losses.signals import Head, Signal
@@ -27,59 +28,40 @@ from limbeck.utils.metrics import Metrics
 PreferenceKind = Literal["dpo", "ipo", "simpo"]
 
 
-@dataclass(frozen=True)
-class PreferenceSpec:
-    """Which preference loss.
+class PreferenceLossConfig(BaseModel):
+    """The preference channel.
 
     dpo: -log sigmoid(beta x margin), margin = how much more the policy prefers the chosen response than the reference
     does, in nats over whole responses. ipo: (margin per token - 1 / (2 beta))^2. simpo: no reference; margin per token,
-    less `gamma`. label_smoothing (dpo): the share of pairs that are taken to be the wrong way round.
+    less `gamma`.
     """
 
-    kind: PreferenceKind = "dpo"
-    beta: float = 0.1
-    gamma: float = 0.5
-    label_smoothing: float = 0.0
-    block_rows: int = 512
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(PreferenceKind):
-            raise ConfigError(f"preference kind is {self.kind!r}; expected one of {list(get_args(PreferenceKind))}")
-        if self.beta <= 0:
-            raise ConfigError(f"preference beta is {self.beta}; it must be positive")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, .5)")
+    kind: PreferenceKind = "dpo"
+    """Which preference loss."""
+    beta: float = Field(default=0.1, gt=0)
+    """Sharpness of the preference, not the channel's weight (that is `loss.beta`)."""
+    gamma: float = 0.5
+    """SimPO: the margin between a chosen and a rejected answer."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """DPO: share of pairs that are taken to be the wrong way round."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PreferenceLossConfig:
         if self.label_smoothing and self.kind != "dpo":
-            raise ConfigError(f"label_smoothing belongs to dpo, not to {self.kind}; leave it out")
+            raise ValueError(f"label_smoothing belongs to dpo, not to {self.kind}; leave it out")
+        return self
 
     @property
     def needs_reference(self) -> bool:
         return self.kind != "simpo"
 
 
-class PreferenceLossConfig(BaseModel):
-    """The preference channel."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    kind: PreferenceKind = "dpo"
-    """Which preference loss."""
-    beta: float = 0.1
-    """Sharpness of the preference, not the channel's weight (that is `loss.beta`)."""
-    gamma: float = 0.5
-    """SimPO: the margin between a chosen and a rejected answer."""
-    label_smoothing: float = 0.0
-    """Share of pairs that are taken to be the wrong way round."""
-
-    def spec(self, block_rows: int) -> PreferenceSpec:
-        """Settings of the loss."""
-        return PreferenceSpec(**self.model_dump(), block_rows=block_rows)
-
-
 def preference_pair_losses(
     chosen: Tensor,
     rejected: Tensor,
-    spec: PreferenceSpec,
+    cfg: PreferenceLossConfig,
     *,
     reference_chosen: Tensor | None = None,
     reference_rejected: Tensor | None = None,
@@ -87,21 +69,21 @@ def preference_pair_losses(
     rejected_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, margin) `[P]` of each pair from log-probs of whole responses `[P]`; `*_tokens` `[P]`: their lengths."""
-    if spec.needs_reference:
+    if cfg.needs_reference:
         if reference_chosen is None or reference_rejected is None:
-            raise LossError(f"{spec.kind} needs reference log-probs of both responses; compute them before training")
+            raise LossError(f"{cfg.kind} needs reference log-probs of both responses; compute them before training")
         chosen, rejected = chosen - reference_chosen, rejected - reference_rejected
-    if spec.kind != "dpo":
+    if cfg.kind != "dpo":
         if chosen_tokens is None or rejected_tokens is None:
-            raise LossError(f"{spec.kind} works per token and needs both responses' lengths")
+            raise LossError(f"{cfg.kind} works per token and needs both responses' lengths")
         chosen, rejected = chosen / chosen_tokens, rejected / rejected_tokens
     margin = chosen - rejected
-    if spec.kind == "ipo":
-        return (margin - 1 / (2 * spec.beta)) ** 2, margin
-    scaled = spec.beta * margin - (spec.gamma if spec.kind == "simpo" else 0.0)
+    if cfg.kind == "ipo":
+        return (margin - 1 / (2 * cfg.beta)) ** 2, margin
+    scaled = cfg.beta * margin - (cfg.gamma if cfg.kind == "simpo" else 0.0)
     losses = -F.logsigmoid(scaled)
-    if spec.label_smoothing:
-        losses = (1 - spec.label_smoothing) * losses - spec.label_smoothing * F.logsigmoid(-scaled)
+    if cfg.label_smoothing:
+        losses = (1 - cfg.label_smoothing) * losses - cfg.label_smoothing * F.logsigmoid(-scaled)
     return losses, margin
 
 
@@ -132,9 +114,9 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
     tensor_parallel = True
     context_parallel = True
 
-    def __init__(self, spec: PreferenceSpec | None = None) -> None:
+    def __init__(self, cfg: PreferenceLossConfig | Mapping[str, Any] | None = None, *, block_rows: int = 512) -> None:
         super().__init__()
-        self.spec = PreferenceSpec() if spec is None else spec
+        self.cfg, self.block_rows = resolve(PreferenceLossConfig, cfg or {}), block_rows
 
     def counts(self, batch: Batch) -> Counts:
         """Local denominator `pairs` of a global batch: the sum of the pairs' weights, float64."""
@@ -150,8 +132,8 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         row, _, _ = supervised_tokens(*masks, start)
         chosen, rejected = _pairs(batch)
         reference = batch.get("reference_logprobs")
-        if reference is None and self.spec.needs_reference and len(chosen):
-            raise LossError(f"{self.spec.kind} needs reference_logprobs in the batch; compute them before training")
+        if reference is None and self.cfg.needs_reference and len(chosen):
+            raise LossError(f"{self.cfg.kind} needs reference_logprobs in the batch; compute them before training")
         lengths = torch.bincount(row, minlength=len(batch["sample_mask"]))
         if len(chosen) and int(lengths[torch.cat((chosen, rejected))].min()) == 0:
             raise LossError("a preference pair has a response without tokens; drop such pairs when collating")
@@ -170,7 +152,7 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PreferenceInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
-        sums = response_log_probs(hidden_RH, head, inputs, block_rows=self.spec.block_rows)
+        sums = response_log_probs(hidden_RH, head, inputs, block_rows=self.block_rows)
         device, dtype = sums.device, sums.dtype
         chosen, rejected = inputs.chosen.to(device), inputs.rejected.to(device)
         lengths = inputs.lengths.to(device, dtype)
@@ -178,7 +160,7 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         losses, margin = preference_pair_losses(
             sums[chosen],
             sums[rejected],
-            self.spec,
+            self.cfg,
             reference_chosen=None if reference is None else reference[chosen],
             reference_rejected=None if reference is None else reference[rejected],
             chosen_tokens=lengths[chosen],

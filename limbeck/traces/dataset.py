@@ -15,7 +15,7 @@ from torch import Tensor
 
 from limbeck.config import FREE
 from limbeck.errors import ConfigError, LossError, TraceError
-from limbeck.losses.policy_gradient import PolicyGradientSpec, group_advantages
+from limbeck.losses.policy_gradient import PolicyLossConfig, group_advantages
 from limbeck.models.loading import ModelConfig
 from limbeck.tokens.chat import Placement
 from limbeck.traces import CollatorConfig, ComposerDataCollator, TokenizerLike
@@ -159,19 +159,19 @@ class PolicyPlan:
     """What the policy channel does with each trace, settled once for the whole data set.
 
     Attributes:
-        spec: settings with the mode that the data allows.
+        cfg: settings with the mode that the data allows.
         advantages: ``[traces]`` float32; group means are taken over the data set, so they do not depend on batches.
         counted: ``[traces]`` bool; False for traces that take no part.
         left_out: reason of those.
     """
 
-    spec: PolicyGradientSpec
+    cfg: PolicyLossConfig
     advantages: Tensor
     counted: Tensor
     left_out: str = "group_too_small"
 
 
-def plan_policy(traces: Sequence[Trace], spec: PolicyGradientSpec, config: TracesConfig) -> PolicyPlan:
+def plan_policy(traces: Sequence[Trace], cfg: PolicyLossConfig, config: TracesConfig) -> PolicyPlan:
     """Advantages of all traces, and the mode: GRPO needs groups and behaviour log-probs of every rewarded trace."""
     rewards = [to_example(trace, config.reward_key).reward for trace in traces]
     valid = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
@@ -183,7 +183,7 @@ def plan_policy(traces: Sequence[Trace], spec: PolicyGradientSpec, config: Trace
     counted = valid & enough
     scored = torch.tensor([_is_scored(trace) for trace in traces], dtype=torch.bool)
     try:
-        settled = spec.resolved(
+        settled = cfg.resolved(
             {
                 "sample_mask": counted.float(),
                 "group_index": groups,
@@ -194,7 +194,7 @@ def plan_policy(traces: Sequence[Trace], spec: PolicyGradientSpec, config: Trace
     except LossError as error:
         raise ConfigError(f"loss.policy.mode: {error}") from error
     values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32)
-    advantages = group_advantages(values, groups, valid=counted, std=settled.mode == "grpo", eps=spec.std_eps)
+    advantages = group_advantages(values, groups, valid=counted, std=settled.mode == "grpo", eps=cfg.std_eps)
     return PolicyPlan(settled, advantages, counted)
 
 
@@ -231,7 +231,7 @@ class TraceCollate:
         dropped[plan.left_out] += int(out.sum())
         batch["sample_mask"] = batch["sample_mask"] * plan.counted[index]
         batch["advantages"] = plan.advantages[index]
-        if plan.spec.mode != "reward_weighted":
+        if plan.cfg.mode != "reward_weighted":
             # A ratio needs both policies' probabilities: tokens that the log has no value for cannot take part.
             unknown = (batch["response_mask"] > 0) & ~batch["behavior_valid"] & (batch["sample_mask"] > 0)[:, None]
             dropped["tokens_without_behavior_logprob"] += int(unknown.sum())

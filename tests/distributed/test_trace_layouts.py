@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def batch_of(run: TraceRun, case: Case, rows: tuple[int, ...]) -> Any:
     batch = run.loader.collate_fn([run.loader.dataset[i] for i in rows])
     if case.ratio:
         loss = run.step.policy_loss
-        loss.active = replace(loss.active, mode="dr_grpo", normalisation="constant", clip_low=0.05, clip_high=0.05)
+        given = {"mode": "dr_grpo", "normalisation": "constant", "clip_low": 0.05, "clip_high": 0.05}
+        loss.active = loss.active.model_copy(update=given)
         batch["behavior_logprobs"] = -6.0 + 0.1 * torch.cos(batch["input_ids"].double()).float()
     return batch
 

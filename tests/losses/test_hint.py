@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from limbeck.align import AlignmentBatch, Chunks
 from limbeck.errors import ConfigError, LossError
-from limbeck.losses import DivergenceSpec, Head, HiddenSignal, LogitsSignal, TopKSignal
+from limbeck.losses import Head, HiddenSignal, LogitsSignal, TopKSignal
 from limbeck.losses.hint import (
     HintDistillationLossFn,
-    HintSpec,
+    HintLossConfig,
     ema_update,
     hint_divergence,
     trust_region_mix,
@@ -22,13 +22,13 @@ from limbeck.losses.hint import (
 from tests.losses.cases import make_projection
 from tests.losses.trace_cases import HIDDEN, VOCAB, gradients, hidden_and_head, microbatch, naive_logits, take
 
-SPECS = {
-    "reverse": DivergenceSpec("reverse"),
-    "forward": DivergenceSpec("forward"),
-    "forward clipped": DivergenceSpec("forward", entry_clip=0.05),
-    "jsd": DivergenceSpec("jsd"),
-    "student top-k": DivergenceSpec("reverse", topk=4, chosen_by="student"),
-    "teacher top-k": DivergenceSpec("reverse", topk=4, chosen_by="teacher"),
+CONFIGS = {
+    "reverse": HintLossConfig(divergence="reverse"),
+    "forward": HintLossConfig(divergence="forward"),
+    "forward clipped": HintLossConfig(divergence="forward", entry_clip=0.05),
+    "jsd": HintLossConfig(divergence="jsd"),
+    "student top-k": HintLossConfig(divergence="reverse", topk=4, topk_by="student"),
+    "teacher top-k": HintLossConfig(divergence="reverse", topk=4, topk_by="teacher"),
 }
 LENGTHS = [(6, 9, 3), (8, 10, 1), (7, 7, 4)]
 """Student length, teacher length and target tokens of each site."""
@@ -65,9 +65,9 @@ def teacher_logits(batch: dict[str, Any], seed: int = 5) -> Tensor:
 
 
 def run(
-    batch: dict[str, Any], hidden: Tensor, head: Head, signals: list[Any], spec: HintSpec, **options: Any
+    batch: dict[str, Any], hidden: Tensor, head: Head, signals: list[Any], cfg: HintLossConfig, **options: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    loss_fn = HintDistillationLossFn(spec, **options)
+    loss_fn = HintDistillationLossFn(cfg, **options)
     start = torch.arange(len(batch["idx"])) * batch["teacher_input_ids"].shape[1]
     inputs = loss_fn.prepare(microbatch(batch), [start] * len(signals))
     return loss_fn.compute(hidden, head, signals, inputs, loss_fn.counts(batch))
@@ -84,13 +84,13 @@ def gathered(logits: Tensor, width: int, lengths: list[int]) -> tuple[Tensor, Te
     return out, valid
 
 
-def reference(student: Tensor, teacher: Tensor, weights: Tensor, spec: HintSpec) -> Tensor:
+def reference(student: Tensor, teacher: Tensor, weights: Tensor, cfg: HintLossConfig) -> Tensor:
     """Mean within each site, then the weighted mean over sites, one token at a time."""
-    total, div = student.new_zeros(()), spec.divergence
+    total, div = student.new_zeros(()), cfg.spec
     for n, (_, _, k) in enumerate(LENGTHS):
         site = student.new_zeros(())
         for j in range(k):
-            p, q = (torch.softmax(x[n, j] / spec.temperature, -1) for x in (student, teacher))
+            p, q = (torch.softmax(x[n, j] / cfg.temperature, -1) for x in (student, teacher))
             if div.topk is not None:
                 kept = (p if div.chosen_by == "student" else q).topk(div.topk).indices
                 p, q = (torch.cat((x[kept], (1 - x[kept].sum())[None])) for x in (p, q))
@@ -106,28 +106,30 @@ def reference(student: Tensor, teacher: Tensor, weights: Tensor, spec: HintSpec)
                 entries = entries.clamp(max=div.entry_clip)
             site = site + entries.sum()
         total = total + weights[n] * site / k
-    return total / weights.sum() * spec.temperature**2
+    return total / weights.sum() * cfg.temperature**2
 
 
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_value_and_gradient(name: str, temperature: float) -> None:
-    spec = HintSpec(SPECS[name], temperature=temperature, block_rows=2)
+    cfg = CONFIGS[name].model_copy(update={"temperature": temperature})
     batch, (hidden, head) = hint_batch(), hidden_and_head(27)
     logits = teacher_logits(batch)
-    loss, metrics = run(batch, hidden, head, [LogitsSignal(logits, batch["teacher_input_ids"].reshape(-1))], spec)
+    loss, metrics = run(
+        batch, hidden, head, [LogitsSignal(logits, batch["teacher_input_ids"].reshape(-1))], cfg, block_rows=2
+    )
     student, valid = gathered(naive_logits(hidden, head), 9, [x[0] for x in LENGTHS])
     teacher, _ = gathered(logits, 11, [x[1] for x in LENGTHS])
-    expected = reference(student, teacher, batch["site_weight"].double(), spec)
+    expected = reference(student, teacher, batch["site_weight"].double(), cfg)
     assert torch.allclose(loss, expected, rtol=1e-6)
     for mine, theirs in zip(gradients(loss, hidden, head), gradients(expected, hidden, head), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-9)
-    total, count = hint_divergence(student, teacher, valid, spec, site_weight=batch["site_weight"])
+    total, count = hint_divergence(student, teacher, valid, cfg, site_weight=batch["site_weight"])
     assert torch.allclose(total / count, expected, rtol=1e-6)
     assert float(metrics["hint/loss"][0] / metrics["hint/loss"][1]) == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("name", list(CONFIGS))
 def test_an_empty_hint_gives_exactly_zero(name: str) -> None:
     """The same model on the same tokens: not nearly zero, zero."""
     batch = hint_batch()
@@ -136,7 +138,7 @@ def test_an_empty_hint_gives_exactly_zero(name: str) -> None:
     batch["alignment_teacher_chunk_id"] = batch["alignment_student_chunk_id"]
     hidden, head = hidden_and_head(27, dtype=torch.float32)
     signal = HiddenSignal(hidden.detach(), head, batch["input_ids"].reshape(-1))
-    loss_fn = HintDistillationLossFn(HintSpec(SPECS[name], block_rows=4))
+    loss_fn = HintDistillationLossFn(CONFIGS[name], block_rows=4)
     start = torch.arange(3) * 9
     inputs = loss_fn.prepare(microbatch(batch), [start])
     loss, metrics = loss_fn.compute(hidden, head, [signal], inputs, loss_fn.counts(batch))
@@ -148,11 +150,10 @@ def test_an_empty_hint_gives_exactly_zero(name: str) -> None:
 def test_micro_batches_and_order_change_nothing() -> None:
     batch, (hidden, head) = hint_batch(), hidden_and_head(27)
     logits = teacher_logits(batch).reshape(3, 11, VOCAB)
-    spec = HintSpec()
-    loss_fn = HintDistillationLossFn(spec)
+    loss_fn = HintDistillationLossFn()
     counts = loss_fn.counts(batch)
     assert float(counts["sites"]) == 3.5
-    whole, _ = run(batch, hidden, head, [_signal(logits, batch)], spec)
+    whole, _ = run(batch, hidden, head, [_signal(logits, batch)], HintLossConfig())
     parts = []
     for rows in ([2, 0], [1]):
         part = take(batch, rows)
@@ -183,11 +184,11 @@ def test_shifted_rows_stop_the_run_with_the_explanation() -> None:
     sharp = torch.nn.functional.one_hot(torch.roll(ids, -1), VOCAB).double() * 60
     valid = torch.ones(1, 4, dtype=torch.bool)
     right, shifted = sharp[None, 1:5], sharp[None, 2:6]
-    spec = HintSpec(DivergenceSpec("jsd"))
-    assert float(hint_divergence(right, right, valid, spec)[0]) == 0.0
+    cfg = HintLossConfig(divergence="jsd")
+    assert float(hint_divergence(right, right, valid, cfg)[0]) == 0.0
     with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
-        hint_divergence(right, shifted, valid, spec)
-    loss_fn = HintDistillationLossFn(spec)
+        hint_divergence(right, shifted, valid, cfg)
+    loss_fn = HintDistillationLossFn(cfg)
     loss_fn.step_end({"hint/loss": (0.3, 1.0)})
     with pytest.raises(LossError, match=r"maximum.*shifted.*pred_pos"):
         loss_fn.step_end({"hint/loss": (2 * math.log(2) * 0.999, 2.0)})
@@ -198,10 +199,10 @@ def test_a_signal_of_other_tokens_is_refused() -> None:
     ids = batch["teacher_input_ids"].clone()
     ids[0, 8] = (ids[0, 8] + 1) % VOCAB
     with pytest.raises(LossError, match="different token sequences"):
-        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintSpec())
+        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintLossConfig())
     batch["teacher_input_ids"] = ids
     with pytest.raises(LossError, match="ids differ"):
-        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintSpec())
+        run(batch, hidden, head, [LogitsSignal(teacher_logits(batch), ids.reshape(-1))], HintLossConfig())
 
 
 def test_top_k_signals() -> None:
@@ -212,12 +213,12 @@ def test_top_k_signals() -> None:
     came = log_p.gather(1, following[:, None]).squeeze(1)
     stored = TopKSignal(top.indices, top.values, came, following)
     live = LogitsSignal(teacher_logits(batch), batch["teacher_input_ids"].reshape(-1))
-    spec = HintSpec(SPECS["teacher top-k"])
+    cfg = CONFIGS["teacher top-k"]
     assert torch.allclose(
-        run(batch, hidden, head, [stored], spec)[0], run(batch, hidden, head, [live], spec)[0], rtol=1e-9
+        run(batch, hidden, head, [stored], cfg)[0], run(batch, hidden, head, [live], cfg)[0], rtol=1e-9
     )
     with pytest.raises(LossError, match="live teacher"):
-        run(batch, hidden, head, [stored], HintSpec(SPECS["student top-k"]))
+        run(batch, hidden, head, [stored], CONFIGS["student top-k"])
 
 
 def test_trust_region_mixes_in_log_space() -> None:
@@ -226,13 +227,13 @@ def test_trust_region_mixes_in_log_space() -> None:
     ids = batch["teacher_input_ids"].reshape(-1)
     mixed = trust_region_mix(torch.log_softmax(one, -1), torch.log_softmax(two, -1), 0.25)
     assert torch.allclose(mixed.exp().sum(-1), torch.ones(33, dtype=torch.float64))
-    by_mix, _ = run(batch, hidden, head, [LogitsSignal(mixed, ids)], HintSpec())
+    by_mix, _ = run(batch, hidden, head, [LogitsSignal(mixed, ids)], HintLossConfig())
     pair = [LogitsSignal(one, ids), LogitsSignal(two, ids)]
-    by_two, _ = run(batch, hidden, head, pair, HintSpec(), trust_region=0.25)
+    by_two, _ = run(batch, hidden, head, pair, HintLossConfig(), trust_region=0.25)
     assert torch.allclose(by_two, by_mix, rtol=1e-9)
     assert torch.equal(trust_region_mix(mixed, one, 0.0), torch.log_softmax(mixed, -1))
     with pytest.raises(LossError, match="expected 2"):
-        run(batch, hidden, head, pair[:1], HintSpec(), trust_region=0.25)
+        run(batch, hidden, head, pair[:1], HintLossConfig(), trust_region=0.25)
     with pytest.raises(ConfigError):
         trust_region_mix(one, two, 1.5)
 
@@ -286,16 +287,14 @@ def test_a_teacher_of_another_vocabulary_goes_through_its_projection() -> None:
     batch["alignment_pair_valid"][2, 3] = False
     logits = torch.randn(33, 23, generator=g, dtype=torch.float64)
     signal = LogitsSignal(logits, batch["teacher_input_ids"].reshape(-1))
-    whole, _ = run(batch, hidden, head, [signal], HintSpec(DivergenceSpec("forward")), projection=projection)
+    whole, _ = run(batch, hidden, head, [signal], CONFIGS["forward"], projection=projection)
     assert float(whole) > 0
     singles = []
     for row in range(3):
         weights = torch.zeros(3)
         weights[row] = 1.0
         alone = {**batch, "site_weight": weights}
-        singles.append(
-            run(alone, hidden, head, [signal], HintSpec(DivergenceSpec("forward")), projection=projection)[0]
-        )
+        singles.append(run(alone, hidden, head, [signal], CONFIGS["forward"], projection=projection)[0])
     expected = (torch.stack(singles) * batch["site_weight"]).sum() / batch["site_weight"].sum()
     assert torch.allclose(whole, expected, rtol=1e-6)
     assert gradients(whole, hidden, head)[0].abs().sum() > 0
@@ -303,10 +302,10 @@ def test_a_teacher_of_another_vocabulary_goes_through_its_projection() -> None:
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError):
-        HintSpec(temperature=0.0)
+        HintDistillationLossFn({"temperature": 0.0})
     with pytest.raises(ConfigError):
         HintDistillationLossFn(trust_region=2.0)
     with pytest.raises(ConfigError, match="topk"):
-        HintDistillationLossFn(HintSpec(SPECS["teacher top-k"]), projection=make_projection(5, 6))
+        HintDistillationLossFn(CONFIGS["teacher top-k"], projection=make_projection(5, 6))
     with pytest.raises(LossError, match="row starts"):
         HintDistillationLossFn().prepare(microbatch(hint_batch()), [None])

@@ -15,7 +15,6 @@ from limbeck.errors import ConfigError, LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.policy_gradient import (
     PolicyGradientLossFn,
-    PolicyGradientSpec,
     group_advantages,
     policy_token_losses,
 )
@@ -64,7 +63,7 @@ def reference(batch: dict[str, Any], log_p: Tensor, mode: str, divisor: float = 
 def test_value_and_gradient(mode: Any, seed: int) -> None:
     batch = policy_batch(seed=seed)
     hidden, head = hidden_and_head(6 * WIDTH, seed)
-    loss_fn = PolicyGradientLossFn(PolicyGradientSpec(mode, divisor=64.0, block_rows=4))
+    loss_fn = PolicyGradientLossFn({"mode": mode, "divisor": 64.0}, block_rows=4)
     loss_fn.annotate(batch)
     assert loss_fn.active.mode == mode
     counts = loss_fn.counts(batch)
@@ -82,7 +81,7 @@ def test_value_and_gradient(mode: Any, seed: int) -> None:
 def test_micro_batches_add_up(mode: Any) -> None:
     batch = policy_batch()
     hidden, head = hidden_and_head(6 * WIDTH)
-    loss_fn = PolicyGradientLossFn(PolicyGradientSpec(mode))
+    loss_fn = PolicyGradientLossFn({"mode": mode})
     loss_fn.annotate(batch)
     counts = loss_fn.counts(batch)
     whole, _ = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
@@ -106,7 +105,7 @@ def test_the_mode_is_named_for_what_it_is() -> None:
         assert loss_fn.active.mode == "reward_weighted"
         for mode in ("grpo", "dr_grpo"):
             with pytest.raises(LossError, match=what):
-                PolicyGradientLossFn(PolicyGradientSpec(mode)).annotate(dict(lacking))  # type: ignore[arg-type]
+                PolicyGradientLossFn({"mode": mode}).annotate(dict(lacking))
     loss_fn.annotate(ungrouped)
     assert torch.equal(ungrouped["advantages"], ungrouped["rewards"] * ungrouped["sample_mask"])
 
@@ -140,12 +139,12 @@ def test_clipping_stops_the_gradient_only_where_it_should() -> None:
     behavior = torch.zeros(4, dtype=torch.float64)
     log_p = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    losses, metrics = policy_token_losses(log_p, advantage, behavior, PolicyGradientSpec())
+    losses, metrics = policy_token_losses(log_p, advantage, behavior)
     (grad,) = torch.autograd.grad(losses.sum(), log_p)
     # A good token that is already likelier, and a bad one that is already less likely, are left alone.
     assert (grad == 0).tolist() == [True, False, False, True]
     assert float(metrics["clip_fraction"][0]) == 2.0
-    on_policy, _ = policy_token_losses(log_p, advantage, log_p.detach(), PolicyGradientSpec())
+    on_policy, _ = policy_token_losses(log_p, advantage, log_p.detach())
     assert torch.allclose(on_policy, -advantage)
 
 
@@ -188,4 +187,4 @@ def test_a_batch_that_was_not_annotated_is_refused() -> None:
 )
 def test_bad_settings_are_refused(settings_: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        PolicyGradientSpec(**settings_)
+        PolicyGradientLossFn(settings_)

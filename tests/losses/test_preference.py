@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from limbeck.errors import ConfigError, LossError
-from limbeck.losses.preference import PreferenceLossFn, PreferenceSpec, preference_pair_losses, response_log_probs
+from limbeck.losses.preference import (
+    PreferenceLossConfig,
+    PreferenceLossFn,
+    preference_pair_losses,
+    response_log_probs,
+)
 from tests.losses.trace_cases import WIDTH, gradients, hidden_and_head, microbatch, naive_log_probs, policy_batch, take
 
-SPECS = [PreferenceSpec("dpo", 0.3), PreferenceSpec("dpo", 0.3, label_smoothing=0.1), PreferenceSpec("ipo", 0.4)]
-SPECS += [PreferenceSpec("simpo", 2.0, gamma=0.7)]
+CONFIGS = [
+    PreferenceLossConfig(kind="dpo", beta=0.3),
+    PreferenceLossConfig(kind="dpo", beta=0.3, label_smoothing=0.1),
+    PreferenceLossConfig(kind="ipo", beta=0.4),
+    PreferenceLossConfig(kind="simpo", beta=2.0, gamma=0.7),
+]
 
 
 def preference_batch(pairs: int = 3, seed: int = 0) -> dict[str, Any]:
@@ -29,7 +38,7 @@ def preference_batch(pairs: int = 3, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def reference(batch: dict[str, Any], log_p: Tensor, spec: PreferenceSpec) -> Tensor:
+def reference(batch: dict[str, Any], log_p: Tensor, cfg: PreferenceLossConfig) -> Tensor:
     """Sum over pairs by weight, divided by the weights, one pair at a time."""
     total, weights = log_p.new_zeros(()), 0.0
     for pair in range(len(batch["input_ids"]) // 2):
@@ -37,29 +46,29 @@ def reference(batch: dict[str, Any], log_p: Tensor, spec: PreferenceSpec) -> Ten
         for row in (2 * pair, 2 * pair + 1):
             tokens = [t for t in range(1, int(batch["input_lengths"][row])) if batch["token_mask"][row, t]]
             value = sum(log_p[row, t] for t in tokens)
-            if spec.kind != "simpo":
+            if cfg.kind != "simpo":
                 value = value - batch["reference_logprobs"][row].double()
-            values.append(value / len(tokens) if spec.kind != "dpo" else value)
+            values.append(value / len(tokens) if cfg.kind != "dpo" else value)
         margin = values[0] - values[1]
-        if spec.kind == "ipo":
-            loss = (margin - 1 / (2 * spec.beta)) ** 2
+        if cfg.kind == "ipo":
+            loss = (margin - 1 / (2 * cfg.beta)) ** 2
         else:
-            logit = spec.beta * margin - (spec.gamma if spec.kind == "simpo" else 0)
-            eps = spec.label_smoothing
+            logit = cfg.beta * margin - (cfg.gamma if cfg.kind == "simpo" else 0)
+            eps = cfg.label_smoothing
             loss = -(1 - eps) * torch.log(torch.sigmoid(logit)) - eps * torch.log(torch.sigmoid(-logit))
         weight = float(batch["pair_weight"][2 * pair])
         total, weights = total + loss * weight, weights + weight
     return total / weights
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.label_smoothing}")
-def test_value_and_gradient(spec: PreferenceSpec) -> None:
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda s: f"{s.kind}-{s.label_smoothing}")
+def test_value_and_gradient(cfg: PreferenceLossConfig) -> None:
     batch = preference_batch()
     hidden, head = hidden_and_head(6 * WIDTH)
-    loss_fn = PreferenceLossFn(spec)
+    loss_fn = PreferenceLossFn(cfg)
     counts = loss_fn.counts(batch)
     loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
-    expected = reference(batch, naive_log_probs(hidden, head, batch), spec)
+    expected = reference(batch, naive_log_probs(hidden, head, batch), cfg)
     assert torch.allclose(loss, expected, rtol=1e-6)
     for mine, theirs in zip(gradients(loss, hidden, head), gradients(expected, hidden, head), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-10)
@@ -97,7 +106,7 @@ def test_a_filler_row_takes_no_part() -> None:
 
 def test_at_the_reference_dpo_is_ln_2_and_pulls_the_sides_apart() -> None:
     batch, (hidden, head) = preference_batch(), hidden_and_head(6 * WIDTH)
-    loss_fn = PreferenceLossFn(PreferenceSpec("dpo", 0.5))
+    loss_fn = PreferenceLossFn({"kind": "dpo", "beta": 0.5})
     inputs = loss_fn.prepare(microbatch(batch))
     batch["reference_logprobs"] = response_log_probs(hidden, head, inputs).detach()
     inputs = loss_fn.prepare(microbatch(batch))
@@ -115,20 +124,20 @@ def test_what_is_missing_is_named() -> None:
     del batch["reference_logprobs"]
     with pytest.raises(LossError, match="reference_logprobs"):
         PreferenceLossFn().prepare(microbatch(batch))
-    PreferenceLossFn(PreferenceSpec("simpo")).prepare(microbatch(batch))
+    PreferenceLossFn({"kind": "simpo"}).prepare(microbatch(batch))
     batch["token_mask"][2] = 0
     with pytest.raises(LossError, match="without tokens"):
-        PreferenceLossFn(PreferenceSpec("simpo")).prepare(microbatch(batch))
+        PreferenceLossFn({"kind": "simpo"}).prepare(microbatch(batch))
     ones = torch.ones(2)
     with pytest.raises(LossError, match="lengths"):
-        preference_pair_losses(ones, ones, PreferenceSpec("simpo"))
+        preference_pair_losses(ones, ones, PreferenceLossConfig(kind="simpo"))
     with pytest.raises(LossError, match="reference log-probs"):
-        preference_pair_losses(ones, ones, PreferenceSpec("dpo"))
+        preference_pair_losses(ones, ones, PreferenceLossConfig(kind="dpo"))
 
 
 @pytest.mark.parametrize("bad", [{"kind": "kto"}, {"beta": 0.0}, {"label_smoothing": 0.5}])
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        PreferenceSpec(**bad)
+        PreferenceLossFn(bad)
     with pytest.raises(ConfigError):
-        PreferenceSpec("ipo", label_smoothing=0.1)
+        PreferenceLossFn({"kind": "ipo", "label_smoothing": 0.1})

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.losses import DivergenceSpec, Head, LogitsSignal
+from limbeck.losses import Head, LogitsSignal
 from limbeck.losses.blocks import deferred_checks
-from limbeck.losses.hint import HintDistillationLossFn, HintSpec
+from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
 from tests.losses.cases import make_projection
@@ -62,12 +62,12 @@ def test_preference() -> None:
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
 def test_hint(direction: Any) -> None:
     batch = hint_batch()
-    both(HintDistillationLossFn(HintSpec(DivergenceSpec(direction))), batch, 27, teacher_logits(batch))
+    both(HintDistillationLossFn({"divergence": direction}), batch, 27, teacher_logits(batch))
 
 
 def test_hint_through_a_projection() -> None:
     batch = hint_batch()
-    loss_fn = HintDistillationLossFn(HintSpec(DivergenceSpec("forward")), projection=make_projection(VOCAB, VOCAB))
+    loss_fn = HintDistillationLossFn({"divergence": "forward"}, projection=make_projection(VOCAB, VOCAB))
     both(loss_fn, batch, 27, teacher_logits(batch))
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.losses import DivergenceSpec
-from limbeck.losses.hint import HintDistillationLossFn, HintSpec, ema_update
+from limbeck.losses.hint import HintDistillationLossFn, HintLossConfig, ema_update
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
-from limbeck.losses.preference import PreferenceLossFn, PreferenceSpec
+from limbeck.losses.preference import PreferenceLossFn
 from limbeck.losses.weights import ChannelWeights, compose
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
@@ -63,16 +62,20 @@ def collate(sites: Any = None) -> Any:
     return ComposerDataCollator(tokenizer(), CollatorConfig(max_seq_len=512), sites=sites)(traces())
 
 
-DIVERGENCES = [DivergenceSpec("reverse"), DivergenceSpec("forward", entry_clip=0.1), DivergenceSpec("jsd")]
-DIVERGENCES += [DivergenceSpec("reverse", topk=8, chosen_by="student")]
+HINTS = [
+    HintLossConfig(divergence="reverse"),
+    HintLossConfig(divergence="forward", entry_clip=0.1),
+    HintLossConfig(divergence="jsd"),
+    HintLossConfig(divergence="reverse", topk=8, topk_by="student"),
+]
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda d: f"{d.direction}-{d.topk}")
-def test_an_empty_hint_gives_loss_zero_exactly(divergence: DivergenceSpec) -> None:
+@pytest.mark.parametrize("hint", HINTS, ids=lambda h: f"{h.divergence}-{h.topk}")
+def test_an_empty_hint_gives_loss_zero_exactly(hint: HintLossConfig) -> None:
     student = policy()
     batch = collate({"b": [HintTarget(2, ""), HintTarget(4, "")], "o": [HintTarget(1, "")]})
     assert len(batch["site_target"]) == 3
-    loss_fn = HintDistillationLossFn(HintSpec(divergence))
+    loss_fn = HintDistillationLossFn(hint)
     done = student.train(batch.channel("hint"), loss_fn, teachers=[LiveTeacher(student)], eval_mode=True)
     assert done["loss"] == 0.0
 
@@ -80,7 +83,7 @@ def test_an_empty_hint_gives_loss_zero_exactly(divergence: DivergenceSpec) -> No
 def test_the_hint_loss_moves_the_student_towards_the_hinted_teacher() -> None:
     channel = collate().channel("hint")
     assert channel.size == 2
-    loss_fn = HintDistillationLossFn(HintSpec(DivergenceSpec("forward")))
+    loss_fn = HintDistillationLossFn({"divergence": "forward"})
     teacher = policy(seed=1)
     curves = []
     for more in ({}, {"sequence_packing": {"enabled": True, "train_mb_tokens": 1024}}):
@@ -129,7 +132,7 @@ def test_preference_training_widens_the_margin() -> None:
     channel = collate().channel("preference")
     log_p = student.get_logprobs(channel)["logprobs"].cpu()
     channel["reference_logprobs"] = (log_p * channel["token_mask"]).sum(1)
-    loss_fn = PreferenceLossFn(PreferenceSpec("dpo", 0.5))
+    loss_fn = PreferenceLossFn({"kind": "dpo", "beta": 0.5})
     first = student.train(channel, loss_fn)
     assert first["loss"] == pytest.approx(0.693147, abs=1e-4)
     last = [student.train(channel, loss_fn) for _ in range(5)][-1]

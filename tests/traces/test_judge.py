@@ -104,9 +104,9 @@ def test_a_run_without_rewards_says_that_the_policy_channel_is_off() -> None:
     import torch
 
     from limbeck.algorithms.trace_distillation import _policy_line
-    from limbeck.losses.policy_gradient import PolicyGradientSpec
+    from limbeck.losses.policy_gradient import PolicyLossConfig
     from limbeck.traces.dataset import PolicyPlan
 
     for counted, said_ in ((False, "the policy channel is off"), (True, "policy mode reward_weighted")):
-        plan = PolicyPlan(PolicyGradientSpec(mode="reward_weighted"), torch.zeros(2), torch.tensor([False, counted]))
+        plan = PolicyPlan(PolicyLossConfig(mode="reward_weighted"), torch.zeros(2), torch.tensor([False, counted]))
         assert said_ in _policy_line(plan)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
-from limbeck.losses import CrossTokenizerDistillationLossFn, DivergenceSpec, Head, HiddenSignal
-from limbeck.losses.hint import HintDistillationLossFn, HintSpec
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses.hint import HintDistillationLossFn
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
 from tests.losses.test_hint import hint_batch
 from tests.losses.trace_cases import VOCAB
@@ -242,7 +242,7 @@ def test_the_hint_loss_by_kernels(projected: bool) -> None:
         weight = torch.randn(VOCAB, 5, generator=g).requires_grad_()
         teacher = torch.randn(33, 6, generator=g), torch.randn(VOCAB, 6, generator=g)
         loss_fn = HintDistillationLossFn(
-            HintSpec(DivergenceSpec("forward"), fast_path=fast_path),  # type: ignore[arg-type]
+            {"divergence": "forward", "fast_path": fast_path},
             projection=make_projection(VOCAB, VOCAB) if projected else None,
         )
         signal = HiddenSignal(teacher[0], Head(VOCAB, weight=teacher[1]), batch["teacher_input_ids"].reshape(-1))
