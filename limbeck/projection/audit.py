@@ -343,7 +343,8 @@ def audit_masses(
     return Masses("tokens", groups[0], groups[1], tokens, *totals)
 
 
-_MOST_LAST_TOKENS = 400
+_LAST_TOKENS = 400
+"""So many of the most frequent last tokens are looked at, and as many of the others stand for all of those."""
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -368,11 +369,14 @@ def _excluded(trees: VocabTrees, counter: PairCounter) -> tuple[FloatArray, Floa
         (columns, counter.shape[1], known.student, counter.student_last),
     ):
         share, barred = _shares(ids, counts, size), np.zeros(size)
-        frequent = np.argsort(-last, kind="stable")[:_MOST_LAST_TOKENS]
-        frequent = frequent[last[frequent] > 0]
-        total = max(int(last[frequent].sum()), 1)
-        for token in frequent.tolist():
-            barred[tables[token]] += last[token] / total
+        by_count = np.argsort(-last, kind="stable")[: np.count_nonzero(last)]
+        total = max(int(last.sum()), 1)
+        for tokens in (by_count[:_LAST_TOKENS], by_count[_LAST_TOKENS:]):
+            # evenly over the sorted counts: every range of frequencies is there, whatever the text
+            drawn = tokens[np.linspace(0, tokens.size - 1, min(tokens.size, _LAST_TOKENS)).round().astype(np.int64)]
+            scale = last[tokens].sum() / max(int(last[drawn].sum()), 1) / total
+            for token in drawn.tolist():
+                barred[tables[token]] += last[token] * scale
         out.append(share * barred)
     return out[0], out[1]
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from limbeck.errors import ProjectionError
-from limbeck.projection import ClassCoverage, audit_pair, audit_projection, build_rules, build_trees, count_pairs
+from limbeck.projection import ClassCoverage, audit, audit_pair, audit_projection, build_rules, build_trees, count_pairs
 from limbeck.projection.audit import CLASSES, audit_masses, recommend, token_class
 from limbeck.projection.events import Conditions
 from limbeck.tokens import ByteVocab
-from tests.helpers.tokenizers import byte_level
+from tests.helpers.tokenizers import TEXTS, byte_level, trained_bpe
 
 FULL = ClassCoverage(10, 10)
 
@@ -194,3 +194,18 @@ def test_excluded_mass_against_enumeration() -> None:
     assert mass == pytest.approx(found.excluded_teacher)
     # every chunk but a text's first has a token before it
     assert counter.student_last.sum() == counter.teacher_last.sum() == counter.boundaries - counter.texts
+
+
+def test_a_sample_of_last_tokens_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = trained_bpe(TEXTS, 300), trained_bpe(TEXTS, 420)
+    vocabs = ByteVocab.from_tokenizer(student), ByteVocab.from_tokenizer(teacher)
+    projection = replace(build_rules(student, teacher), trees=build_trees(student, teacher))
+    counter = count_pairs(student, teacher, list(TEXTS), trees=projection.trees)
+    whole = audit_masses(projection, *vocabs, counter)
+    assert np.count_nonzero(counter.student_last) > 50
+    monkeypatch.setattr(audit, "_LAST_TOKENS", 25)
+    sampled = audit_masses(projection, *vocabs, counter)
+    assert whole.excluded_student
+    assert whole.excluded_teacher
+    assert sampled.excluded_student == pytest.approx(whole.excluded_student, rel=0.2)
+    assert sampled.excluded_teacher == pytest.approx(whole.excluded_teacher, rel=0.2)
