@@ -119,6 +119,17 @@ def test_what_is_missing_is_one_sentence_with_the_extra(material: Path, name: st
     check_refusal(done)
 
 
+def test_a_hub_that_cannot_be_reached_is_not_a_model_without_a_tokenizer(
+    material: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = without_training_parts(["align", "nobody/student", "nobody/teacher", "In 2024."])
+    done = run(command, material, path=Path(limbeck.__file__).parents[1])
+    assert (done.returncode, len(done.stderr.splitlines())) == (ExitCode.ERROR, 1)
+    assert "'nobody/student' is neither a local path nor a model that can be fetched from the hub" in done.stderr
+    assert "pip install" not in done.stderr
+
+
 def check_refusal(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == ExitCode.ERROR
     assert done.stderr.startswith("limbeck: ")

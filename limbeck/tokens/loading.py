@@ -244,7 +244,7 @@ def _convert_gguf(path: Path) -> Any:
 
 def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         file = Path(hf_hub_download(name, "tokenizer.json"))
@@ -253,6 +253,8 @@ def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
                 hf_hub_download(name, optional)
             except EntryNotFoundError:
                 continue
+    except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, but of a hub that did not answer
+        raise TokenizerError(_unreachable(name, error)) from error
     except EntryNotFoundError:
         return Tokenizer.of(_load_hub(name, trust_remote_code))
     except (OSError, ValueError) as error:
