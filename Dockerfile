@@ -3,7 +3,8 @@
 #   docker run --rm -v "$PWD:/work" limbeck doctor
 FROM python:3.12.8-slim-bookworm AS build
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY docs docs
 COPY limbeck limbeck
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

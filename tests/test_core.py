@@ -14,9 +14,9 @@ import pytest
 
 import limbeck
 from limbeck.errors import ExitCode
+from tests.helpers.environments import ROOT, Environment
 from tests.helpers.tokenizers import WORKSHOP, tiny
 
-ROOT = Path(__file__).parents[1]
 LEFT_OUT = ("torch", "transformers", "torchdata", "datasets", "pyarrow", "tensorboard", "gguf", "peft", "ray", "triton")
 TESTS = (
     "cli/test_align.py",
@@ -141,49 +141,29 @@ def check_refusal(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds the wheel of this tree, what it depends on, and pytest."""
-    folder = tmp_path_factory.mktemp("environment")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "docs", source / "docs")
-    shutil.copytree(ROOT / "limbeck", source / "limbeck", ignore=shutil.ignore_patterns("__pycache__"))
-    python = folder / "venv" / "bin" / "python"
-    # Isolated: xdist puts the checkout on PYTHONPATH, where an editable installation counts as an installed limbeck.
-    pip = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
-    tools = ["pytest", "pytest-timeout", "hypothesis", "filelock"]
-    constraints = str(ROOT / "constraints.txt")
-    for command in (
-        [sys.executable, "-m", "venv", str(folder / "venv")],
-        [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)],
-        [*pip, "install", "--constraint", constraints, "--find-links", str(folder), "limbeck", *tools],
-    ):
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            pytest.skip(f"no environment could be made, the package registry may be out of reach: {said}")
-    return python
+def core(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with what ``pip install limbeck`` brings, and pytest."""
+    made = Environment(tmp_path_factory.mktemp("environment"))
+    made.install("limbeck", "pytest", "pytest-timeout", "hypothesis", "filelock")
+    return made
 
 
 @pytest.mark.slow
-def test_the_core_in_an_environment_of_its_own(core: Path, material: Path) -> None:
-    listed = subprocess.run([core, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
+def test_the_core_in_an_environment_of_its_own(core: Environment, material: Path) -> None:
+    listed = subprocess.run([core.python, "-I", "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
     installed = {entry["name"].lower() for entry in json.loads(listed.stdout)}
     assert not installed & set(LEFT_OUT)
     for arguments in COMMANDS.values():
-        done = run([str(core), "-m", "limbeck", *arguments], material, path=None)
+        done = core.run(*arguments, folder=material)
         assert done.returncode == 0, (arguments, done.stderr)
     for arguments in MISSING.values():
-        check_refusal(run([str(core), "-m", "limbeck", *arguments], material, path=None))
+        check_refusal(core.run(*arguments, folder=material))
 
 
 @pytest.mark.slow
-def test_tests_that_need_no_torch_pass_with_the_core(core: Path, tmp_path: Path) -> None:
+def test_tests_that_need_no_torch_pass_with_the_core(core: Environment, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [str(core), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [str(core.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     done = run([*command, *(f"tests/{name}" for name in TESTS)], tmp_path, path=None)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from limbeck import __version__
+from tests.helpers.environments import ROOT, Environment, copy_sources
 
-ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
 def tracked() -> set[str]:
-    """Files of the package as they lie in the source tree, without what Python makes of them."""
+    """Files of the package as they lie in the source tree, without what Python makes of them, and pages of docs."""
     found = (p for p in (ROOT / "limbeck").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return {p.relative_to(ROOT).as_posix() for p in found}
+    pages = {f"limbeck/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "docs").rglob("*.md")}
+    return pages | {p.relative_to(ROOT).as_posix() for p in found}
 
 
 def built(kind: str, source: Path, out: Path) -> Path:
@@ -38,11 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist, which is built from a copy of the tree without its history."""
     pytest.importorskip("setuptools", "77")
     folder = tmp_path_factory.mktemp("package")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "limbeck", source / "limbeck", ignore=shutil.ignore_patterns("__pycache__"))
+    source = copy_sources(folder / "source")
     sdist = built("build_sdist", source, folder)
     assert sdist.name == f"limbeck-{__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
@@ -56,6 +53,18 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         names = set(archive.namelist())
     assert tracked() - names == set()
     assert {name for name in names if not re.match(r"limbeck(-[\d.]+\.dist-info)?/", name)} == set()
+
+
+@pytest.mark.slow
+def test_the_image_holds_the_same_package(wheel: Path, tmp_path: Path) -> None:
+    """What the first stage of the Dockerfile copies, as far as .dockerignore lets it, builds the whole wheel."""
+    stage = (ROOT / "Dockerfile").read_text(encoding="utf-8").split("\nFROM ")[1]
+    named = [word for line in re.findall(r"^COPY (.*) \S+$", stage, re.MULTILINE) for word in line.split()]
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) <= set(allowed)
+    image = built("build_wheel", copy_sources(tmp_path / "source", named), tmp_path)
+    with zipfile.ZipFile(image) as archive, zipfile.ZipFile(wheel) as other:
+        assert set(archive.namelist()) == set(other.namelist())
 
 
 @pytest.mark.slow
@@ -84,6 +93,26 @@ def test_what_is_installed_runs_away_from_the_source(wheel: Path, tmp_path: Path
     assert "distil" in run("--help").lower()
     run("train", "cpu_smoke", "distillation.max_num_steps=1", "logger.log_dir=run")
     assert (work / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_the_demo_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """What a user types, torch before the rest as the Makefile has it: nothing else may be needed."""
+    made = Environment(tmp_path / "environment")
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    made.install(*re.findall(r"^torch==\S+", pins, re.MULTILINE))
+    made.install("limbeck[demo]")
+    refused = made.run("demo", folder=tmp_path)
+    assert refused.returncode == 1
+    [said] = re.findall(r"pip install (--no-deps \S+==[\d.]+)", refused.stderr)
+    made.install(*said.split())
+    done = made.run("demo", "--steps", "2", "--documents", "8", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["bpb_teacher"] < 1.5
+    for name in ("cross_entropy", "distilled"):
+        assert (tmp_path / "runs" / "demo" / name / "report.html").is_file()
+    for arguments in (["recipes", "show", "chat"], ["docs", "tutorial"], ["schema"]):
+        assert made.run(*arguments, folder=tmp_path).stdout
 
 
 def test_a_release_has_the_tag_of_its_version() -> None:
