@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,20 @@ def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, dev
     windows = setting(config, "sliding_window") is not None
     if known and config._attn_implementation == "sdpa" and (kernel.takes_windows or not windows):
         model.set_attn_implementation(register_varlen_attention())
+
+
+@contextmanager
+def cached_attention(model: Any) -> Iterator[None]:
+    """With torch's own attention in place of this function, which knows neither padding in front of a row nor keys of
+    earlier passes."""
+    if model.config._attn_implementation != NAME:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
 
 
 def register_varlen_attention() -> str:

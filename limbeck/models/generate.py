@@ -25,6 +25,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, DataError
+from limbeck.models.attention import cached_attention
 from limbeck.models.causal import unwrap
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab
@@ -154,7 +155,7 @@ class LocalSampler(Sampler):
             eos_token_id=self.end_ids.tolist() or None,
             pad_token_id=0,
         )
-        with self.model.autocast(), _plain(causal):
+        with self.model.autocast(), _plain(causal), cached_attention(causal):
             out = causal.generate(
                 input_ids=ids,
                 attention_mask=real,

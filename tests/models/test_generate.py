@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.attention import varlen_kernel
 from limbeck.errors import DataError
+from limbeck.models.attention import NAME, register_varlen_attention
 from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
 from limbeck.models.policy import Policy
 from tests.helpers.tiny import LLAMA, config, student, tokenizer
@@ -54,6 +56,18 @@ def test_a_seed_writes_the_same_whatever_stands_beside_it(model: Policy) -> None
     assert ids(written(model, n=2, seed=4)) != first
     # equal prompts are not answered alike
     assert first[:2] != first[4:]
+
+
+@pytest.mark.skipif(varlen_kernel() is None, reason="this torch has no variable-length attention")
+def test_attention_over_packed_documents_does_not_write(model: Policy) -> None:
+    expected = ids(written(model, n=2, seed=3))
+    before = model.model.config._attn_implementation
+    model.model.set_attn_implementation(register_varlen_attention())
+    try:
+        assert ids(written(model, n=2, seed=3)) == expected
+        assert model.model.config._attn_implementation == NAME
+    finally:
+        model.model.set_attn_implementation(before)
 
 
 def test_tokens_come_as_often_as_the_model_says(model: Policy) -> None:
