@@ -25,6 +25,7 @@ from limbeck.losses.hint import HintLossConfig
 from limbeck.losses.policy_gradient import PolicyLossConfig
 from limbeck.losses.preference import PreferenceLossConfig
 from limbeck.losses.weights import ChannelWeights, WeightConfig
+from limbeck.models.continuous import SamplerKind
 from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import PolicyConfig
 from limbeck.teachers.build import TeacherConfig
@@ -204,6 +205,10 @@ class OnPolicyConfig(SamplingConfig):
     """Hold the student near its start, or near an average of its past, on what it writes."""
     reward: RewardConfig | None = None
     """Score every sample and learn from that, too, by policy gradient."""
+    sampler: SamplerKind = "auto"
+    """In this process: ``generate``, ``batch_size`` answers from their first token to the last one's end, or
+    ``continuous``, where one that ends makes room for the next at once, on a copy of the weights; ``auto``: the second
+    on a GPU with flash attention and a model that is not split, otherwise the first."""
     engine: EngineConfig | None = None
     """Sample behind a server instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
@@ -224,6 +229,8 @@ class OnPolicyConfig(SamplingConfig):
             raise ValueError("on_policy.loss_fn uses the projections of loss_fn; give projection keys there")
         if self.policy_gradient is not None and self.loss_fn.model_fields_set:
             raise ValueError("on_policy.loss_fn and on_policy.policy_gradient are both given; use one of them")
+        if self.engine is not None and self.sampler != "auto":
+            raise ValueError("on_policy.sampler and on_policy.engine are both given; use one of them")
         if self.reward is not None and self.samples_per_prompt < 2:
             raise ValueError("a reward counts against the other samples of its prompt; set samples_per_prompt above 1")
         if self.temperature == 0 and self.samples_per_prompt > 1:

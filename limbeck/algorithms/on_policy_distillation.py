@@ -40,7 +40,8 @@ from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
-from limbeck.models.generate import LocalSampler, Sampler
+from limbeck.models.continuous import make_local_sampler
+from limbeck.models.generate import Sampler
 from limbeck.models.policy import Policy
 from limbeck.models.trainer import Channel
 from limbeck.teachers.hinted import HintTeacher, make_self_teacher
@@ -112,9 +113,11 @@ def setup(
     anchor = None if own.anchor is None else _anchor(config, student)
     guard = RunawayGuard(own.guard)
     reward = None if own.reward is None else make_reward(own.reward)
-    sampler: Sampler = LocalSampler(student, own, rows.end_ids, vocab)
+    sampler: Sampler
     if own.engine is not None:
         sampler = ServedSampler(own.engine, own, rows.end_ids, vocab.size)
+    else:
+        sampler = make_local_sampler(student, own.sampler, own, rows.end_ids, vocab)
     teachers = off_policy.as_teachers(teacher)
     for server in teachers:
         if isinstance(server, ServerTeacher):

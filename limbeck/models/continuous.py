@@ -1,0 +1,213 @@
+"""A sampler on transformers' continuous batching: an answer that ends makes room for the next one at once.
+
+Its own sampling knows one seed for all requests and the order in which they come. Here every request brings its own
+chance along, one number per token, and a processor of scores chooses by it exactly as `LocalSampler` does.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from limbeck.errors import ConfigError, LimbeckError
+from limbeck.models.causal import unwrap
+from limbeck.models.generate import LocalSampler, SamplingConfig, choose
+from limbeck.models.language_model import LanguageModel
+from limbeck.tokens import ByteVocab
+
+SamplerKind = Literal["auto", "generate", "continuous"]
+
+PAGE = 32
+"""Tokens of a page of the cache."""
+PREFILL = 1024
+"""Tokens of prompts that one pass reads at most."""
+_BITS = 31
+_NATS = 32.0
+"""See `_tell`."""
+
+
+def make_local_sampler(
+    model: LanguageModel, kind: SamplerKind, config: SamplingConfig, end_ids: Sequence[int], vocab: ByteVocab
+) -> LocalSampler:
+    """The sampler of a run file. auto: continuous batching where it pays, on a GPU with flash attention."""
+    if kind == "continuous" or (kind == "auto" and _pays(model, config)):
+        return ContinuousSampler(model, config, end_ids, vocab)
+    return LocalSampler(model, config, end_ids, vocab)
+
+
+def _pays(model: LanguageModel, config: SamplingConfig) -> bool:
+    # without that kernel all answers in work attend through one mask over all their keys
+    return (
+        model.device.type == "cuda"
+        and not model.sharding.is_sharded
+        and not config.stop
+        and _attention(model.precision) != "sdpa"
+    )
+
+
+def _attention(precision: torch.dtype) -> str:
+    if precision == torch.float32 or not torch.cuda.is_available():
+        return "sdpa"
+    if is_flash_attn_3_available():
+        return "flash_attention_3"
+    return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+
+
+class ContinuousSampler(LocalSampler):
+    """Continuations by transformers' continuous batching, ``batch_size`` in work at any time.
+
+    It works on a copy of the weights in the model's precision, which `sync` renews: the engine's cache wants one type
+    throughout, and its thread no model that is being trained. For the arguments see `LocalSampler`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: SamplingConfig,
+        end_ids: Sequence[int] = (),
+        vocab: ByteVocab | None = None,
+    ) -> None:
+        super().__init__(model, config, end_ids, vocab)
+        if model.sharding.is_sharded:
+            raise ConfigError(
+                "on_policy.sampler continuous needs the whole model in every process, and this one is split "
+                "(tensor_parallel_size, context_parallel_size, fsdp); leave it at auto"
+            )
+        self._engine = copy.deepcopy(unwrap(model.model)).to(model.precision).requires_grad_(False).eval()
+        self._engine.set_attn_implementation(_attention(model.precision))
+        self._manager: Any = None
+        self._blocks = 0
+
+    @torch.no_grad()
+    def sync(self, model: LanguageModel, step: int) -> None:
+        super().sync(model, step)
+        own = self._engine.state_dict(keep_vars=True)
+        for name, value in unwrap(model.model).state_dict(keep_vars=True).items():
+            own[name].copy_(value)
+
+    def _in_batches(self, rows: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        if not rows:
+            return []
+        new = self.config.max_new_tokens
+        found: dict[int, Any] = {}
+        every = (torch.cat(list(dice)) * 2**_BITS).long().tolist()
+        with self._running(max(len(row) for row in rows) + new) as manager:
+            # long prompts first: what is left at the end is short
+            for row in sorted(range(len(rows)), key=lambda row: -len(rows[row])):
+                ids = rows[row].tolist()
+                manager.add_request(ids, f"{row}", new, dice=every[row], prompt_size=len(ids))
+            while len(found) < len(rows):
+                one = manager.get_result(timeout=1)
+                if one is None and not manager.is_running():
+                    raise _failure(manager.background_thread_status.fatal_error)
+                if one is not None and one.error is not None:
+                    raise _failure(one.error)
+                if one is not None and one.is_finished():
+                    found[int(one.request_id)] = one
+        return [
+            (torch.tensor(found[row].generated_tokens), _heard(torch.tensor(found[row].logprobs, dtype=torch.float64)))
+            for row in range(len(rows))
+        ]
+
+    @contextmanager
+    def _running(self, longest: int) -> Iterator[Any]:
+        """The engine at work, with a cache for rows of ``longest`` tokens; it is kept until there are longer ones."""
+        needed = self.config.batch_size * -(-longest // PAGE)
+        if self._manager is not None and needed > self._blocks:
+            self._manager.destroy()
+            self._manager = None
+        if self._manager is None:
+            self._blocks = 1 << (needed - 1).bit_length()
+            self._manager = self._make(self._blocks)
+        manager = self._manager
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=True, keep_for_next_session=True)
+            _drain(manager.output_router.output_queue)
+
+    def _make(self, blocks: int) -> Any:
+        options = GenerationConfig(
+            max_new_tokens=self.config.max_new_tokens, do_sample=False, eos_token_id=self.end_ids.tolist() or -1
+        )
+        engine = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=blocks,
+            max_batch_tokens=PREFILL + self.config.batch_size,
+            max_requests_per_batch=self.config.batch_size,
+            # keys of a prompt must not outlive the weights that they were computed with
+            allow_block_sharing=False,
+            return_logprobs=True,
+            auto_switch_to_flash=False,
+        )
+        manager = self._engine.init_continuous_batching(options, engine)
+        chooser = _SeededChooser(self.config, self.model.vocab_size)
+        manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([chooser]))
+        manager.logit_processor.tensors_required = 1
+        return manager
+
+
+class _SeededChooser(ContinuousBatchingLogitsProcessor):
+    """Chooses each request's token by its own numbers; the engine, which takes the largest score, finds no other."""
+
+    def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
+        self.config, self.vocab_size = config, vocab_size
+        self.supported_kwargs, self.ignored_kwargs = {"dice": list, "prompt_size": int}, ()
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        return torch.tensor([_number(one.state) for one in requests_with_new_token], dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Any:
+        log_p = scores[:, : self.vocab_size].float().log_softmax(-1)
+        dice = tensor_arg[: scores.shape[0]].double() / 2**_BITS
+        chosen = choose(log_p, self.config, dice)[:, None]
+        return _tell(scores, chosen, log_p.gather(1, chosen))
+
+
+def _number(state: Any) -> int:
+    """Of the token that comes next; the engine has moved the request's position on already."""
+    own = state.logit_processor_kwargs
+    dice = own.get("dice") or [0]
+    at = state.position_offset - own.get("prompt_size", 0)
+    return int(dice[min(max(at, 0), len(dice) - 1)])
+
+
+def _tell(scores: Tensor, chosen_N1: Tensor, log_p_N1: Tensor) -> Tensor:
+    """Scores of which the chosen token's is the largest, and whose softmax there tells its log-probability: that is
+    all that the engine sends along. A second token stands below it by as much as the first is unlikely."""
+    out = torch.full_like(scores, -torch.inf)
+    second = (chosen_N1 + 1) % scores.shape[1]
+    out.scatter_(1, second, (log_p_N1 / _NATS - 0.01).to(out))
+    return out.scatter_(1, chosen_N1, 0.0)
+
+
+def _heard(log_q_T: Tensor) -> Tensor:
+    """The log-probabilities behind what `_tell` made the engine say, to about 1e-5."""
+    log_p = (torch.expm1(-log_q_T).log() + 0.01) * _NATS
+    return log_p.clamp(max=0.0).float()
+
+
+def _failure(reason: object) -> LimbeckError:
+    said = " ".join(str(reason).split())[:200]
+    return LimbeckError(f"continuous batching failed ({said}); set on_policy.sampler to generate")
+
+
+def _drain(waiting: queue.Queue[Any]) -> None:
+    while not waiting.empty():
+        waiting.get_nowait()

@@ -1,0 +1,95 @@
+"""Continuous batching writes what the plain sampler writes: the same tokens for the same seeds, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from limbeck.errors import ConfigError, LimbeckError
+from limbeck.models import continuous
+from limbeck.models.continuous import ContinuousSampler, make_local_sampler
+from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
+from limbeck.models.policy import Policy
+from limbeck.tokens import ByteVocab
+from tests.helpers.tiny import student, tokenizer
+
+PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7]), torch.tensor([5, 9, 40]), torch.arange(3, 50)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Policy:
+    made = student()
+    with torch.no_grad():
+        # far from uniform
+        made.model.get_output_embeddings().weight.mul_(20)
+    return made
+
+
+def same(found: list[Sample], expected: list[Sample]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.prompt, one.ids_T.tolist(), one.ended) == (other.prompt, other.ids_T.tolist(), other.ended)
+        torch.testing.assert_close(one.log_probs_T, other.log_probs_T, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"stop": ["e"]}],
+    ids=["greedy", "nucleus", "stop_text"],
+)
+def test_it_writes_what_the_plain_sampler_writes(model: Policy, how: dict[str, Any]) -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer(300))
+    plain = LocalSampler(model, SamplingConfig(max_new_tokens=6), []).sample(PROMPTS, n=2, seed=3)
+    # a token that comes early somewhere ends answers, and two of eight are in work at a time
+    end, config = [int(plain[0].ids_T[1])], SamplingConfig(max_new_tokens=6, batch_size=2, **how)
+    expected = LocalSampler(model, config, end, vocab).sample(PROMPTS, n=2, seed=3)
+    sampler = ContinuousSampler(model, config, end, vocab)
+    same(sampler.sample(PROMPTS, n=2, seed=3), expected)
+    same(sampler.sample(PROMPTS[:2], n=2, seed=3), expected[:4])
+    assert sampler.sample([], n=2, seed=3) == []
+
+
+def test_new_weights_are_handed_over() -> None:
+    made = student()
+    config = SamplingConfig(max_new_tokens=4)
+    sampler = ContinuousSampler(made, config)
+    before = sampler.sample(PROMPTS, seed=1)
+    with torch.no_grad():
+        for p in made.model.parameters():
+            p.mul_(3)
+    same(sampler.sample(PROMPTS, seed=1), before)
+    sampler.sync(made, 1)
+    after = sampler.sample(PROMPTS, seed=1)
+    same(after, LocalSampler(made, config).sample(PROMPTS, seed=1))
+    assert [s.ids_T.tolist() for s in after] != [s.ids_T.tolist() for s in before]
+    assert made.model.get_output_embeddings().weight.requires_grad
+
+
+def test_log_probabilities_survive_the_way_that_the_engine_takes() -> None:
+    log_p = torch.tensor([[0.0], [-1e-4], [-0.7], [-9.0], [-40.0]])
+    chosen = torch.tensor([[0], [4], [9], [3], [2]])
+    scores = continuous._tell(torch.zeros(5, 10), chosen, log_p)
+    assert torch.equal(scores.argmax(1, keepdim=True), chosen)
+    said = scores.softmax(1).gather(1, chosen).log()
+    torch.testing.assert_close(continuous._heard(said.double()), log_p, atol=1e-4, rtol=0)
+
+
+def test_an_engine_that_fails_says_so(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = ContinuousSampler(model, SamplingConfig(max_new_tokens=4))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(sampler._engine, "forward", fail)
+    with pytest.raises(LimbeckError, match="out of order"):
+        sampler.sample(PROMPTS)
+
+
+def test_auto_is_the_plain_one_on_a_cpu(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = ByteVocab.from_tokenizer(tokenizer(300))
+    assert type(make_local_sampler(model, "auto", SamplingConfig(), [], vocab)) is LocalSampler
+    assert type(make_local_sampler(model, "continuous", SamplingConfig(), [], vocab)) is ContinuousSampler
+    monkeypatch.setattr(type(model.sharding), "is_sharded", True)
+    with pytest.raises(ConfigError, match="whole model in every process"):
+        make_local_sampler(model, "continuous", SamplingConfig(), [], vocab)
