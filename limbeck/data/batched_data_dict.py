@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,11 +43,39 @@ class SequencePackingArgs(_DynamicBatchingRequired, total=False):
     sequence_length_pad_multiple: int
 
 
+@runtime_checkable
+class RowEntry(Sized, Protocol):
+    """An entry of a batch that is neither tensor nor list and cuts its rows itself: a `ChunkLayout`, media."""
+
+    def slice(self, indices: list[int], /) -> Any:
+        """The rows at these places, in that order."""
+        ...
+
+
+@runtime_checkable
+class JoinableEntry(RowEntry, Protocol):
+    """Rows that can be joined with those of other batches."""
+
+    @classmethod
+    def concat(cls, parts: list[Any], /) -> Any:
+        """The rows of several entries, one after the other."""
+        ...
+
+
+@runtime_checkable
+class MediaEntry(RowEntry, Protocol):
+    """Rows of images or sounds, an input of multimodal models."""
+
+    def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """All rows as the model reads them."""
+        ...
+
+
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Dict of tensors (dim 0 = samples) and lists (one entry per sample).
 
-    A value may also be any object with ``__len__``, ``slice(indices)`` and, for joining, a class method ``concat`` (a
-    `ChunkLayout`, media of a multimodal sample); with ``as_tensor(device)`` it counts as a multimodal input.
+    A value may also be a `RowEntry`; where batches are joined a `JoinableEntry`. A `MediaEntry` counts as a multimodal
+    input.
 
     Example:
         >>> batch = BatchedDataDict(input_ids=torch.zeros(4, 8, dtype=torch.long), idx=[0, 1, 2, 3])
@@ -114,7 +142,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         start = min(start, end)
         rows = list(range(start, end))
         return SlicedDataDict(
-            {k: _take(v, rows) if hasattr(v, "slice") else v[start:end] for k, v in self.data.items()}
+            {k: v.slice(rows) if isinstance(v, RowEntry) else v[start:end] for k, v in self.data.items()}
         )
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
@@ -162,7 +190,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def get_multimodal_keys(self) -> list[str]:
         """Keys of media entries and of the optional tensors that only multimodal models read."""
         optional = self.ADDITIONAL_OPTIONAL_KEY_TENSORS
-        return [key for key, value in self.data.items() if hasattr(value, "as_tensor") or key in optional]
+        return [key for key, value in self.data.items() if isinstance(value, MediaEntry) or key in optional]
 
     def get_multimodal_dict(self, as_tensors: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
         """Multimodal model arguments by name; empty for text."""
@@ -358,7 +386,7 @@ def _rows(key: str, value: Any) -> int:
         if value.ndim == 0:
             raise DataError(f"The batch entry {key!r} is a scalar tensor; dim 0 must be the samples.")
         return value.shape[0]
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sized):
         raise DataError(
             f"The batch entry {key!r} is a {type(value).__name__}; give a tensor or a list of one per sample."
         )
@@ -370,7 +398,7 @@ def _take(value: Any, indices: list[int]) -> Any:
         return value[torch.as_tensor(indices, dtype=torch.long, device=value.device)]
     if isinstance(value, np.ndarray):
         return value[np.asarray(indices, dtype=np.int64)]
-    if hasattr(value, "slice"):
+    if isinstance(value, RowEntry):
         return value.slice(indices)
     return [value[i] for i in indices]
 
@@ -384,7 +412,7 @@ def _join(key: str, values: list[Any], pad: float) -> Any:
         return torch.cat([_pad_right(value, widest, pad) for value in values])
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
-    if hasattr(first, "slice") and hasattr(type(first), "concat"):
+    if isinstance(first, JoinableEntry):
         return type(first).concat(values)
     return [item for value in values for item in value]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -263,9 +263,18 @@ def batch_parts(loader: StatefulDataLoader) -> list[str]:
     return loader.sampler.names if isinstance(loader.sampler, PartSampler) else []
 
 
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A data set that can tell whether its records are the same as before; a user's need not."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Another string for other records, or another order of them."""
+        ...
+
+
 def _fingerprint(dataset: Any) -> str:
-    """Of our own data sets; a user's map-style data set need not have one."""
-    return str(getattr(dataset, "fingerprint", ""))
+    return dataset.fingerprint if isinstance(dataset, Fingerprinted) else ""
 
 
 def _loader(

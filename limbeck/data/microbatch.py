@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.distributed.mesh import ParallelConfig
 from limbeck.errors import ConfigError, DataError
+from limbeck.tokens.tokenizer import padding_id
 
 
 @dataclass
@@ -348,7 +349,7 @@ def process_microbatch(
         raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
     config = microbatch_config(cfg)
     multiple = _length_multiple(config.dtensor_cfg, cp_size)
-    pad_id = _pad_id(tokenizer)
+    pad_id = padding_id(tokenizer)
     if enable_seq_packing:
         rounding = config.sequence_packing.sequence_length_round
         inputs = _packed(ids, lengths, math.lcm(multiple, rounding), pad_id)
@@ -366,6 +367,15 @@ def process_microbatch(
     return inputs.to(device)
 
 
+@runtime_checkable
+class CountingLoss(Protocol):
+    """A loss with denominators of its own, as every `limbeck.losses.contract.Loss` has."""
+
+    def counts(self, batch: Any, /) -> Mapping[str, torch.Tensor]:
+        """This rank's part of what the losses of a global batch are divided by."""
+        ...
+
+
 def process_global_batch(
     data: BatchedDataDict,
     loss_fn: Any,
@@ -378,7 +388,7 @@ def process_global_batch(
 
     Args:
         data: this rank's rows.
-        loss_fn: where it has ``counts(batch) -> dict[str, Tensor]``, these are summed over ranks as well.
+        loss_fn: the counts of a `CountingLoss` are summed over ranks as well.
         dp_group: data-parallel process group or mesh; None for a single rank.
         batch_idx: which batch of ``data``.
         batch_size: rows of this rank per batch.
@@ -395,12 +405,12 @@ def process_global_batch(
     token_mask = batch["token_mask"] if "token_mask" in batch else _real_tokens(batch)
     valid_toks = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
     local = {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
-    extra = dict(loss_fn.counts(batch)) if hasattr(loss_fn, "counts") else {}
+    extra = loss_fn.counts(batch) if isinstance(loss_fn, CountingLoss) else {}
     values = {**local, **{name: torch.as_tensor(extra[name]) for name in sorted(extra)}}
     # data-parallel ranks, once per global batch: a few numbers, by which every rank divides its losses
     summed = Comm.of(dp_group).sum_named(values)
     result: dict[str, Any] = {"batch": batch, **{name: summed.pop(name) for name in local}}
-    if hasattr(loss_fn, "counts"):
+    if isinstance(loss_fn, CountingLoss):
         result["counts"] = summed
     return result
 
@@ -469,18 +479,10 @@ def _ids_and_lengths(mb: Mapping[str, Any], prefix: str, *, packed: bool) -> tup
     return ids, lengths
 
 
-def _multimodal(mb: Any, prefix: str, device: torch.device | str | None) -> dict[str, Any]:
-    if prefix or not hasattr(mb, "get_multimodal_dict"):
+def _multimodal(mb: Mapping[str, Any], prefix: str, device: torch.device | str | None) -> dict[str, Any]:
+    if prefix or not isinstance(mb, BatchedDataDict):
         return {}
-    return dict(mb.get_multimodal_dict(as_tensors=True, device=device))
-
-
-def _pad_id(tokenizer: object) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
+    return mb.get_multimodal_dict(as_tensors=True, device=device)
 
 
 def _length_multiple(layout: ParallelConfig, cp_size: int) -> int:

@@ -591,12 +591,14 @@ class RandomAccessFile:
 class _Descriptor:
     """An open file, closed with the last reference to it: a thread that still reads keeps it from being closed."""
 
+    number: int = -1
+
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if (number := getattr(self, "number", None)) is not None:
-            os.close(number)
+        if self.number >= 0:  # it could be opened
+            os.close(self.number)
 
 
 @lru_cache(maxsize=OPEN_FILES)

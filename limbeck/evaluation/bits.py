@@ -21,6 +21,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import ReadingConfig, RecordDataset
 from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.evaluation.models import ModelSource
+from limbeck.models.causal import setting
 from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab, Rendering, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
@@ -154,7 +155,7 @@ class EvalModel:
     def limit(self) -> int:
         """Positions that the model was made for."""
         config = self.policy.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = setting(config, "max_position_embeddings")
         return int(limit) if isinstance(limit, int) and limit > 0 else 1 << 30
 
     def text(self, text: str) -> Rendering:

@@ -98,7 +98,7 @@ class ComposerDataCollator:
     # -- one trace --------------------------------------------------------------------------------------------------
 
     def _example(self, record: Any, dropped: Counter[str]) -> tuple[PolicyRow, list[SiteRow], list[PairRow]]:
-        name = getattr(record, "id", None)
+        name = record.id if isinstance(record, Trace) else None
         try:
             example = to_example(record, self.config.rlvr_reward_key)
             name = example.trace.id
