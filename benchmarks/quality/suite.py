@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ import yaml
 
 from benchmarks.common import origin
 
+Key = tuple[str, str, int]
+"""Pair, arm, seed."""
+
 PAIRS = {"coarse": ("bpe_8k", "bpe_32k"), "fine": ("bpe_32k", "bpe_8k"), "same": ("bpe_8k", "bpe_8k")}
 """Student's and teacher's tokenizer."""
 
@@ -36,6 +40,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "ce": None,
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
+    "tree_kl_soft": TREE | {"gate": "soft"},
+    "tree_kl_hard": TREE | {"gate": "hard"},
+    "tree_kl_.3": TREE | {"kl_loss_weight": 0.3},
     "tree_kl_cheap": TREE | {"condition": "cheap"},
     "tree_kl_exact": TREE | {"condition": "exact"},
     "tree_kl_cheap_soft": TREE | {"condition": "cheap", "gate": "soft"},
@@ -151,10 +158,10 @@ def latest(folder: Path) -> Path:
     return steps[-1] / "policy" / "weights"
 
 
-def measure(folder: Path, corpus: Path) -> dict[str, Any]:
-    """Bits per byte by domain and by class of token."""
+def measure(model: Path, corpus: Path, log: Path) -> dict[str, Any]:
+    """Bits per byte of a model or of a run's student, by domain and by class of token."""
     files = [argument for path in sorted((corpus / "held_out").glob("*.jsonl")) for argument in ("-d", str(path))]
-    found = json.loads(limbeck("eval", str(folder), *files, "--context", str(CONTEXT), "--json", log=folder / "log"))
+    found = json.loads(limbeck("eval", str(model), *files, "--context", str(CONTEXT), "--json", log=log))
     (own,) = found["models"].values()
     return {
         Path(path).stem: {key: figures[key] for key in ("bpb", "bytes", "classes")} for path, figures in own.items()
@@ -190,9 +197,42 @@ def student(corpus: Path, work: Path, pair: str, arm: str, seed: int, sizes: Siz
     start = time.time()
     train(settings, folder)
     row = {"pair": pair, "arm": arm, "seed": seed, "seconds": round(time.time() - start)}
-    row["measures"] = measure(folder, corpus)
+    row["measures"] = measure(folder, corpus, folder / "log")
     shutil.rmtree(folder / "checkpoints")
     return row
+
+
+class Results:
+    """Rows of a results file, and the clock of one call of a script."""
+
+    def __init__(self, path: Path, minutes: float, **more: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._minutes, self._more, self._begun = path, minutes, more, time.time()
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.have = {(row["pair"], row["arm"], row["seed"]) for row in rows}
+
+    def report(self, row: dict[str, Any]) -> None:
+        """Store a finished run and print its mean over the domains."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(row | self._more | {"origin": origin()}) + "\n")
+        bits = [domain["bpb"] for domain in row["measures"].values()]
+        print(f"{time.time() - self._begun:6.0f} s", row["pair"], row["arm"], row["seed"],
+              f"{sum(bits) / len(bits):.4f} ({row['seconds']} s)", flush=True)  # fmt: skip
+
+    def fill(self, keys: Iterable[Key], job: Callable[..., dict[str, Any]], parallel: int) -> None:
+        """``job(*key)`` for every key that has no row yet, as far as they can begin in time. A run that fails costs its
+        own row alone."""
+
+        def one(key: Key) -> None:
+            if time.time() - self._begun > 60 * self._minutes:
+                return
+            try:
+                self.report(job(*key))
+            except RuntimeError as error:
+                print(*key, error, flush=True)
+
+        with ThreadPoolExecutor(parallel) as pool:
+            list(pool.map(one, [key for key in keys if key not in self.have]))
 
 
 def main() -> None:
@@ -200,49 +240,33 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=["coarse", "fine"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:6])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=["ce", "boundary_kl", "tree_kl", "tree_kl_cheap", "tree_kl_exact"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--sizes", nargs=4, type=int, default=[500, 48, 300, 24], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
     args = parser.parse_args()
-    begun = time.time()
-    sizes = Sizes(*args.sizes)
-    args.work.mkdir(parents=True, exist_ok=True)
-    results = args.work / "results.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    have = {(row["pair"], row["arm"], row["seed"]) for row in rows}
+    corpus, work, sizes = args.corpus, args.work, Sizes(*args.sizes)
+    results = Results(work / "results.jsonl", args.minutes, sizes=args.sizes)
 
-    def report(row: dict[str, Any]) -> None:
-        with results.open("a") as file:
-            file.write(json.dumps(row | {"sizes": args.sizes, "origin": origin()}) + "\n")
-        bits = [domain["bpb"] for domain in row["measures"].values()]
-        print(f"{time.time() - begun:6.0f} s", row["pair"], row["arm"], row["seed"], f"{sum(bits) / len(bits):.4f}",
-              f"({row['seconds']} s)", flush=True)  # fmt: skip
+    def teach(pair: str, tokenizer: str, seed: int) -> dict[str, Any]:
+        teacher(corpus, work, tokenizer, sizes)
+        folder = work / f"teacher_{tokenizer}"
+        measures = measure(folder, corpus, folder / "log")
+        return {"pair": pair, "arm": tokenizer, "seed": seed, "seconds": 0, "measures": measures}
 
-    with ThreadPoolExecutor(args.parallel) as pool:
-        tokenizers = sorted({PAIRS[pair][1] for pair in args.pairs})
-        for tokenizer, _ in zip(
-            tokenizers, pool.map(lambda name: teacher(args.corpus, args.work, name, sizes), tokenizers), strict=True
-        ):
-            key = ("teacher", tokenizer, 1)
-            if key not in have:
-                measures = measure(args.work / f"teacher_{tokenizer}", args.corpus)
-                report({"pair": key[0], "arm": key[1], "seed": key[2], "seconds": 0, "measures": measures})
+    def distil(pair: str, arm: str, seed: int) -> dict[str, Any]:
+        return student(corpus, work, pair, arm, seed, sizes)
 
-        def job(pair: str, arm: str, seed: int) -> None:
-            if time.time() - begun > 60 * args.minutes:
-                return
-            try:
-                report(student(args.corpus, args.work, pair, arm, seed, sizes))
-            except RuntimeError as error:
-                print(f"{pair} {arm} {seed}: {error}", flush=True)
-
-        # seeds outermost: what is cut off is a seed of some arms, not an arm
-        wanted = [(pair, arm, seed) for seed in args.seeds for arm in args.arms for pair in args.pairs]
-        for _ in pool.map(lambda key: job(*key), [key for key in wanted if key not in have]):
-            pass
+    results.fill(
+        [("teacher", name, 1) for name in sorted({PAIRS[pair][1] for pair in args.pairs})], teach, args.parallel
+    )
+    # seeds outermost: what is cut off is a seed of some arms, not an arm
+    wanted = [(pair, arm, seed) for seed in args.seeds for arm in args.arms for pair in args.pairs]
+    results.fill(wanted, distil, args.parallel)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def table(rows: Iterable[Row], figures: Any) -> list[str]:
         arms[row["arm"]].append(figures(row))
     columns = list(dict.fromkeys(name for found in arms.values() for own in found for name in own))
     means = {arm: {c: statistics.mean(own[c] for own in found) for c in columns} for arm, found in arms.items()}
-    best = {c: min(own[c] for arm, own in means.items() if not arm.startswith("bpe")) for c in columns}
+    best = {c: min(own[c] for arm, own in means.items() if arm in ARMS) for c in columns}
     lines = ["| arm | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for arm in sorted(means, key=lambda name: list(ARMS).index(name) if name in ARMS else -1):
         cells = []
@@ -69,6 +69,14 @@ def main() -> None:
         print(f"{sizes[2]} steps of {sizes[3]} documents; {own[0]['origin']['device']}. Bits per byte, held out.\n")
         print("\n".join(table(own, by_domain)), "\n")
         print("By class of the student's (the teacher's own) tokens, all domains together:\n")
+        print("\n".join(table(own, by_class)), "\n")
+    for pair in sorted({row["pair"] for row in rows if row["pair"].startswith("real_")}):
+        own = [row for row in rows if row["pair"] in (pair, "real")]
+        first = next(row for row in own if "steps" in row)
+        print(f"## Real models, {pair.removeprefix('real_')} MB of text\n")
+        print(f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs; ", end="")
+        print(f"{first['origin']['device']}.\n")
+        print("\n".join(table(own, by_domain)), "\n")
         print("\n".join(table(own, by_class)), "\n")
 
 
