@@ -52,6 +52,7 @@ def export_run(run_dir: str | Path, out: str | Path, *, checkpoint: str = "best"
             raise ConfigError(
                 f"the checkpoint {source.weights!r} is not whole for other programs: {'; '.join(problems)}"
             )
+        describe_for_version_4(folder)
         card = model_card(data, step=source.step, license=license, adapter=(folder / ADAPTER).is_dir())
         write_atomic(folder / CARD, card)
     return target
@@ -72,6 +73,27 @@ def missing_parts(folder: str | Path) -> list[str]:
     if ends is None and config.get("eos_token_id") is None:
         found.append("neither config.json nor generation_config.json has an eos_token_id")
     return found
+
+
+def describe_for_version_4(folder: Path) -> None:
+    """Add to a folder of transformers 5 what version 4 reads, which other programs still come with.
+
+    Version 4 does not know the class that 5 names for every fast tokenizer, has another name for a list of special
+    tokens, and takes a model without ``rope_theta`` for one with its default: worse text without a word.
+    """
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    config = json.loads((folder / "config.json").read_bytes())
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    for name, content in (("tokenizer_config.json", tokenizer), ("config.json", config)):
+        write_atomic(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------

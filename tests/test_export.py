@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.errors import ConfigError
-from limbeck.export import export_run, missing_parts, push_folder
+from limbeck.export import describe_for_version_4, export_run, missing_parts, push_folder
 from limbeck.models.loading import load_model
 from tests.helpers import runs, tiny
 from tests.helpers.runs import limbeck, refused
@@ -94,6 +94,26 @@ def test_what_the_converter_of_llama_cpp_reads(out: Path) -> None:
     special = gguf.SpecialVocab(out, load_merges=True)
     assert special.merges
     assert special.special_token_ids["eos"] == AutoTokenizer.from_pretrained(out).eos_token_id
+
+
+def test_version_4_of_transformers_reads_it_too(out: Path, tmp_path: Path) -> None:
+    """It knows neither the tokenizer's class nor ``rope_parameters``; version 5 reads the same as before."""
+    tokenizer = json.loads((out / "tokenizer_config.json").read_bytes())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    config = json.loads((out / "config.json").read_bytes())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    scaled = {"rope_type": "linear", "factor": 4.0}
+    config = {key: value for key, value in config.items() if key != "rope_theta"}
+    config["rope_parameters"] = {"rope_theta": 500_000.0, **scaled}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": ["<call>"]}', encoding="utf-8")
+    before = AutoConfig.from_pretrained(tmp_path).to_dict()
+    describe_for_version_4(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
+    found = json.loads((tmp_path / "config.json").read_bytes())
+    assert (found["rope_theta"], found["rope_scaling"]) == (500_000.0, scaled)
+    special = json.loads((tmp_path / "tokenizer_config.json").read_bytes())
+    assert special == {"additional_special_tokens": ["<call>"]}
 
 
 def test_what_other_programs_would_miss(out: Path, tmp_path: Path) -> None:

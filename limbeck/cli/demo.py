@@ -35,7 +35,7 @@ def demo_command(
             result = run_demo(folder, steps=steps, documents=documents, say=shown.say)
         except StoppedEarly as stopped:
             interrupted = stopped.exit_code == ExitCode.INTERRUPTED
-            line = f"the demo was stopped before its end ({stopped}); what there is of it lies in {folder}"
+            line = f"the demo was stopped before its end and lies in {folder} as it is; the next one begins anew"
             raise StoppedEarly(line, interrupted=interrupted) from None
     page = write_report(result["run_dir"])
     if json_output:

@@ -171,10 +171,12 @@ def test_a_demo_that_is_stopped_prints_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
     def stopped(folder: Path, **options: object) -> None:
-        raise StoppedEarly("stopped at step 16 of 150", interrupted=interrupted)
+        raise StoppedEarly("stopped at step 16 of 150; run the same command again to go on", interrupted=interrupted)
 
     monkeypatch.setattr("limbeck.demo.run_demo", stopped)
     code, out, said = limbeck("demo", "--out", tmp_path / "demo")
     assert code == (ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_EARLY)
     assert out == ""
-    assert "the demo was stopped before its end (stopped at step 16 of 150)" in said
+    assert "the demo was stopped before its end" in said
+    assert "the next one begins anew" in said
+    assert "run the same command again" not in said

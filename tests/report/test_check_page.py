@@ -21,7 +21,7 @@ def test_the_page_says_its_verdict_and_shows_the_rows(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
     for name, size in (("s", 300), ("t", 340)):
         tiny(size).save_pretrained(tmp_path / name)
-    data = tmp_path / "rows.jsonl"
+    data = tmp_path / f"{'rows' * 20}.jsonl"
     data.write_text(
         "\n".join(json.dumps({"text": text}) for text in ("The quick fox of 2024.", EVIL)), encoding="utf-8"
     )

@@ -96,12 +96,12 @@ def test_a_reader_points_hides_and_chooses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [420, 1280])
 def test_nothing_sticks_out_and_hostile_text_stays_text(tmp_path: Path, width: int) -> None:
     run = write_run(tmp_path / "run")
-    write_samples(run, EVIL, EVIL)
+    write_samples(run, EVIL + "\n" * 100, EVIL)
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 401, f"train/{EVIL}": 1.0}) + "\n")
     (run / "versions.json").write_text(json.dumps({"torch": EVIL, "seed": EVIL}))
     (run / "dropped.json").write_text(json.dumps({EVIL: 3}))
-    other = write_run(tmp_path / f"<b>{width}", mode="ce")
+    other = write_run(tmp_path / f"<b>cross_entropy_{width}", mode="ce")
     pages = [
         run_page(read_run(run)).write(tmp_path / "page.html"),
         write_comparison([run, other], tmp_path / "compare.html"),
@@ -112,6 +112,9 @@ def test_nothing_sticks_out_and_hostile_text_stays_text(tmp_path: Path, width: i
             shown = "[...document.querySelectorAll('figure svg')].filter(s => !s.closest('details:not([open])'))"
             until(tab, f"innerWidth === {width} && {shown}.every(s => s.viewBox.baseVal.width === s.clientWidth)")
             assert tab.value("document.documentElement.scrollWidth") <= width
+            height = "Math.max(0, ...[...document.querySelectorAll({!r})].map(e => e.clientHeight))"
+            assert tab.value(height.format(".sample .said")) < 400
+            assert tab.value(height.format("[data-part=figures] td")) < 60
             assert tab.value("document.images.length") == 0
             assert "caught" not in tab.value("document.title")
             for theme in ("dark", "light"):
