@@ -72,6 +72,8 @@ __all__ = [
 
 RECORDS_AHEAD = 8
 """Training records on which student and teachers are compared before the first step, where nothing else does it."""
+WORK_AHEAD = 6e10
+"""On a CPU only as many of them as this many (parameter, token) pairs allow, and one at least: seconds, not minutes."""
 
 XTOKEN_NON_STUDENT_SEQ_KEYS: frozenset[str] = frozenset(
     {
@@ -465,12 +467,27 @@ class OffPolicyLoop(TrainingLoop):
         if (self.validates and self.config.distillation.val_at_start) or not self.teachers:
             return
         with stage("comparing student and teacher"):
-            records: Any = self.loader.dataset
-            batch = self.stored_rows([records[i] for i in range(min(len(records), RECORDS_AHEAD))])
+            records = self._records_ahead()
+            batch = self.stored_rows(records)
             metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
             means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
         self.timer.reset()
-        self.logger.print(f"on the first {min(len(records), RECORDS_AHEAD)} training records: {compared_bits(means)}")
+        which = "training record" if len(records) == 1 else f"{len(records)} training records"
+        self.logger.print(f"on the first {which}: {compared_bits(means)}")
+
+    def _records_ahead(self) -> list[Any]:
+        """The first records, as many as a comparison may cost."""
+        records: Any = self.loader.dataset
+        found = [records[i] for i in range(min(len(records), RECORDS_AHEAD))]
+        if self.student.device.type != "cpu":
+            return found
+        models = [self.student, *(t.policy for t in self.teachers if isinstance(t, LiveTeacher))]
+        left = WORK_AHEAD / sum(parameter.numel() for model in models for parameter in model.model.parameters())
+        for number, record in enumerate(found):
+            left -= int(self.stored_rows([record])["input_lengths"].sum())
+            if left < 0:
+                return found[: max(number, 1)]
+        return found
 
     def stored_rows(self, records: list[Any]) -> BatchedDataDict:
         """Records as they are stored, collated."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.distributed.comm import Comm
 from limbeck.evaluation.bits import Scorer
+from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import Tokenizer
+from limbeck.utils.files import JsonCache, cache_dir, content_hash
 
 CLEAR = 0.05
 """Bits per byte by which one setting must be better to be called the model's own."""
@@ -40,14 +44,32 @@ class BeginBits:
 
 
 def begin_bits(model: Scorer, tokenizer: Tokenizer) -> BeginBits | None:
-    """Both figures of a model; None for a tokenizer without a begin token."""
+    """Both figures of a model; None for a tokenizer without a begin token.
+
+    A language model's are kept in the cache folder under what identifies its weights and its tokenizer.
+    """
     if tokenizer.bos_id is None:
         return None
+    # several ranks score together, so none of them may find an answer that another does not
+    if not isinstance(model, LanguageModel) or Comm.world().size > 1:
+        return _measured(model, tokenizer, tokenizer.bos_id)
+    kept = JsonCache(cache_dir("begin"))
+    key = content_hash([model.identity(), tokenizer.vocab.fingerprint, tokenizer.bos_id, PROBE])
+    found = kept.get(key) or {}
+    if {type(found.get(name)) for name in ("behind", "without")} == {float}:
+        return BeginBits(found["behind"], found["without"])
+    bits = _measured(model, tokenizer, tokenizer.bos_id)
+    with suppress(OSError):  # a cache that cannot be written to costs time and nothing else
+        kept.put(key, asdict(bits))
+    return bits
+
+
+def _measured(model: Scorer, tokenizer: Tokenizer, begin: int) -> BeginBits:
     rendering = tokenizer.encode(PROBE)
     ids = torch.from_numpy(rendering.ids)
     n = len(ids)
     rows = torch.zeros(2, n + 1, dtype=torch.int64)
-    rows[0, 0] = tokenizer.bos_id
+    rows[0, 0] = begin
     rows[0, 1:], rows[1, :n] = ids, ids
     batch: BatchedDataDict = BatchedDataDict({"input_ids": rows, "input_lengths": torch.tensor([n + 1, n])})
     logprobs = model.get_logprobs(batch)["logprobs"].double().cpu()

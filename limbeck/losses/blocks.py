@@ -375,6 +375,12 @@ class _Pass:
                 total.add_(grad)
 
 
+def asked_for(*inputs: Tensor) -> list[Tensor]:
+    """Inputs of an autograd function that computes gradients in its forward pass. Where gradients are off it would
+    still be told that parameters want theirs, so they are cut off."""
+    return list(inputs) if torch.is_grad_enabled() else [value.detach() for value in inputs]
+
+
 class RowBlockLoss(torch.autograd.Function):
     """Total loss of a `BlockRun` as a function of hidden `[R, h]`, the head's parameters and learnable projections."""
 
@@ -401,7 +407,7 @@ def row_block_loss(run: BlockRun, hidden_RH: Tensor, *, check: bool = True) -> T
     check=False: the caller has more to queue first, and calls `verify` itself before the loss is used.
     """
     params = [*run.head.parameters(), *(leaf for term in run.terms for leaf in term.learned)]
-    out: Tensor = RowBlockLoss.apply(run, hidden_RH, *params)
+    out: Tensor = RowBlockLoss.apply(run, *asked_for(hidden_RH, *params))
     if check:
         verify(run, out.detach(), hidden_RH)
     return out

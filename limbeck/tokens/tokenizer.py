@@ -368,9 +368,10 @@ class Tokenizer:
 
     def _spell_batch(self, items: Sequence[bytes]) -> Iterable[Spelling]:
         texts = [None if self._adds_prefix else _as_text(data) for data in items]
-        rendered = iter(self.encode_batch([text for text in texts if text is not None]))
+        given = [text for text in texts if text is not None]
+        encodings = iter(self._backend.encode_batch_fast(given, add_special_tokens=False))
         for data, text in zip(items, texts, strict=True):
-            ids = () if text is None else tuple(next(rendered).ids.tolist())
+            ids = () if text is None else tuple(next(encodings).ids)
             yield ids if ids and self._stands_for(ids, data) else self._spell_bytes(data)
 
     def _spell_bytes(self, data: bytes) -> Spelling:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.algorithms import validation
+from limbeck.algorithms import validation, xtoken_off_policy_distillation
 from limbeck.algorithms.validation import compared_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.evaluation.begin import BeginBits, begin_bits
+from limbeck.models.policy import Policy
 from limbeck.tokens import Tokenizer
 from tests.helpers import runs, tiny
 from tests.helpers.tokenizers import TEXTS, trained_bpe
@@ -36,6 +37,38 @@ def test_a_run_without_validation_compares_on_its_first_records(tmp_path: Path) 
     assert code == 0, err
     assert "on the first 8 training records: " in err
     assert "teacher" in err
+
+
+def test_on_a_cpu_the_comparison_takes_as_many_records_as_it_may_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xtoken_off_policy_distillation, "WORK_AHEAD", 0.0)
+    run_file = runs.write_run(tmp_path, distillation={"max_num_steps": 1})
+    code, _, err = runs.limbeck("train", run_file, "-q")
+    assert code == 0, err
+    assert "on the first training record: " in err
+
+
+def test_a_model_is_asked_once_how_texts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path))
+    tokenizer = Tokenizer.of(trained_bpe(TEXTS, 300, specials=["<s>"], bos_token="<s>"))
+    asked: list[int] = []
+    scored = Policy.get_logprobs
+
+    def counted(self: Policy, data: BatchedDataDict, **more: Any) -> BatchedDataDict:
+        asked.append(data.size)
+        return scored(self, data, **more)
+
+    monkeypatch.setattr(Policy, "get_logprobs", counted)
+    first = begin_bits(tiny.student(), tokenizer)
+    assert begin_bits(tiny.student(), tokenizer) == first
+    assert len(asked) == 1
+    begin_bits(tiny.student(seed=5), tokenizer)
+    assert len(asked) == 2
+    for path in tmp_path.rglob("*.json"):
+        path.write_text('{"behind": "a"}', encoding="utf-8")
+    assert begin_bits(tiny.student(), tokenizer) == first
+    assert len(asked) == 3
 
 
 class _Expects:

@@ -11,8 +11,10 @@ import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import get_microbatch_iterator
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, blocks
 from limbeck.projection import Projection
+from limbeck.teachers.live import LiveTeacher
+from tests.helpers import tiny
 from tests.losses.cases import make_batch, make_projection
 
 V_S, V_T = 23, 31
@@ -65,3 +67,17 @@ def test_every_batching_gives_the_same_loss(mode: str, stored: str) -> None:
         torch.testing.assert_close(results[name][0], results["fixed"][0], rtol=1e-10, atol=1e-12)
         for a, b in zip(results[name][1], results["fixed"][1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_pass_without_gradient_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teachers, loss_fn = tiny.student(), [LiveTeacher(tiny.teacher())], tiny.loss_fn()
+    trained = tiny.student().train(tiny.batch(), loss_fn, teachers=teachers)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a gradient went through the head")
+
+    monkeypatch.setattr(blocks._Pass, "_through_head", refuse)
+    measured = student.train(tiny.batch(), loss_fn, teachers=teachers, eval_mode=True)
+    assert measured["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    with pytest.raises(AssertionError, match="through the head"):
+        student.train(tiny.batch(), loss_fn, teachers=teachers)

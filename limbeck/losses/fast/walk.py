@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from limbeck.losses.blocks import BlockRun, TeacherTerm
+from limbeck.losses.blocks import BlockRun, TeacherTerm, asked_for
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
@@ -271,5 +271,5 @@ class FastRowBlockLoss(torch.autograd.Function):
 
 def fast_row_block_loss(run: BlockRun, lanes: Lanes, hidden_RH: Tensor) -> Tensor:
     """`blocks.row_block_loss` without its check; the caller verifies."""
-    out: Tensor = FastRowBlockLoss.apply(run, lanes, hidden_RH, *run.head.parameters())
+    out: Tensor = FastRowBlockLoss.apply(run, lanes, *asked_for(hidden_RH, *run.head.parameters()))
     return out
