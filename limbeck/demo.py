@@ -113,6 +113,8 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
             "validation": str(folder / "held_out.jsonl"),
             "max_input_seq_length": 192,
             "max_teacher_seq_length": 192,
+            # a step is as long for both runs, and a document is one row
+            "long_documents": "cut",
         },
         "distillation": {
             "num_prompts_per_step": batch,

@@ -11,7 +11,7 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.readers import is_plain_text
-from limbeck.data.sources import RecordDataset, build_dataset
+from limbeck.data.sources import DataConfig, RecordDataset, build_dataset
 from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError
 from limbeck.models.loading import ModelConfig, fit_to_device
@@ -67,10 +67,25 @@ def load_tokenizers(config: MasterConfig) -> tuple[Any, list[Any]]:
     return tokenizer_of(config.policy), [tokenizer_of(t) for t in config.all_teachers]
 
 
+BYTES_PER_TOKEN = 8
+"""Text that is split has records of so many bytes per token of context: too long for it, so that no document which fits
+is ever split, and short enough that a record is two rows or three, whatever the document."""
+
+
+def reading_of(config: MasterConfig) -> DataConfig:
+    """The data section with the length of records that the contexts ask for, where it says nothing about it."""
+    data = config.data
+    if data.max_document_bytes is not None or data.long_documents != "split" or data.detected_mode() == "chat":
+        return data
+    shortest = min([student_length(config), *teacher_lengths(config)])
+    return data.model_copy(update={"max_document_bytes": max(BYTES_PER_TOKEN * shortest, 16)})
+
+
 def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:
     """Training and validation data; an empty set is an error."""
-    train = build_dataset(config.data).prepare()
-    val = build_dataset(config.data, "validation").prepare() if config.data.validation else None
+    data = reading_of(config)
+    train = build_dataset(data).prepare()
+    val = build_dataset(data, "validation").prepare() if data.validation else None
     for name, dataset in (("train", train), ("validation", val)):
         if dataset is not None and not len(dataset):
             raise DataError(f"data.{name} holds no usable record; left out: {dict(dataset.skipped) or 'nothing'}")
@@ -95,6 +110,7 @@ def make_collator(
         make_seq_div_by_teacher=[t.make_sequence_length_divisible_by for t in teachers],
         mode=data.detected_mode(),
         append_eos=data.append_eos,
+        long_documents=data.long_documents,
         on_error="skip" if data.on_bad_record == "skip" else "raise",
         student_template=_template(config.policy),
         teacher_template=[_template(t) for t in teachers],
@@ -103,6 +119,24 @@ def make_collator(
         chunks_as="layout",
         conditions=conditions,
     )
+
+
+def lost_ahead(
+    config: MasterConfig, student_tokenizer: object, foreign: list[Any], records: Any, most: int = 16
+) -> str | None:
+    """One line about the text that the contexts will cost, by the first records; None where they cost nothing."""
+    data = config.data
+    if data.long_documents == "error" or (data.long_documents == "split" and data.detected_mode() == "text"):
+        return None
+    number = min(most, len(records))
+    batch = make_collator(config, student_tokenizer, foreign)([records[i] for i in range(number)])
+    lost = sum(counts.get("truncated_tokens", 0) for counts in batch["dropped"])
+    left_out = sum(counts.get("too_long", 0) for counts in batch["dropped"])
+    if left_out:
+        return f"{left_out} of the first {number} records are longer than the context and are left out"
+    share = lost / max(lost + int(batch["input_lengths"].sum()), 1)
+    remedy = "raise it" if data.detected_mode() == "chat" else "raise it, or set data.long_documents: split"
+    return f"the context cuts off {share:.0%} of the first {number} records; {remedy}" if lost else None
 
 
 def _template(policy: ModelConfig) -> str | None:

@@ -30,6 +30,7 @@ from limbeck.utils.progress import stage
 
 Say = Callable[[str], None]
 WHY_FEWER = "equal texts are stored once, and those without a token to predict not at all"
+WHY_MORE = "a text that is longer than a context is stored in pieces"
 
 
 def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, Any]]:
@@ -55,8 +56,9 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
                 say(f"teacher {index}: {done} of {job.records} records read, {writer.documents} texts stored")
 
         writer = job.write(index, world.rank, world.size, on_batch)
-        if world.size == 1 and writer.documents < job.records:
-            say(f"teacher {index}: {writer.documents} texts serve {job.records} records: {WHY_FEWER}")
+        if world.size == 1 and writer.documents != job.records:
+            why = WHY_FEWER if writer.documents < job.records else WHY_MORE
+            say(f"teacher {index}: {writer.documents} texts serve {job.records} records: {why}")
         out.append(job.summary(index, writer.documents, job.failures(index)))
         if failed := out[-1]["failed"]:
             say(f"teacher {index}: {describe_failures(failed)}")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from limbeck.algorithms.build import BYTES_PER_TOKEN
 from limbeck.data.readers import HUB_PREFIX, expand, is_plain_text
 from limbeck.data.sources import DataConfig, build_dataset, detect_mode
 from limbeck.errors import ConfigError, LimbeckError
@@ -82,7 +83,8 @@ def draft_run(
     context = min([_USUAL_CONTEXT[mode] if on_gpu else _CPU_CONTEXT, *limits])
     paragraphs = all(is_plain_text(path) for path in expand(list(train)))
     loss = CrossTokenizerDistillationLossConfig.model_validate({})
-    batch, steps, records = _pace(train, 32 if on_gpu else 8, paragraphs)
+    longest = BYTES_PER_TOKEN * context if mode == "text" else None
+    batch, steps, records = _pace(train, 32 if on_gpu else 8, paragraphs, longest)
     for side, model in (("student", student), ("teacher", teacher)):
         if model is not None and not model.local:
             notes.append(f"the {side} {model.name!r} is taken for a hub id and was not looked at")
@@ -162,15 +164,17 @@ def _loss(student: Model, teacher: Model) -> str:
     return "one tokenizer: compared token by token" if same else "two tokenizers: the default, for any pair"
 
 
-def _pace(train: Sequence[str], batch: int, paragraphs: bool) -> tuple[int, int, str]:
-    """Records per step, at most those that there are; how many steps to take; and why, in words."""
+def _pace(train: Sequence[str], batch: int, paragraphs: bool, longest: int | None) -> tuple[int, int, str]:
+    """Records per step, at most those that there are; how many steps to take; and why, in words. ``longest``: bytes of
+    a record, longer texts are split."""
     paths = expand(list(train))
     local = [Path(path) for path in paths if not path.startswith(HUB_PREFIX)]
     if len(local) < len(paths) or sum(path.stat().st_size for path in local) > _COUNT_BYTES:
         return batch, 1000, "or one pass over the data, whichever comes first"
     try:
         split: Literal["blank_lines", "file"] = "blank_lines" if paragraphs else "file"
-        count = len(build_dataset(DataConfig(train=list(train), on_bad_record="skip", split_documents=split)))
+        data = DataConfig(train=list(train), on_bad_record="skip", split_documents=split, max_document_bytes=longest)
+        count = len(build_dataset(data))
     except LimbeckError as error:
         raise ConfigError(f"the data cannot be used: {error}") from error
     batch = min(batch, count)

@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
-from limbeck.algorithms.build import load_datasets, load_tokenizers, teacher_lengths
+from limbeck.algorithms.build import load_datasets, load_tokenizers, reading_of, teacher_lengths
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.monitors import CLASSES, token_classes
@@ -211,7 +211,7 @@ def _training_data(config: OnPolicyMasterConfig) -> tuple[Any, Any | None]:
     states = config.on_policy.failed_states
     if states is None:
         return load_datasets(config)
-    val = build_dataset(config.data, "validation").prepare() if config.data.validation else None
+    val = build_dataset(reading_of(config), "validation").prepare() if config.data.validation else None
     return load_failed_states(config.data.train, states), val
 
 

@@ -23,6 +23,7 @@ from limbeck.algorithms.build import (
     fitted,
     load_datasets,
     load_tokenizers,
+    lost_ahead,
     make_collator,
     make_loaders,
     student_length,
@@ -182,6 +183,11 @@ def setup(
     identities = _identities(config, student_model, models)
     loader, val_loader = make_loaders(config, collate, train_dataset, val_dataset, val_collator=collator)
     announce(config, checkpointer, latest, loader)
+    if wrap is None:
+        with Comm.world().fail_together():
+            told = lost_ahead(config, student_tokenizer, foreign, train_dataset) if Comm.world().rank == 0 else None
+            if told is not None:
+                say(f"warning: {told}")
     policy, teachers = fitted(config.policy, teachers)
     with stage(f"loading the student {policy.shown_name}"):
         student = Policy(

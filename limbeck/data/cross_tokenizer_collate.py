@@ -20,6 +20,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import ChunkLayout
 from limbeck.data.readers import BadRecord
 from limbeck.data.sources import as_record, flatten_documents
+from limbeck.data.spans import fitting_spans
 from limbeck.errors import ConfigError, DataError, LimbeckError, TokenizerError
 from limbeck.projection.events import Conditions, Facts, Runs
 from limbeck.tokens import Rendering, TextEncoder
@@ -44,6 +45,8 @@ class DatumSpec(TypedDict, total=False):
     source: str
     skip_reason: str
     template_kwargs: dict[str, Any]
+    continues: bool
+    """The document goes on in another record, so that this one has no end token."""
 
 
 @dataclass
@@ -66,8 +69,14 @@ class Side:
         # Padding is told by lengths, never by ids, so any valid id will do.
         self.pad_id = next((i for i in (self.encoder.pad_id, self.encoder.eos_id) if i is not None), 0)
 
-    def render_texts(self, texts: Sequence[str], *, append_eos: bool) -> list[Rendering]:
-        return self.encoder.encode_batch(texts, bos=self.encoder.adds_bos, eos=append_eos)
+    def render_texts(self, texts: Sequence[str], eos: Sequence[bool]) -> list[Rendering]:
+        """Each text with the end token where ``eos`` says so."""
+        made = {
+            ended: iter(self.encoder.encode_batch(own, bos=self.encoder.adds_bos, eos=ended))
+            for ended in set(eos)
+            if (own := [text for text, its_own in zip(texts, eos, strict=True) if its_own == ended])
+        }
+        return [next(made[ended]) for ended in eos]
 
     def render_messages(self, record: Mapping[str, Any], train_on: str) -> Rendering:
         return render_chat(
@@ -99,6 +108,18 @@ class Side:
         }
 
 
+@dataclass
+class _Row:
+    """Record ``number`` of a batch, or a piece of it, as every side reads it; ``teachers``: None for one that reads the
+    student's ids."""
+
+    record: DatumSpec
+    number: int
+    dropped: Counter[str]
+    student: Rendering
+    teachers: list[Rendering | None]
+
+
 def _predicted_bytes(r: Rendering) -> int:
     """Bytes of the target tokens that have a predictor: the denominator of bits per byte."""
     if len(r) < 2:
@@ -117,11 +138,15 @@ class CrossTokenizerCollator:
         teacher_tokenizer: tokenizer of the only teacher, or a sequence with one per teacher; None stands for a teacher
             with the student's own tokenizer, which reads the student's ids.
         aligner: aligner of the teacher, or one per teacher; None builds it.
-        ctx_length_student, ctx_length_teacher: longest sequence of each side (the latter may be a sequence). Where a
-            text is longer on either side, both are cut at the last boundary they share that fits.
+        ctx_length_student, ctx_length_teacher: longest sequence of each side (the latter may be a sequence).
         make_seq_div_by_student, make_seq_div_by_teacher: widths are rounded up to a multiple of these.
         mode: ``text`` reads each record's ``text``; ``chat`` renders its ``messages`` with each side's own template.
-        append_eos: in text mode, close every document with the tokenizer's end token.
+        append_eos: in text mode, close every document with the tokenizer's end token; of a document in several pieces
+            the last.
+        long_documents: what happens to a record that is longer than a side's context. ``cut``: all sides end at the
+            last boundary they share that fits, and the tokens behind it are counted. ``split``: a text becomes as
+            many rows as it needs, cut at a line end, else before a space, each tokenized by itself; a conversation is
+            cut. ``skip``: an empty row that takes no part, counted. ``error``: stop.
         pad_to: ``longest`` pads to the batch's longest row, ``max`` to the context length (static shapes).
         on_error: ``raise`` stops at a bad record; ``skip`` keeps an empty row that takes no part, counted in
             ``dropped``.
@@ -151,6 +176,7 @@ class CrossTokenizerCollator:
         make_seq_div_by_teacher: int | Sequence[int] = 1,
         mode: Literal["text", "chat"] = "text",
         append_eos: bool = False,
+        long_documents: Literal["split", "cut", "skip", "error"] = "cut",
         pad_to: Literal["longest", "max"] = "longest",
         on_error: Literal["raise", "skip"] = "raise",
         train_on: Literal["all", "last"] = "all",
@@ -182,6 +208,7 @@ class CrossTokenizerCollator:
             for i, side in enumerate(self.teachers)
         ]
         self.mode, self.append_eos, self.train_on = mode, append_eos, train_on
+        self.long_documents = long_documents
         self.pad_to_max, self.skip_errors = pad_to == "max", on_error == "skip"
         self.as_layout = chunks_as == "layout"
         self.conditions = _per_teacher(conditions, n, "conditions")
@@ -190,12 +217,14 @@ class CrossTokenizerCollator:
 
     def __call__(self, batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch = flatten_documents(batch)  # type: ignore[arg-type, assignment]
-        dropped: list[Counter[str]] = [Counter() for _ in batch]
-        batch = [self.in_our_form(r, d) for r, d in zip(batch, dropped, strict=True)]
-        student, teachers = self._render(batch, dropped)
-        idx = [int(r.get("idx", row)) for row, r in enumerate(batch)]
-        weights = [float(r.get("loss_multiplier", 1.0)) for r in batch]
-        return self.assemble(student, teachers, idx=idx, weights=weights, dropped=dropped)
+        rows = self._rows(batch)
+        return self.assemble(
+            [row.student for row in rows],
+            [[] if side is None else [row.teachers[i] for row in rows] for i, side in enumerate(self.teachers)],  # type: ignore[misc]
+            idx=[int(row.record.get("idx", row.number)) for row in rows],
+            weights=[float(row.record.get("loss_multiplier", 1.0)) for row in rows],
+            dropped=[row.dropped for row in rows],
+        )
 
     def assemble(
         self,
@@ -253,21 +282,63 @@ class CrossTokenizerCollator:
         published = AlignmentBatch.from_chunks(chunks, student_ids_BT.shape[1], teacher_ids_BT.shape[1])
         return published.as_dict(f"alignment_{i}_") | (published.as_dict() if i == 0 else {})
 
-    def _render(
-        self, batch: list[DatumSpec], dropped: list[Counter[str]]
-    ) -> tuple[list[Rendering], list[list[Rendering]]]:
-        """Renderings of every side, record by record where one may fail."""
-        student: list[Rendering] = []
-        teachers: list[list[Rendering]] = [[] for _ in self.teachers]
-        if self.mode == "text":
-            known = self._render_texts([self._text(r, d) for r, d in zip(batch, dropped, strict=True)])
-        for row, record in enumerate(batch):
-            mine, theirs = known[row] if self.mode == "text" else self._render_chat(record, dropped[row])
-            student.append(mine)
-            for i, side in enumerate(self.teachers):
-                if side is not None:
-                    teachers[i].append(theirs[i])
-        return student, teachers
+    def _rows(self, records: list[DatumSpec]) -> list[_Row]:
+        dropped: list[Counter[str]] = [Counter() for _ in records]
+        records = [self.in_our_form(record, counts) for record, counts in zip(records, dropped, strict=True)]
+        numbers = range(len(records))
+        if self.mode == "chat":
+            rows = [_Row(records[n], n, dropped[n], *self._render_chat(records[n], dropped[n])) for n in numbers]
+        else:
+            rows = self._text_rows(records, numbers, dropped)
+        return [fitting for row in rows for fitting in self._fitting(row)]
+
+    def _text_rows(self, records: list[DatumSpec], numbers: Sequence[int], dropped: list[Counter[str]]) -> list[_Row]:
+        texts = [self._text(record, counts) for record, counts in zip(records, dropped, strict=True)]
+        ends = [self.append_eos and not record.get("continues", False) for record in records]
+        mine = self.student.render_texts(texts, ends)
+        theirs = [None if side is None else side.render_texts(texts, ends) for side in self.teachers]
+        return [
+            _Row(record, numbers[n], dropped[n], mine[n], [None if own is None else own[n] for own in theirs])
+            for n, record in enumerate(records)
+        ]
+
+    def _sides(self, row: _Row) -> list[tuple[Side, Rendering]]:
+        """Who reads a row, and how."""
+        others = zip(self.teachers, row.teachers, strict=True)
+        return [(self.student, row.student), *((s, own) for s, own in others if s is not None and own is not None)]
+
+    def _fitting(self, row: _Row) -> list[_Row]:
+        """What ``long_documents`` makes of a row: itself where it fits, or is cut to fit later on."""
+        over = next((side for side, own in self._sides(row) if len(own) > side.ctx_length), None)
+        if over is None or self.long_documents == "cut" or (self.long_documents == "split" and self.mode == "chat"):
+            return [row]
+        if self.long_documents == "split":
+            return self._split(row)
+        if self.long_documents == "error":
+            raise DataError(
+                f"record {_where(row.record)} is longer than the {over.name}'s context of {over.ctx_length} tokens; "
+                "raise the context, or set data.long_documents to split, cut or skip."
+            )
+        row.dropped["too_long"] += 1
+        return [_Row(row.record, row.number, row.dropped, *self._empty())]
+
+    def _split(self, row: _Row) -> list[_Row]:
+        """A text in pieces that fit; each is tokenized by itself, which may make one too long again."""
+        sides, data = self._sides(row), row.student.source
+        rooms = [side.ctx_length - int(own.special.sum()) for side, own in sides]
+        spans = fitting_spans(data, [own.ends for _, own in sides], rooms) if min(rooms) > 0 else []
+        if len(spans) < 2:
+            return [row]
+        pieces: list[DatumSpec] = [
+            {**row.record, "text": data[start:end].decode("utf-8"), "continues": True} for start, end in spans
+        ]
+        pieces[-1]["continues"] = row.record.get("continues", False)
+        counts = [row.dropped, *(Counter[str]() for _ in pieces[1:])]
+        rows = self._text_rows(pieces, [row.number] * len(pieces), counts)
+        return [fitting for piece in rows for fitting in self._fitting(piece)]
+
+    def _empty(self) -> tuple[Rendering, list[Rendering | None]]:
+        return self.student.encoder.encode(""), [None if s is None else s.encoder.encode("") for s in self.teachers]
 
     def _align(self, i: int, student: Rendering, teacher: Rendering, dropped: Counter[str]) -> Chunks:
         aligner = self.aligners[i]
@@ -287,7 +358,8 @@ class CrossTokenizerCollator:
 
     def _text(self, record: DatumSpec, dropped: Counter[str]) -> str:
         try:
-            return self._prefix(self.text_of(record), dropped)
+            text = self.text_of(record)
+            return text if self.long_documents == "split" else self._prefix(text, dropped)
         except (DataError, UnicodeEncodeError) as error:
             self.refuse(record, error, dropped)
             return ""
@@ -311,27 +383,17 @@ class CrossTokenizerCollator:
         space = text.rfind(" ", budget // 2, budget)
         return text[: space if space > 0 else budget]
 
-    def _render_texts(self, texts: list[str]) -> list[tuple[Rendering, list[Any]]]:
-        mine = self.student.render_texts(texts, append_eos=self.append_eos)
-        theirs = [
-            [None] * len(texts) if side is None else side.render_texts(texts, append_eos=self.append_eos)
-            for side in self.teachers
-        ]
-        return [(r, [rows[row] for rows in theirs]) for row, r in enumerate(mine)]
-
-    def _render_chat(self, record: DatumSpec, dropped: Counter[str]) -> tuple[Rendering, list[Any]]:
+    def _render_chat(self, record: DatumSpec, dropped: Counter[str]) -> tuple[Rendering, list[Rendering | None]]:
         try:
             if not record.get("messages") and not record.get("skip_reason"):
                 raise DataError(f"record {_where(record)} has no messages; its keys are {sorted(record)}.")
             if record.get("messages"):
                 mine = self.student.render_messages(record, self.train_on)
-                theirs = [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
-                return mine, theirs
+                return mine, [None if s is None else s.render_messages(record, self.train_on) for s in self.teachers]
             dropped[str(record["skip_reason"])] += 1
         except LimbeckError as error:
             self.refuse(record, error, dropped)
-        empty = [None if s is None else s.encoder.encode("") for s in self.teachers]
-        return self.student.encoder.encode(""), empty
+        return self._empty()
 
     def refuse(self, record: DatumSpec, error: Exception, dropped: Counter[str]) -> None:
         """Stop at a record that cannot be used, or count it, as ``on_error`` says."""
@@ -380,7 +442,7 @@ class CrossTokenizerCollator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and attention mask of texts, cut at ``ctx_length`` and padded to a multiple of ``make_seq_div_by``."""
         side = Side(tokenizer, ctx_length, make_seq_div_by)
-        rows = [r.truncated(ctx_length) for r in side.render_texts(texts, append_eos=False)]
+        rows = [r.truncated(ctx_length) for r in side.render_texts(texts, [False] * len(texts))]
         tensors = side.padded(rows, pad_to_max=False)
         width = tensors["input_ids"].shape[1]
         return tensors["input_ids"], (torch.arange(width)[None] < tensors["input_lengths"][:, None]).long()

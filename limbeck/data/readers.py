@@ -59,6 +59,10 @@ class Reader(Protocol):
         """Record ``number`` by key; raises BadRecord."""
         ...
 
+    def continues(self, number: int) -> bool:
+        """Whether record ``number`` is a piece of a document that goes on in the next one."""
+        ...
+
     def location(self, number: int) -> str:
         """``file:line`` of record ``number`` for messages."""
         ...
@@ -167,6 +171,9 @@ class _Spans:
     def sizes(self) -> Iterator[np.ndarray]:
         return self._index.sizes()
 
+    def continues(self, number: int) -> bool:
+        return False
+
     def location(self, number: int) -> str:
         return f"{self.path}:{self._index.line(number)}"
 
@@ -229,6 +236,11 @@ class TextReader(_Spans):
         self._file = RandomAccessFile(self._plain)
         self._index = SpanIndex(self._plain, Paragraphs if paragraphs else Whole, cache_dir, limit)
 
+    def continues(self, number: int) -> bool:
+        # between two documents there is a blank line at least
+        start, length = self._index.span(number)
+        return number + 1 < len(self) and self._index.span(number + 1)[0] == start + length
+
     def row(self, number: int) -> dict[str, Any]:
         raw = self._bytes(number)
         try:
@@ -286,6 +298,9 @@ class ArrowReader:
 
     def sizes(self) -> Iterator[np.ndarray]:
         yield column_sizes(self._open().column(0))
+
+    def continues(self, number: int) -> bool:
+        return False
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"
@@ -360,6 +375,9 @@ class HubReader:
             if selected
             else column_sizes(self._data.data.column(self._data.column_names[0]))
         )
+
+    def continues(self, number: int) -> bool:
+        return False
 
     def location(self, number: int) -> str:
         return f"{self.path}:{number + 1}"

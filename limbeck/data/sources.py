@@ -33,6 +33,8 @@ Record = dict[str, Any]
 PAD_INDEX = -1
 """Asked for by a sampler that fills up a last batch; gives a record that counts for nothing."""
 _CHECK_AT_START_BYTES = 64 << 20
+MOST_BYTES = 1 << 20
+"""Longest record where nobody says how long the contexts are."""
 
 
 class ReadingConfig(BaseModel):
@@ -55,10 +57,14 @@ class ReadingConfig(BaseModel):
     """In plain text, one document per file or per paragraph."""
     join_to_bytes: int | None = Field(default=None, ge=1)
     """Group neighbouring documents into records of up to this many bytes; they stay separate documents."""
-    max_document_bytes: int = Field(default=1 << 20, ge=16)
-    """Longest document in UTF-8 bytes; see ``long_documents``."""
-    long_documents: Literal["split", "skip", "error"] = "split"
-    """What happens to a longer document; a conversation cannot be split and is skipped instead."""
+    max_document_bytes: int | None = Field(default=None, ge=16)
+    """Longest record in UTF-8 bytes; see ``long_documents``. Default: where a run splits texts, 8 bytes for each token
+    of the shortest context; 1 MiB elsewhere."""
+    long_documents: Literal["split", "cut", "skip", "error"] = "split"
+    """What happens to a longer document, and to one that is longer than a context. ``split``: nothing is lost, it
+    becomes several records and rows, cut at a line end, else before a space. ``cut``: it is split into records, and
+    what does not fit the context is left out. ``skip`` leaves all of it out, ``error`` stops. A conversation cannot be
+    split: over ``max_document_bytes`` it is left out, over the context it is cut."""
     on_bad_record: Literal["error", "skip"] = "error"
     """Invalid UTF-8, malformed JSON, a missing key or a wrong type: stop with file and line, or skip and count."""
     check_records: Literal["auto", "at_start", "on_read"] = Field(default="auto", json_schema_extra=FREE)
@@ -75,9 +81,23 @@ class ReadingConfig(BaseModel):
         """The key every record must have."""
         return self.messages_key if self.mode == "chat" else self.text_key
 
+    @property
+    def most_bytes(self) -> int:
+        """``max_document_bytes`` as a number."""
+        return self.max_document_bytes or MOST_BYTES
+
+    @property
+    def splits(self) -> bool:
+        """Whether longer documents become several records."""
+        return self.mode != "chat" and self.long_documents in ("split", "cut")
+
     def identity(self) -> str:
         """Everything that changes records, in the form that the fingerprints of stored runs were made with."""
         values = {name: getattr(self, name) for name in ReadingConfig.model_fields} | {"cache_dir": None}
+        values["max_document_bytes"] = self.most_bytes
+        if self.long_documents == "cut":
+            # the records are the same
+            values["long_documents"] = "split"
         return f"SourceOptions({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
@@ -97,7 +117,8 @@ class DataConfig(ReadingConfig):
     """Processes that read, tokenize and align ahead of the training step; default: 2 where there is an accelerator,
     which must not wait for text, and none elsewhere."""
     append_eos: bool = False
-    """Close every document with the tokenizer's end token (text mode)."""
+    """Close every document with the tokenizer's end token (text mode); of a document that is split, the last piece.
+    Right where documents are whole: after excerpts and paragraphs it would teach the student to stop there."""
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; default, and never more: each model's ``max_total_sequence_length``."""
     max_teacher_seq_length: int | list[int] | None = None
@@ -131,8 +152,9 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Records of one or several files, by index.
 
     A record is a dict: ``text`` (str or None), ``messages`` (list or None), ``tools``, ``idx``, ``loss_multiplier``,
-    ``source`` (``file:line``). With ``join_to_bytes`` it has ``documents`` instead: a list of such records, which
-    :func:`flatten_documents` turns into rows of their own, so that no attention crosses from one to the next.
+    ``source`` (``file:line``), and ``continues`` where the document goes on in the next record. With ``join_to_bytes``
+    it has ``documents`` instead: a list of such records, which :func:`flatten_documents` turns into rows of their own,
+    so that no attention crosses from one to the next.
 
     A record that is found bad when it is read (``on_bad_record="skip"`` with ``check_records="on_read"``) comes back
     with ``loss_multiplier`` 0 and a ``skip_reason``; :func:`count_skipped` adds them up, in whichever process.
@@ -209,7 +231,6 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     @cached_property
     def _readers(self) -> list[Reader]:
         o = self.options
-        whole = o.mode == "chat" or o.long_documents != "split"
         readers = []
         for path in self.paths:
             if o.mode == "chat" and not path.startswith(HUB_PREFIX) and format_of(path, o.format) == "text":
@@ -222,7 +243,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     text_key=o.text_key,
                     cache_dir=o.cache_dir,
                     paragraphs=o.split_documents == "blank_lines",
-                    text_limit=None if whole else o.max_document_bytes,
+                    text_limit=o.most_bytes if o.splits else None,
                     hub_subset=o.hub_subset,
                     hub_split=o.hub_split,
                 )
@@ -239,7 +260,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         count = total = 0
         long: list[int] = []
         for sizes in self._sizes():
-            long += (np.flatnonzero(sizes > self.options.max_document_bytes) + count).tolist()
+            long += (np.flatnonzero(sizes > self.options.most_bytes) + count).tolist()
             count, total = count + len(sizes), total + int(sizes.sum())
         index = _Index.of_records(count)
         if long and self.options.mode == "text":
@@ -255,7 +276,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise DataError(f"There is no usable record in {_shorten(self.paths)}{why}.")
         if self.options.join_to_bytes is not None:
             every = np.concatenate(list(self._sizes()))
-            index.groups = _group(index.unit_sizes(every, self.options.max_document_bytes), self.options.join_to_bytes)
+            index.groups = _group(index.unit_sizes(every, self.options.most_bytes), self.options.join_to_bytes)
         return index
 
     def _sizes(self) -> Iterator[np.ndarray]:
@@ -274,10 +295,10 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 data = self._document(record)["text"].encode("utf-8")
             except BadRecord:
                 continue  # Handled like any other bad record when its turn comes.
-            if len(data) <= self.options.max_document_bytes:
+            if len(data) <= self.options.most_bytes:
                 continue
-            if self.options.long_documents == "split":
-                pieces[record] = len(split_spans(data, 0, len(data), self.options.max_document_bytes))
+            if self.options.splits:
+                pieces[record] = len(split_spans(data, 0, len(data), self.options.most_bytes))
                 continue
             self._refuse(
                 record,
@@ -311,9 +332,10 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """One piece of a long document; the last such document is kept, because its pieces are often asked in a row."""
         if self._long is None or self._long[0] != number:
             data = self._document(number)["text"].encode("utf-8")
-            self._long = (number, data, split_spans(data, 0, len(data), self.options.max_document_bytes))
+            self._long = (number, data, split_spans(data, 0, len(data), self.options.most_bytes))
         start, end = self._long[2][piece]
-        return {"text": self._long[1][start:end].decode("utf-8"), "messages": None, "tools": None}
+        text = self._long[1][start:end].decode("utf-8")
+        return {"text": text, "messages": None, "tools": None, "continues": piece + 1 < len(self._long[2])}
 
     def _document(self, number: int) -> Record:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
@@ -325,10 +347,12 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(stored)) or 'no keys'}"
             )
         if o.mode == "text":
-            return {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None}
+            found = {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None}
+            reader, place = self._readers[file], number - int(self._first[file])
+            return {**found, "continues": True} if reader.continues(place) else found
         messages = checked_messages(row[o.key], o.key)
         size = len(json.dumps(messages, ensure_ascii=False).encode("utf-8"))
-        if size > o.max_document_bytes:
+        if size > o.most_bytes:
             raise BadRecord("too_long", f"the conversation has {size} bytes, more than max_document_bytes")
         tools = row.get(o.tools_key) if o.tools_key else None
         return {"text": None, "messages": messages, "tools": _checked_tools(tools, str(o.tools_key))}

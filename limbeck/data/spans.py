@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -187,22 +187,62 @@ def _cut(path: str, spans: Spans, limit: int | None) -> Spans:
 
 
 def split_spans(data: bytes | mmap.mmap, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-    """Cut ``data[start:end]`` into spans of at most ``limit`` bytes: at a line end, else before a space, else between
-    two characters; never inside a UTF-8 sequence."""
+    """Cut ``data[start:end]`` into spans of at most ``limit`` bytes, at the places that ``_place`` finds."""
     spans: list[tuple[int, int]] = []
     while end - start > limit:
-        cut = start + limit
-        window = cut - limit // 4
-        if (at := data.rfind(b"\n", window, cut)) >= 0:
-            cut = at + 1
-        elif (at := data.rfind(b" ", window, cut)) > start:
-            cut = at
-        else:
-            for _ in range(3):
-                if data[cut] & 0xC0 != 0x80:
-                    break
-                cut -= 1
+        cut = _place(data, start, start + limit)
         spans.append((start, cut))
         start = cut
     spans.append((start, end))
     return spans
+
+
+def _place(data: bytes | mmap.mmap, start: int, latest: int) -> int:
+    """Where to cut ``data`` between ``start`` and ``latest``, not far before ``latest``: at a line end, else before a
+    space, else between two characters; never inside a UTF-8 sequence. Not after ``start`` where no character fits."""
+    window = latest - (latest - start) // 4
+    if (at := data.rfind(b"\n", window, latest)) >= 0:
+        return at + 1
+    if (at := data.rfind(b" ", window, latest)) > start:
+        return at
+    for _ in range(3):
+        if data[latest] & 0xC0 != 0x80:
+            break
+        latest -= 1
+    return latest
+
+
+def fitting_spans(data: bytes, ends: Sequence[IntArray], rooms: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut a text that is too long for a context into spans of similar size, as few as its tokenizations allow.
+
+    Cutting changes tokens near the cut, so a span may still be a token or two too long when it is tokenized by itself.
+
+    Args:
+        data: the text in UTF-8.
+        ends: the byte at which each token ends, ascending, for every tokenizer.
+        rooms: how many tokens a span may have, for every tokenizer.
+    """
+    spans: list[tuple[int, int]] = []
+    start, size = 0, len(data)
+    while size - start > 1:
+        left = [own[np.searchsorted(own, start, side="right") :] for own in ends]
+        needed = max(-(-len(own) // room) for own, room in zip(left, rooms, strict=True))
+        if needed <= 1:
+            break
+        # the even share of what is left, as far as every side can hold it
+        reach = [int(own[room - 1]) for own, room in zip(left, rooms, strict=True) if len(own) >= room]
+        cut = _place(data, start, min(*reach, start + -(-(size - start) // needed)))
+        cut = cut if cut > start else _next_character(data, start)
+        if cut >= size:
+            break
+        spans.append((start, cut))
+        start = cut
+    spans.append((start, size))
+    return spans
+
+
+def _next_character(data: bytes, start: int) -> int:
+    after = start + 1
+    while after < len(data) and data[after] & 0xC0 == 0x80:
+        after += 1
+    return after

@@ -142,8 +142,14 @@ class Policy(LanguageModel):
             )
         rows = mbs or self.cfg.train_micro_batch_size
         results: list[StepResult] = []
-        for index in range(max(1, math.ceil(data.size / local))):
-            channel = Channel(data.get_batch(index, local), loss_fn, teachers)
+        updates = max(1, math.ceil(data.size / local))
+        if gbs is not None and ranks > 1:
+            # data-parallel ranks, per call, one number: all take the same updates, though records that are split give
+            # some ranks more rows than others
+            updates = int(self.dims.data.max(torch.tensor(updates)))
+        for index in range(updates):
+            part = data.get_batch(index, local) if index * local <= max(data.size - 1, 0) else data.slice(0, 0)
+            channel = Channel(part, loss_fn, teachers)
             if eval_mode or self.trainer is None:
                 results.append(evaluate(self, [channel], timer, rows=rows))
             else:

@@ -326,10 +326,14 @@ def _dropped(run: RunData) -> list[dict[str, Any]]:
         if isinstance(inner, dict):
             counts += [(f"{group}: {reason}", n) for reason, n in _counts(inner)]
     most = max((n for _, n in counts), default=0.0)
+    read = run_axis(run).get("tokens", [])
+    lost = dict(counts).get("truncated_tokens", 0.0)
+    # of what was read and what was cut off
+    share = f": {lost / (lost + read[-1]):.0%} of the text" if read and lost else ""
     return [
         {
             "reason": reason,
-            "meaning": explain(reason),
+            "meaning": explain(reason) + (share if reason == "truncated_tokens" else ""),
             "count": f"{n:,.0f}",
             "bar": round(100 * n / most, 1) if most > 0 and n > 0 else 0,
         }

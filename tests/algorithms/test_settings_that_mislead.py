@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from limbeck.errors import ConfigError
 from limbeck.models.loading import fit_to_device
 from limbeck.models.optim import OptimizerConfig
 from limbeck.models.policy import Policy, PolicyConfig
+from limbeck.report.run_data import read_run
+from limbeck.report.run_page import run_page
 from limbeck.teachers.build import TeacherConfig, check_cache_kind
 from limbeck.teachers.cache.format import CacheSpec
 from tests.helpers import runs, tiny
@@ -150,4 +153,8 @@ def test_the_share_of_text_that_is_cut_off(stuff: Path, tmp_path: Path, capsys: 
     values["distillation"]["max_num_steps"] = 5  # one epoch
     distillation.run(runs.resolved(values))
     lost = json.loads((tmp_path / "run" / "dropped.json").read_text())["truncated_tokens"]
-    assert f"of their tokens ({lost:,}) so far" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"of their tokens ({lost:,}) so far" in told
+    assert re.search(r"warning: the context cuts off \d\d% of the first 16 records; raise it, or set data", told)
+    page = run_page(read_run(tmp_path / "run")).render()
+    assert re.search(r"tokens behind such a cut: \d\d% of the text", page)

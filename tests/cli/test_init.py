@@ -115,6 +115,10 @@ def test_a_text_file_becomes_paragraphs(place: Path, capsys) -> None:
     assert config.distillation.max_num_steps == 24 // config.distillation.num_prompts_per_step
     train, _ = load_datasets(config)
     assert len(train) == 24
+    Path("long.txt").write_text("One line of a long chapter.\n" * 4000)
+    assert run(capsys, "init", "--student", "student", "--data", "long.txt", "--yes")[0] == 0
+    long = resolve(MasterConfig, load_config("run.yaml"))
+    assert long.distillation.max_num_steps == len(load_datasets(long)[0]) // long.distillation.num_prompts_per_step > 1
     config.data.split_documents = "file"
     whole, _ = load_datasets(config)
     with pytest.raises(DataError, match=r"1 records is smaller than one global batch of .*split_documents: blank"):

@@ -70,6 +70,7 @@ def settings(folder: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
             "validation": str(folder / "val.jsonl"),
             "max_input_seq_length": 48,
             "max_teacher_seq_length": 64,
+            "long_documents": "cut",  # a row for every record, so that tests can count them
         },
         "loss_fn": {"mode": "boundary_kl"},
         "distillation": {
@@ -113,7 +114,7 @@ def write_run(folder: Path, **more: Any) -> Path:
         ),
         "teacher": model(folder, "teacher", logprob_batch_size=4),
         "loss_fn": {"mode": "boundary_kl", "kl_loss_weight": 1.0, "ce_loss_scale": 1.0},
-        "data": {"train": str(folder / "train.jsonl"), "max_input_seq_length": 64},
+        "data": {"train": str(folder / "train.jsonl"), "max_input_seq_length": 64, "long_documents": "cut"},
         "distillation": {"num_prompts_per_step": 4, "max_num_steps": 6, "val_at_start": False, "seed": 3},
         "checkpointing": {"save_period": 1, "keep_top_k": 2},
         "logger": {"log_dir": str(folder / "run"), "tensorboard_enabled": False, "progress": False},
