@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import parser, record
 from limbeck.distributed.mesh import MeshShape
-from limbeck.distributed.planner import Layout, Machine, ModelShape, TeacherPlan, Workload, seconds_of
+from limbeck.distributed.planner import Layout, Machine, ModelShape, TeacherMemory, Workload, seconds_of
 
 STUDENT = ModelShape(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128_256, tied=True)
 TEACHER = ModelShape(4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
@@ -31,7 +31,7 @@ def arithmetic(results: dict[str, Any], kind: str) -> tuple[float, str]:
     row = results.get(f"step_{kind}")
     if row:
         return TOKENS / float(row["tokens_per_s"]), "measured step"
-    teachers = (TeacherPlan("live", TEACHER),) if kind == "live" else (TeacherPlan("cache", signal_bytes=396),)
+    teachers = (TeacherMemory("live", TEACHER),) if kind == "live" else (TeacherMemory("cache", signal_bytes=396),)
     work = Workload(STUDENT, teachers, 8, 2048, TOKENS, compute_bytes=2)
     parts = seconds_of(work, Layout(MeshShape(), False), Machine())
     return parts["student"] + parts["teachers"] + results["boundary_kl"]["ms"] / 1e3, "formula + measured head and loss"

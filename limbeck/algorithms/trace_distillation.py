@@ -49,12 +49,12 @@ from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import (
-    PolicyPlan,
+    Advantages,
     TraceCollate,
     TraceDataset,
+    compute_advantages,
     load_traces,
     make_collator,
-    plan_policy,
     row_lengths,
 )
 from limbeck.utils.checkpoint import CheckpointManager
@@ -119,9 +119,9 @@ def setup(config: TraceMasterConfig) -> TraceRun:
     found = checkpointer.to_resume()
     latest = None if found is None else Checkpoint(found)
     _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
-    plan = plan_policy(dataset.traces, config.loss.policy, config.traces)
+    advantages = compute_advantages(dataset.traces, config.loss.policy, config.traces)
     collator = partial(make_collator, config.traces, config.policy, config.teacher, tokenizer, foreign)
-    collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), plan)
+    collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), advantages)
     loader = make_loader(
         dataset,
         collate,
@@ -143,7 +143,7 @@ def setup(config: TraceMasterConfig) -> TraceRun:
             optimizer_path=latest.optimizer if latest else None,
             dp_group=ranks,
         )
-    policy_loss = PolicyGradientLossFn(plan.cfg, block_rows=config.loss.block_rows)
+    policy_loss = PolicyGradientLossFn(advantages.cfg, block_rows=config.loss.block_rows)
     with stage("the teacher of hints"):
         teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
     monitor = CollapseMonitor(tokenizer, student.vocab_size, config.distillation.monitor)
@@ -173,14 +173,14 @@ def setup(config: TraceMasterConfig) -> TraceRun:
         with stage("the start's probabilities of preferred messages"):
             reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
     logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
-    logger.print(f"{len(dataset)} traces, {_policy_line(plan)}")
+    logger.print(f"{len(dataset)} traces, {_policy_line(advantages)}")
     return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
 
 
-def _policy_line(plan: PolicyPlan) -> str:
+def _policy_line(advantages: Advantages) -> str:
     """What becomes of the policy channel; without rewards it has nothing to learn from."""
-    if bool(plan.counted.any()):
-        return f"policy mode {plan.cfg.mode}"
+    if bool(advantages.counted.any()):
+        return f"policy mode {advantages.cfg.mode}"
     return "the policy channel is off: no trace has a reward (limbeck traces ingest --judge MODEL@URL scores them)"
 
 

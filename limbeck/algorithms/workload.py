@@ -7,7 +7,7 @@ from typing import Any
 
 from limbeck.algorithms.build import student_length
 from limbeck.algorithms.config import MasterConfig
-from limbeck.distributed.planner import ModelShape, TeacherPlan, Workload
+from limbeck.distributed.planner import ModelShape, TeacherMemory, Workload
 from limbeck.errors import ConfigError, one_line
 from limbeck.models.causal import setting
 from limbeck.models.policy import PolicyConfig
@@ -54,15 +54,15 @@ def _kernels(config: MasterConfig) -> bool:
     return live and loss.fast_path != "off" and loss.mode in _KERNEL_MODES
 
 
-def _teacher(own: TeacherConfig) -> TeacherPlan:
+def _teacher(own: TeacherConfig) -> TeacherMemory:
     precision = _BYTES[own.param_dtype or own.precision]
     if own.cache is not None:
         if own.cache_kind == "hidden":
-            return TeacherPlan("cache", signal_bytes=float(estimate_bytes(1, hidden_size=shape_of(own).hidden)))
-        return TeacherPlan("cache", signal_bytes=float(estimate_bytes(1, k=own.cache_k)))
+            return TeacherMemory("cache", signal_bytes=float(estimate_bytes(1, hidden_size=shape_of(own).hidden)))
+        return TeacherMemory("cache", signal_bytes=float(estimate_bytes(1, k=own.cache_k)))
     if own.server is not None:
-        return TeacherPlan("server", signal_bytes=float(own.server.k * _JSON_BYTES_PER_TOKEN))
-    return TeacherPlan("live", shape_of(own), precision, sharded=own.dtensor_cfg.fsdp)
+        return TeacherMemory("server", signal_bytes=float(own.server.k * _JSON_BYTES_PER_TOKEN))
+    return TeacherMemory("live", shape_of(own), precision, sharded=own.dtensor_cfg.fsdp)
 
 
 def _optimizer_bytes(policy: PolicyConfig) -> int:

@@ -314,7 +314,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         made = []
         for part, plan in zip(rows, plans, strict=True):
             shard_data = SlicedDataDict(self.select_indices(part).data)
-            shard_data.microbatch_plan = plan
+            shard_data.microbatch_bins = plan
             made.append(shard_data)
         return made, [row for part in rows for row in part]
 
@@ -354,31 +354,31 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 class SlicedDataDict(BatchedDataDict):
     """A part of a larger batch; it may carry the micro-batches that were planned for it.
 
-    ``microbatch_plan[g]`` lists the micro-batches of global batch g as row indices relative to that batch's first row.
+    ``microbatch_bins[g]`` lists the micro-batches of global batch g as row indices relative to that batch's first row.
     """
 
-    microbatch_plan: list[Bins] | None = None
+    microbatch_bins: list[Bins] | None = None
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """Global batch ``batch_idx``: by its planned rows where there is a plan, else by ``batch_size``."""
-        if self.microbatch_plan is None:
+        if self.microbatch_bins is None:
             return super().get_batch(batch_idx, batch_size)
-        if not 0 <= batch_idx < len(self.microbatch_plan):
-            raise DataError(f"Batch {batch_idx} is outside the {len(self.microbatch_plan)} planned global batches.")
-        counts = [sum(len(items) for items in bins) for bins in self.microbatch_plan]
+        if not 0 <= batch_idx < len(self.microbatch_bins):
+            raise DataError(f"Batch {batch_idx} is outside the {len(self.microbatch_bins)} planned global batches.")
+        counts = [sum(len(items) for items in bins) for bins in self.microbatch_bins]
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
-        batch.microbatch_plan = [self.microbatch_plan[batch_idx]]
+        batch.microbatch_bins = [self.microbatch_bins[batch_idx]]
         return batch
 
     def _planned(self) -> Bins:
-        if self.microbatch_plan is None:
+        if self.microbatch_bins is None:
             return super()._planned()
-        if len(self.microbatch_plan) != 1:
+        if len(self.microbatch_bins) != 1:
             raise DataError(
-                f"The data holds {len(self.microbatch_plan)} global batches; take one with get_batch before iterating."
+                f"The data holds {len(self.microbatch_bins)} global batches; take one with get_batch before iterating."
             )
-        return self.microbatch_plan[0]
+        return self.microbatch_bins[0]
 
 
 def _rows(key: str, value: Any) -> int:

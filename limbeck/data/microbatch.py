@@ -195,7 +195,7 @@ def plan_microbatches(
     """
     config = microbatch_config(cfg)
     budgets = config.budgets
-    if isinstance(data, SlicedDataDict) and data.microbatch_plan is not None and budgets is not None:
+    if isinstance(data, SlicedDataDict) and data.microbatch_bins is not None and budgets is not None:
         return data._planned()
     if budgets is None:
         if mbs < 1:

@@ -46,7 +46,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class TeacherPlan:
+class TeacherMemory:
     """A teacher: ``live`` (weights on the devices), ``cache`` or ``server``. ``signal_bytes``: per token, for a cache
     or a server: what is read or sent. ``sharded``: FSDP2 over the student's data x context."""
 
@@ -75,7 +75,7 @@ class Workload:
     run in their kernels (a CUDA device, one live teacher, a mode that they cover)."""
 
     student: ModelShape
-    teachers: tuple[TeacherPlan, ...] = ()
+    teachers: tuple[TeacherMemory, ...] = ()
     sequences_per_step: int = 32
     tokens_per_sequence: int = 2048
     microbatch_tokens: int = 2048
@@ -139,7 +139,7 @@ class Estimate:
     memory: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     problem: str = ""
-    teachers: tuple[TeacherPlan, ...] = ()
+    teachers: tuple[TeacherMemory, ...] = ()
 
     @property
     def total(self) -> float:
@@ -221,7 +221,7 @@ def _head_blocks(work: Workload, layout: Layout) -> float:
     return _PLAIN_BLOCKS * work.block_rows * 4.0 * columns / layout.mesh.tensor
 
 
-def _teacher_bytes(teacher: TeacherPlan, work: Workload, layout: Layout) -> float:
+def _teacher_bytes(teacher: TeacherMemory, work: Workload, layout: Layout) -> float:
     tokens = work.microbatch_tokens * teacher.tokens_ratio / layout.mesh.context
     if teacher.shape is None or not teacher.live:
         return tokens * teacher.signal_bytes

@@ -20,7 +20,7 @@ import torch
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.sources import ReadingConfig, RecordDataset
 from limbeck.errors import ConfigError, DataError, LossError
-from limbeck.evaluation.models import ModelSource
+from limbeck.evaluation.models import ModelSpec
 from limbeck.models.causal import setting
 from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab, Rendering, TextEncoder, load_tokenizer
@@ -127,7 +127,7 @@ def bits_per_byte(nats: float, size: int) -> float | None:
 class EvalModel:
     """A model ready to score: policy, tokenizer, and the window its context allows."""
 
-    def __init__(self, source: ModelSource, options: EvalOptions) -> None:
+    def __init__(self, source: ModelSpec, options: EvalOptions) -> None:
         self.source, self.name = source, source.spec
         device = pick_device(options.device)
         precision = options.precision or ("float32" if device.type == "cpu" else "bfloat16")

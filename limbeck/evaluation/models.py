@@ -16,7 +16,7 @@ _DEFAULT_METRIC = "val/bpb"
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelSpec:
     """Weights to load: ``spec`` as the user wrote it, where the weights and the tokenizer are, ``step`` of a run."""
 
     spec: str
@@ -32,7 +32,7 @@ def is_run_folder(path: Path) -> bool:
     return (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
 
 
-def find_model(spec: str, checkpoint: str = "best") -> ModelSource:
+def find_model(spec: str, checkpoint: str = "best") -> ModelSpec:
     """The weights that ``spec`` names.
 
     A run folder stands for one of its checkpoints: ``checkpoint`` is ``best`` (by the run's own metric, else by
@@ -45,20 +45,20 @@ def find_model(spec: str, checkpoint: str = "best") -> ModelSource:
     if Checkpoint(path).weights.is_dir():
         return _from_checkpoint(spec, path)
     if path.is_dir() and not (path / "config.json").is_file() and (gguf := sorted(path.glob("*.gguf"))):
-        return ModelSource(spec, str(gguf[0]), str(gguf[0]))
+        return ModelSpec(spec, str(gguf[0]), str(gguf[0]))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"{spec!r} is neither a model folder (no config.json) nor a run folder (no checkpoints).")
     where = str(path) if path.exists() else spec
-    return ModelSource(spec, where, where)
+    return ModelSpec(spec, where, where)
 
 
-def _from_checkpoint(spec: str, folder: Path) -> ModelSource:
+def _from_checkpoint(spec: str, folder: Path) -> ModelSpec:
     found = Checkpoint(folder)
     if not found.weights.is_dir():
         where = found.weights.relative_to(folder)
         raise CheckpointError(f"{str(folder)!r} holds no {where}; give another checkpoint of the run.")
     step = re.search(r"step_(\d+)$", folder.name)
-    return ModelSource(spec, str(found.weights), str(found.tokenizer), int(step[1]) if step else None)
+    return ModelSpec(spec, str(found.weights), str(found.tokenizer), int(step[1]) if step else None)
 
 
 def _pick(run: Path, checkpoint: str) -> Path:

@@ -272,15 +272,15 @@ class LanguageModel:
             rows, where = sample_rows(mb.processed_inputs.row_start, lengths, width)
             hidden = self.forward_hidden(mb.processed_inputs).index_select(0, to_device(rows, self.device))
             whole = (places[mb.data_dict["_row"]] + torch.arange(width)).reshape(-1)[where]
-            following = next_tokens(ids, lengths).reshape(-1)[where]
-            yield to_device(whole, self.device), hidden, to_device(following, self.device)
+            next_ids = next_tokens(ids, lengths).reshape(-1)[where]
+            yield to_device(whole, self.device), hidden, to_device(next_ids, self.device)
 
     @torch.no_grad()
     def score(self, data: BatchedDataDict, *, prefix: str = "", k: int = 0) -> Iterator[tuple[Tensor, RowScores]]:
         """Scores of all real tokens by micro-batch: (places in the flattened [B * T], scores)."""
         head = self.head()
-        for where, hidden, following in self._scored(data, prefix):
-            yield where, score_rows(hidden, head, following, k=k)
+        for where, hidden, next_ids in self._scored(data, prefix):
+            yield where, score_rows(hidden, head, next_ids, k=k)
         self.sharding.release()
 
     @torch.no_grad()
@@ -356,9 +356,9 @@ def score_rows(hidden: Tensor, head: Head, next_ids: Tensor, *, k: int = 0, bloc
         ids = next_ids[start : start + block_rows]
         total = head.axis.logsumexp(logits)
         known = (ids >= 0) & (ids < head.vocab_size)
-        came = head.axis.gather(logits, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
+        next_logprob = head.axis.gather(logits, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
         top, top_ids = head.axis.topk(logits, k)
-        parts.append((top_ids, top, total, came.masked_fill(~known, 0.0)))
+        parts.append((top_ids, top, total, next_logprob.masked_fill(~known, 0.0)))
     return RowScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -118,10 +118,10 @@ def build_scheduler(
     given = [config] if isinstance(config, SchedulerConfig | Mapping) else config
     entries = [resolve(SchedulerConfig, entry) for entry in given]
     named = [e for e in entries if e.name is not None]
-    borders = [e.milestones for e in entries if e.milestones is not None]
-    if not named or len(borders) > 1:
+    milestone_lists = [e.milestones for e in entries if e.milestones is not None]
+    if not named or len(milestone_lists) > 1:
         raise ConfigError("a scheduler is a list of {name, kwargs} entries with at most one {milestones} entry")
-    milestones = list(borders[0]) if borders else []
+    milestones = list(milestone_lists[0]) if milestone_lists else []
     if len(milestones) != len(named) - 1:
         raise ConfigError(
             f"{len(named)} schedules in a row need {len(named) - 1} milestones, got {len(milestones)}: {milestones}"

@@ -155,23 +155,23 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
 
 
 @dataclass(frozen=True)
-class PolicyPlan:
+class Advantages:
     """What the policy channel does with each trace, settled once for the whole data set.
 
     Attributes:
         cfg: settings with the mode that the data allows.
-        advantages: ``[traces]`` float32; group means are taken over the data set, so they do not depend on batches.
+        values: ``[traces]`` float32; group means are taken over the data set, so they do not depend on batches.
         counted: ``[traces]`` bool; False for traces that take no part.
         left_out: reason of those.
     """
 
     cfg: PolicyLossConfig
-    advantages: Tensor
+    values: Tensor
     counted: Tensor
     left_out: str = "group_too_small"
 
 
-def plan_policy(traces: Sequence[Trace], cfg: PolicyLossConfig, config: TracesConfig) -> PolicyPlan:
+def compute_advantages(traces: Sequence[Trace], cfg: PolicyLossConfig, config: TracesConfig) -> Advantages:
     """Advantages of all traces, and the mode: GRPO needs groups and behaviour log-probs of every rewarded trace."""
     rewards = [to_example(trace, config.reward_key).reward for trace in traces]
     valid = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
@@ -193,9 +193,9 @@ def plan_policy(traces: Sequence[Trace], cfg: PolicyLossConfig, config: TracesCo
         )
     except LossError as error:
         raise ConfigError(f"loss.policy.mode: {error}") from error
-    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32)
-    advantages = group_advantages(values, groups, valid=counted, std=settled.mode == "grpo", eps=cfg.std_eps)
-    return PolicyPlan(settled, advantages, counted)
+    known = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32)
+    values = group_advantages(known, groups, valid=counted, std=settled.mode == "grpo", eps=cfg.std_eps)
+    return Advantages(settled, values, counted)
 
 
 def _is_scored(trace: Trace) -> bool:
@@ -210,28 +210,28 @@ def _is_scored(trace: Trace) -> bool:
 class TraceCollate:
     """Records ``(number, trace)`` -> :class:`ComposerBatch` with ``trace_index``, ``advantages`` and ``idx`` besides.
 
-    Without a plan (validation) every rewarded trace counts with advantage 0.
+    Without advantages (validation) every rewarded trace counts with advantage 0.
     """
 
-    def __init__(self, collator: ComposerDataCollator, plan: PolicyPlan | None = None) -> None:
-        self.collator, self.plan = collator, plan
+    def __init__(self, collator: ComposerDataCollator, advantages: Advantages | None = None) -> None:
+        self.collator, self.advantages = collator, advantages
 
     def __call__(self, records: Sequence[Record]) -> ComposerBatch:
         batch = self.collator([trace for _, trace in records])
         index = torch.tensor([number for number, _ in records], dtype=torch.int64)
         batch["trace_index"], batch["idx"] = index, index.tolist()
         batch["advantages"] = torch.zeros(len(records))
-        if self.plan is not None:
-            self._apply(self.plan, batch, index)
+        if self.advantages is not None:
+            self._apply(self.advantages, batch, index)
         return batch
 
-    def _apply(self, plan: PolicyPlan, batch: ComposerBatch, index: Tensor) -> None:
+    def _apply(self, advantages: Advantages, batch: ComposerBatch, index: Tensor) -> None:
         dropped = Counter(batch["dropped"])
-        out = (batch["sample_mask"] > 0) & ~plan.counted[index]
-        dropped[plan.left_out] += int(out.sum())
-        batch["sample_mask"] = batch["sample_mask"] * plan.counted[index]
-        batch["advantages"] = plan.advantages[index]
-        if plan.cfg.mode != "reward_weighted":
+        out = (batch["sample_mask"] > 0) & ~advantages.counted[index]
+        dropped[advantages.left_out] += int(out.sum())
+        batch["sample_mask"] = batch["sample_mask"] * advantages.counted[index]
+        batch["advantages"] = advantages.values[index]
+        if advantages.cfg.mode != "reward_weighted":
             # A ratio needs both policies' probabilities: tokens that the log has no value for cannot take part.
             unknown = (batch["response_mask"] > 0) & ~batch["behavior_valid"] & (batch["sample_mask"] > 0)[:, None]
             dropped["tokens_without_behavior_logprob"] += int(unknown.sum())

@@ -15,7 +15,7 @@ from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
 from limbeck.algorithms.trace_distillation import run, setup, train
 from limbeck.errors import ConfigError, DataError, LossError, TraceError
 from limbeck.losses.policy_gradient import PolicyLossConfig
-from limbeck.traces.dataset import load_traces, plan_policy
+from limbeck.traces.dataset import compute_advantages, load_traces
 from limbeck.utils.logger import read_metrics
 from tests.helpers.trace_runs import config, settings, short_traces, tokenizer_folder
 
@@ -172,12 +172,12 @@ def test_disjoint_sides_stop_a_run_and_keep_the_batch(tmp_path: Path) -> None:
 
 def test_advantages_are_taken_over_the_data_set(tmp_path: Path) -> None:
     data = load_traces(config(tmp_path).traces)
-    plan = plan_policy(data.traces, PolicyLossConfig(), config(tmp_path).traces)
+    plan = compute_advantages(data.traces, PolicyLossConfig(), config(tmp_path).traces)
     assert plan.cfg.mode == "reward_weighted"
-    torch.testing.assert_close(plan.advantages, torch.tensor([1 / 3, -2 / 3, 1 / 3]))
-    alone = plan_policy(data.traces, PolicyLossConfig(), config(tmp_path, traces={"groups": "none"}).traces)
-    assert alone.advantages.tolist() == [1.0, 0.0, 1.0]
-    large = plan_policy(data.traces, PolicyLossConfig(), config(tmp_path, traces={"min_group_size": 4}).traces)
+    torch.testing.assert_close(plan.values, torch.tensor([1 / 3, -2 / 3, 1 / 3]))
+    alone = compute_advantages(data.traces, PolicyLossConfig(), config(tmp_path, traces={"groups": "none"}).traces)
+    assert alone.values.tolist() == [1.0, 0.0, 1.0]
+    large = compute_advantages(data.traces, PolicyLossConfig(), config(tmp_path, traces={"min_group_size": 4}).traces)
     assert not large.counted.any()
 
 

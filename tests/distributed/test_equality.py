@@ -160,7 +160,7 @@ def planned(case: Case, parts: list[tuple[int, ...]]) -> BatchedDataDict:
         plan += [[done + i for i in items] for items in plan_microbatches(batch(case, rows), cfg, case.mbs)]
         done += len(rows)
     out: SlicedDataDict = SlicedDataDict(data.data)
-    out.microbatch_plan = [plan]
+    out.microbatch_bins = [plan]
     return out
 
 

@@ -25,7 +25,7 @@ from limbeck.distributed.planner import (
     Layout,
     Machine,
     ModelShape,
-    TeacherPlan,
+    TeacherMemory,
     Workload,
     fitting,
     layer_activation_bytes,
@@ -100,14 +100,14 @@ def test_head_and_loss_as_measured():
     measured = json.loads((ROOT / "benchmarks" / "gpu" / "results.json").read_text())["boundary_kl"]
     gradient = 4 * ONE_B.head_parameters
     for kernels, row in ((True, measured), (False, measured["plain_path"])):
-        job = work(teachers=(TeacherPlan("live", FOUR_B),), microbatch_tokens=16_384, kernels=kernels)
+        job = work(teachers=(TeacherMemory("live", FOUR_B),), microbatch_tokens=16_384, kernels=kernels)
         found = memory_of(job, Layout(MeshShape(), False))["head_blocks"] + gradient
         assert found / GIB == pytest.approx(row["extra_gib"], rel=0.25)
 
 
 @given(st.sampled_from([1, 2, 4, 8, 64, 1024]), st.booleans())
 def test_layouts_use_every_device_once(devices, live):
-    teachers = (TeacherPlan("live", FOUR_B),) if live else ()
+    teachers = (TeacherMemory("live", FOUR_B),) if live else ()
     job = work(teachers=teachers)
     alone = memory_of(job, Layout(MeshShape(), False))
     found = layouts(devices)
@@ -135,8 +135,8 @@ def test_a_small_student_stays_whole_and_a_large_one_is_split():
 
 def test_a_cached_teacher_frees_its_memory():
     layout = Layout(MeshShape(8), False)
-    live = memory_of(work(teachers=(TeacherPlan("live", FOUR_B),)), layout)
-    cached = memory_of(work(teachers=(TeacherPlan("cache", signal_bytes=780),)), layout)
+    live = memory_of(work(teachers=(TeacherMemory("live", FOUR_B),)), layout)
+    cached = memory_of(work(teachers=(TeacherMemory("cache", signal_bytes=780),)), layout)
     assert live["teacher_0"] > 2 * FOUR_B.parameters
     assert cached["teacher_0"] == 4096 * 780
 
@@ -228,19 +228,19 @@ def test_run_files_become_workloads(tmp_path):
 def test_teachers_are_laid_out_too():
     """A teacher that no device holds alone is sharded; one that cannot be split like the student is not."""
     machine = Machine(memory=80 * GIB)
-    small = fitting(plan(work(teachers=(TeacherPlan("live", FOUR_B, sharded=False),)), 8, machine))
+    small = fitting(plan(work(teachers=(TeacherMemory("live", FOUR_B, sharded=False),)), 8, machine))
     assert small is not None
     assert not small.teachers[0].sharded
-    tight = plan(work(teachers=(TeacherPlan("live", SEVENTY_B, sharded=False),)), 8, Machine(memory=40 * GIB))
+    tight = plan(work(teachers=(TeacherMemory("live", SEVENTY_B, sharded=False),)), 8, Machine(memory=40 * GIB))
     usable = [e for e in tight if not e.problem]
     assert any(e.teachers[0].sharded for e in usable)
     assert all(e.teachers[0].sharded or e.layout.mesh.tensor >= 4 for e in usable)
     mesh = MeshShape(tensor=8)
-    assert TeacherPlan("live", SEVENTY_B).tensor(mesh) == 8
-    odd = TeacherPlan("live", replace(FOUR_B, kv_heads=2))
+    assert TeacherMemory("live", SEVENTY_B).tensor(mesh) == 8
+    odd = TeacherMemory("live", replace(FOUR_B, kv_heads=2))
     assert odd.tensor(mesh) == 2
     whole, split = (
-        seconds_of(work(teachers=(t,)), Layout(mesh, False), machine) for t in (odd, TeacherPlan("live", FOUR_B))
+        seconds_of(work(teachers=(t,)), Layout(mesh, False), machine) for t in (odd, TeacherMemory("live", FOUR_B))
     )
     assert whole["teachers"] == pytest.approx(4 * split["teachers"])
 

@@ -40,15 +40,15 @@ def test_matches_dense_product(seed: int, v_s: int, v_t: int, n: int) -> None:
 def test_learnable_weights_start_as_given_and_have_the_right_gradient() -> None:
     projection = make_projection(14, 12, seed=3)
     vocab = VocabMap(projection, 12, learnable=True)
-    torch.testing.assert_close(vocab.rest_weight(), vocab.fixed_weight)
+    torch.testing.assert_close(vocab.extra_weight(), vocab.fixed_weight)
     assert vocab.log_weight is not None
     probs = torch.rand(3, 14, dtype=torch.float64)
     vocab.double()
-    weight = vocab.rest_weight().detach().requires_grad_()
+    weight = vocab.extra_weight().detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda w: vocab.project_all(probs, w), (weight,))
     with torch.no_grad():
         vocab.log_weight.normal_()
-    rows = torch.zeros(14, dtype=torch.float64).index_add(0, vocab.rest_student, vocab.rest_weight())
+    rows = torch.zeros(14, dtype=torch.float64).index_add(0, vocab.extra_student, vocab.extra_weight())
     assert bool((((rows - 1).abs() < 1e-9) | (rows == 0)).all())  # still row-stochastic
 
 

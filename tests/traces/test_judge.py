@@ -105,8 +105,8 @@ def test_a_run_without_rewards_says_that_the_policy_channel_is_off() -> None:
 
     from limbeck.algorithms.trace_distillation import _policy_line
     from limbeck.losses.policy_gradient import PolicyLossConfig
-    from limbeck.traces.dataset import PolicyPlan
+    from limbeck.traces.dataset import Advantages
 
     for counted, said_ in ((False, "the policy channel is off"), (True, "policy mode reward_weighted")):
-        plan = PolicyPlan(PolicyLossConfig(mode="reward_weighted"), torch.zeros(2), torch.tensor([False, counted]))
+        plan = Advantages(PolicyLossConfig(mode="reward_weighted"), torch.zeros(2), torch.tensor([False, counted]))
         assert said_ in _policy_line(plan)

@@ -78,7 +78,7 @@ class LaneLogits:
 class FastOut:
     """What an objective adds at one block. rows `[C]`: divergence of each chunk, without its weight; loss: their
     weighted sum, times temperature squared, before the term's factor.
-    source, aligned, owned: G of the gradient kernel; slope_coef, prob_coef, label_coef `[L]`: its factors, the term's
+    slope, aligned, owned: G of the gradient kernel; slope_coef, prob_coef, label_coef `[L]`: its factors, the term's
     factor included. entries, kept_coef: tokens whose gradient has a part of its own, and the factor of p that only the
     tokens that are kept have (`write_entries`)."""
 
@@ -88,7 +88,7 @@ class FastOut:
     slope_coef: Tensor
     prob_coef: Tensor
     label_coef: Tensor
-    source: Projected | Paired | None = None
+    slope: Projected | Paired | None = None
     aligned: int = 0
     owned: int = 0
     entries: list[Entries] = field(default_factory=list)
@@ -306,9 +306,9 @@ def pairs(
     out = pairs_divergence(student.logits, teacher.logits, lse_s, lse_t, tables, count, tau)
     rows, mass, rest = out.rows, -out.kept, None
     metrics: Sums = {"proj_accuracy": (out.right.sum(), count)}
-    if tables.rest_student.numel() + tables.rest_teacher.numel():
+    if tables.unpaired_student.numel() + tables.unpaired_teacher.numel():
         rest = sorted_rest(
-            student.logits, teacher.logits, lse_s, lse_t, tables.rest_student, tables.rest_teacher, count,
+            student.logits, teacher.logits, lse_s, lse_t, tables.unpaired_student, tables.unpaired_teacher, count,
             objective.options.uncommon_topk, tau,
         )  # fmt: skip
         rows, mass = rows + rest.rows, mass + rest.mass
@@ -455,7 +455,7 @@ class _Root:
     slope_coef: Tensor
     prob_coef: Tensor
     kept_coef: Tensor
-    source: Projected
+    slope: Projected
     barred: Barred | None
     entries: list[Entries]
     metrics: Sums
@@ -542,8 +542,8 @@ def _root(
         metrics["excluded_mass_student"] = ((1 - kept_s).sum(), count)
         metrics["excluded_mass_teacher"] = ((1 - reached - lost).sum(), count)
         metrics["unconditioned"] = (barred_s.wrong_C.sum(), count)
-    source = Projected(residual, index_of, tables, owner)
-    return _Root(rows, coef, prob_coef, shift, source, barred_s, entries, metrics)
+    projected = Projected(residual, index_of, tables, owner)
+    return _Root(rows, coef, prob_coef, shift, projected, barred_s, entries, metrics)
 
 
 def rest_divergence(
@@ -569,12 +569,12 @@ def _listed(term: TeacherTerm, lanes: BlockLanes, size: int) -> tuple[LaneLogits
     lane = torch.arange(side.width, device=side.rows.device)
     ids = signal.topk_ids.index_select(0, side.rows).long()
     log_t = signal.topk_logprobs.index_select(0, side.rows).float().masked_fill(ids < 0, -torch.inf)
-    came = signal.next_logprob.index_select(0, side.rows).float()
+    next_logprob = signal.next_logprob.index_select(0, side.rows).float()
     logits[ids.where(ids >= 0, size), lane[:, None]] = log_t
-    logits[side.ids, lane] = came
-    named = log_t.exp().masked_fill(ids == side.ids[:, None], 0).sum(-1) + came.exp()
+    logits[side.ids, lane] = next_logprob
+    named = log_t.exp().masked_fill(ids == side.ids[:, None], 0).sum(-1) + next_logprob.exp()
     none = torch.zeros(side.padded, device=logits.device)
-    block = LaneLogits(side, logits[:size], ColumnStats(none, none, none), came)
+    block = LaneLogits(side, logits[:size], ColumnStats(none, none, none), next_logprob)
     return block, (1 - named[: lanes.chunks]).clamp(min=0)
 
 
@@ -619,7 +619,7 @@ def trees(
         _padded(root.slope_coef, num_lanes),
         _padded(root.prob_coef, num_lanes),
         torch.zeros_like(student.stats.lse_tau),
-        root.source,
+        root.slope,
         aligned=count,
         entries=root.entries,
         kept_coef=_padded(root.kept_coef, num_lanes),

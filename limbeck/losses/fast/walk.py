@@ -164,12 +164,12 @@ class _Pass:
             whole = factors if out.kept_coef is None else replace(factors, prob_coef=own + out.kept_coef)
             lse = student.stats.lse_tau if out.lse is None else out.lse
             write_gradient(
-                student.logits, lse, student.stats.lse, whole, tau, out.source, aligned=out.aligned, owned=out.owned
+                student.logits, lse, student.stats.lse, whole, tau, out.slope, aligned=out.aligned, owned=out.owned
             )
             for entries in out.entries:
-                assert isinstance(out.source, Projected)
+                assert isinstance(out.slope, Projected)
                 assert out.kept_coef is not None
-                write_entries(student.logits, lse, student.stats.lse, factors, tau, out.source, entries, out.kept_coef)
+                write_entries(student.logits, lse, student.stats.lse, factors, tau, out.slope, entries, out.kept_coef)
         self._through_head(block, inputs, student.logits, first=first)
         return total
 

@@ -265,7 +265,7 @@ class ProjectedObjective(Objective):
         self.vocab.fit(student_size, teacher_size)
 
     def learned(self) -> tuple[Tensor, ...]:
-        return () if self.vocab.log_weight is None else (self.vocab.rest_weight(),)
+        return () if self.vocab.log_weight is None else (self.vocab.extra_weight(),)
 
     def map_between(self, student: BlockLogits, teacher: TeacherScores) -> VocabMap | ShardedMap:
         """The map between columns as they lie on both sides."""

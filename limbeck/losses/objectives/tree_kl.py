@@ -708,8 +708,8 @@ class TreeKL(ProjectedObjective):
         probs = self._list_probs(teacher, dtype)
         if not teacher.is_topk:
             return probs
-        came = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
-        return probs.scatter(1, chunks.teacher_ids_Q[:, None], came[:, None])
+        realised = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
+        return probs.scatter(1, chunks.teacher_ids_Q[:, None], realised[:, None])
 
     def _list_probs(self, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
         """Next-token probabilities `[q, U]`; of a list those that it names."""

@@ -95,26 +95,26 @@ class _ProjectAll(torch.autograd.Function):
     """q `[n, V_t]` from p `[n, V_s]`; the backward of the exact part is a gather too, so it is cheap and exact."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, rest_weight: Tensor, vocab: VocabMap) -> Tensor:
+    def forward(ctx: Any, probs: Tensor, extra_weight: Tensor, vocab: VocabMap) -> Tensor:
         ctx.vocab = vocab
-        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, rest_weight)
+        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, extra_weight)
         out = probs.index_select(1, vocab.source_or_zero)
         out.mul_(vocab.has_source)
-        out.index_add_(1, vocab.rest_columns, vocab.rest_sums(probs, rest_weight))
+        out.index_add_(1, vocab.extra_columns, vocab.extra_sums(probs, extra_weight))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        vocab, (probs, rest_weight), grad = ctx.vocab, ctx.saved_tensors, grads[0]
-        rest_grad = grad.index_select(1, vocab.rest_teacher)
+        vocab, (probs, extra_weight), grad = ctx.vocab, ctx.saved_tensors, grads[0]
+        extra_grad = grad.index_select(1, vocab.extra_teacher)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (probs.index_select(1, vocab.rest_student) * rest_grad).sum(0).to(rest_weight.dtype)
+            grad_weight = (probs.index_select(1, vocab.extra_student) * extra_grad).sum(0).to(extra_weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         out = grad.index_select(1, vocab.target_or_zero)
         out.mul_(vocab.has_target)
-        out.index_add_(1, vocab.rest_student, rest_grad.mul_(rest_weight.to(grad.dtype)))
+        out.index_add_(1, vocab.extra_student, extra_grad.mul_(extra_weight.to(grad.dtype)))
         return out, grad_weight, None
 
 
@@ -122,11 +122,11 @@ class _ProjectAt(torch.autograd.Function):
     """q `[n, K]` at columns `[K]` or `[n, K]`; one buffer of `[n, V_s]` in the backward pass, filled once."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, rest_weight: Tensor, vocab: VocabMap, columns: Tensor) -> Tensor:
+    def forward(ctx: Any, probs: Tensor, extra_weight: Tensor, vocab: VocabMap, columns: Tensor) -> Tensor:
         ctx.vocab, ctx.columns = vocab, columns
-        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, rest_weight)
+        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, extra_weight)
         ctx.width = probs.shape[1]
-        rest = torch.cat((vocab.rest_sums(probs, rest_weight), probs.new_zeros(probs.shape[0], 1)), 1)
+        rest = torch.cat((vocab.extra_sums(probs, extra_weight), probs.new_zeros(probs.shape[0], 1)), 1)
         source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
         if columns.ndim == 1:
             return probs.index_select(1, source).mul_(has).add_(rest.index_select(1, place))
@@ -134,21 +134,21 @@ class _ProjectAt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        vocab, columns, (probs, rest_weight), grad = ctx.vocab, ctx.columns, ctx.saved_tensors, grads[0]
+        vocab, columns, (probs, extra_weight), grad = ctx.vocab, ctx.columns, ctx.saved_tensors, grads[0]
         source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
         out = grad.new_zeros(grad.shape[0], ctx.width)
-        touched = grad.new_zeros(grad.shape[0], vocab.rest_columns.numel() + 1)
+        touched = grad.new_zeros(grad.shape[0], vocab.extra_columns.numel() + 1)
         if columns.ndim == 1:
             out.index_add_(1, source, grad * has)
             touched.index_add_(1, place, grad)
         else:
             out.scatter_add_(1, source, grad * has)
             touched.scatter_add_(1, place, grad)
-        rest_grad = touched.index_select(1, vocab.rest_place)
+        extra_grad = touched.index_select(1, vocab.extra_place)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (probs.index_select(1, vocab.rest_student) * rest_grad).sum(0).to(rest_weight.dtype)
-        out.index_add_(1, vocab.rest_student, rest_grad.mul_(rest_weight.to(grad.dtype)))
+            grad_weight = (probs.index_select(1, vocab.extra_student) * extra_grad).sum(0).to(extra_weight.dtype)
+        out.index_add_(1, vocab.extra_student, extra_grad.mul_(extra_weight.to(grad.dtype)))
         return out, grad_weight, None, None
 
 
@@ -165,11 +165,11 @@ class VocabMap(nn.Module):
     has_source: Tensor  # [V_t] 1. where there is one
     target_or_zero: Tensor  # [V_s] the inverse
     has_target: Tensor
-    rest_student: Tensor  # [m] remaining non-zeros, rows ascending
-    rest_teacher: Tensor  # [m]
-    rest_place: Tensor  # [m] place of the column among rest_columns
-    rest_columns: Tensor  # [c] columns touched by them
-    column_place: Tensor  # [V_t] the inverse of rest_columns, or c where untouched
+    extra_student: Tensor  # [m] remaining non-zeros, rows ascending
+    extra_teacher: Tensor  # [m]
+    extra_place: Tensor  # [m] place of the column among extra_columns
+    extra_columns: Tensor  # [c] columns touched by them
+    column_place: Tensor  # [V_t] the inverse of extra_columns, or c where untouched
     reachable: Tensor  # [V_t] bool: some student token maps here
     mapped: Tensor  # [V_s] bool
     fixed_weight: Tensor  # [m]
@@ -207,10 +207,10 @@ class VocabMap(nn.Module):
             "has_source": has_source.float(),
             "target_or_zero": target.clamp(min=0),
             "has_target": (target >= 0).float(),
-            "rest_student": student[rest],
-            "rest_teacher": teacher[rest],
-            "rest_place": place,
-            "rest_columns": columns,
+            "extra_student": student[rest],
+            "extra_teacher": teacher[rest],
+            "extra_place": place,
+            "extra_columns": columns,
             "column_place": column_place,
             "reachable": reachable,
             "mapped": entries > 0,
@@ -241,33 +241,33 @@ class VocabMap(nn.Module):
         """bool, like ids: some student token maps to this teacher token."""
         return self.reachable[ids]
 
-    def rest_weight(self) -> Tensor:
+    def extra_weight(self) -> Tensor:
         """Weights `[m]` of the entries that are no plain gather; differentiable where the map is learnable."""
         if self.log_weight is None:
             return self.fixed_weight
-        log_weight, rows = self.log_weight, self.rest_student
+        log_weight, rows = self.log_weight, self.extra_student
         top = torch.full((self.student_size,), -torch.inf, device=rows.device, dtype=log_weight.dtype)
         top = top.scatter_reduce(0, rows, log_weight.detach(), "amax")
         exp = (log_weight - top[rows]).exp()
         total = torch.zeros_like(top).index_add(0, rows, exp)
         return exp / total[rows]
 
-    def rest_sums(self, probs: Tensor, rest_weight: Tensor) -> Tensor:
+    def extra_sums(self, probs: Tensor, extra_weight: Tensor) -> Tensor:
         """What the entries beyond the gather add, on the columns that they touch: `[n, c]`."""
-        parts = probs.index_select(1, self.rest_student) * rest_weight.to(probs.dtype)
-        out = probs.new_zeros(probs.shape[0], self.rest_columns.numel())
-        return out.index_add(1, self.rest_place, parts)
+        parts = probs.index_select(1, self.extra_student) * extra_weight.to(probs.dtype)
+        out = probs.new_zeros(probs.shape[0], self.extra_columns.numel())
+        return out.index_add(1, self.extra_place, parts)
 
-    def project_all(self, probs: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+    def project_all(self, probs: Tensor, extra_weight: Tensor | None = None) -> Tensor:
         """W^T p over the whole teacher vocabulary: probs `[n, V_s]` -> `[n, V_t]`."""
-        rest_weight = self.rest_weight() if rest_weight is None else rest_weight
-        out: Tensor = _ProjectAll.apply(probs, rest_weight, self)
+        extra_weight = self.extra_weight() if extra_weight is None else extra_weight
+        out: Tensor = _ProjectAll.apply(probs, extra_weight, self)
         return out
 
-    def project_at(self, probs: Tensor, columns: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+    def project_at(self, probs: Tensor, columns: Tensor, extra_weight: Tensor | None = None) -> Tensor:
         """W^T p at some columns: `[K]` (the same for all rows) or `[n, K]` (each row its own) -> `[n, K]`."""
-        rest_weight = self.rest_weight() if rest_weight is None else rest_weight
-        out: Tensor = _ProjectAt.apply(probs, rest_weight, self, columns)
+        extra_weight = self.extra_weight() if extra_weight is None else extra_weight
+        out: Tensor = _ProjectAt.apply(probs, extra_weight, self, columns)
         return out
 
     def between(self, student: VocabAxis, teacher: VocabAxis) -> VocabMap | ShardedMap:
@@ -425,18 +425,18 @@ class ShardedMap:
         """bool, like ids: some student token maps to this teacher token, whichever rank holds it."""
         return self._reachable[ids]
 
-    def project_all(self, probs: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+    def project_all(self, probs: Tensor, extra_weight: Tensor | None = None) -> Tensor:
         """W^T p at this rank's teacher columns: probs `[n, V_s / T]` -> `[n, V_t / T]`."""
         arrived = self.exchange(probs)
         if self.onto_own is None:
             return arrived.new_zeros(probs.shape[0], self.target.end - self.target.start)
-        return self.onto_own.map.project_all(arrived, self.onto_own.weight(self.whole, rest_weight))
+        return self.onto_own.map.project_all(arrived, self.onto_own.weight(self.whole, extra_weight))
 
-    def project_at(self, probs: Tensor, columns: Tensor, rest_weight: Tensor | None = None) -> Tensor:
+    def project_at(self, probs: Tensor, columns: Tensor, extra_weight: Tensor | None = None) -> Tensor:
         """W^T p at columns `[K]` or `[n, K]`, the same on every rank."""
         if self.onto_any is None:
             return self.axis.total(probs.new_zeros(probs.shape[0], columns.shape[-1]))
-        weight = self.onto_any.weight(self.whole, rest_weight)
+        weight = self.onto_any.weight(self.whole, extra_weight)
         return self.axis.total(self.onto_any.map.project_at(probs, columns, weight))
 
 
@@ -444,10 +444,10 @@ def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
     """All entries of a map: student id, teacher id, and place among its weights `[m]` (-1: a plain gather)."""
     teacher = vocab.has_source.bool().nonzero().squeeze(1)
     student = vocab.source_or_zero[teacher]
-    weighted = torch.arange(vocab.rest_student.numel(), device=student.device)
+    weighted = torch.arange(vocab.extra_student.numel(), device=student.device)
     return (
-        torch.cat((student, vocab.rest_student)),
-        torch.cat((teacher, vocab.rest_teacher)),
+        torch.cat((student, vocab.extra_student)),
+        torch.cat((teacher, vocab.extra_teacher)),
         torch.cat((torch.full_like(student, -1), weighted)),
     )
 
@@ -479,4 +479,4 @@ class _Part:
 
     def weight(self, whole: VocabMap, given: Tensor | None) -> Tensor:
         """The weights of this part's entries, out of all."""
-        return (whole.rest_weight() if given is None else given).index_select(0, self.entries)
+        return (whole.extra_weight() if given is None else given).index_select(0, self.entries)

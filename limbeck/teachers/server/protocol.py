@@ -113,13 +113,13 @@ def read_choice(choice: dict[str, Any], ids: Sequence[int], k: int, vocab_size: 
         raise ServerFailure("wrong_ids", f"{len(places)} positions for {len(ids)} tokens")
     topk_ids = np.full((rows, k), -1, np.int32)
     topk = np.zeros((rows, k), np.float32)
-    came = np.zeros(rows, np.float32)
+    next_logprob = np.zeros(rows, np.float32)
     for row in range(rows):
         place = places[row + 1]
-        came[row] = _read_place(place, int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
+        next_logprob[row] = _read_place(place, int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
         _check_mass(topk[row], k / vocab_size, row + 1)
     topk_ids[topk_ids >= vocab_size] = -1
-    return ScoredDocument(topk_ids, topk, came)
+    return ScoredDocument(topk_ids, topk, next_logprob)
 
 
 def _check_mass(logprobs: npt.NDArray[np.float32], share: float, position: int) -> None:
@@ -142,7 +142,7 @@ def _read_place(
         raise ServerFailure("wrong_ids", f"position {position} was scored without the token {realised} that was sent")
     if len(place) not in (k, k + 1):
         raise ServerFailure("wrong_k", f"{len(place)} log-probabilities at position {position}, asked for {k}")
-    came = place[realised]
+    next_logprob = place[realised]
     in_range = all(_LOWEST <= value <= _SLACK for value in place.values())
     if not in_range or not 0 <= min(place) <= max(place) < _MOST_ID:
         raise ServerFailure("bad_numbers", f"position {position} holds values that are no log-probabilities")
@@ -151,12 +151,12 @@ def _read_place(
     top = sorted(place.items(), key=lambda item: (-item[1], item[0]))
     if len(place) == k + 1:
         # ties aside, the extra one is the least likely
-        if came > top[-1][1] + 1e-6 * abs(came):
+        if next_logprob > top[-1][1] + 1e-6 * abs(next_logprob):
             raise ServerFailure("wrong_k", f"{k + 1} log-probabilities at position {position}, asked for {k}")
         top = [item for item in top if item[0] != realised]
     ids[:] = [token for token, _ in top]
     logprobs[:] = [min(value, 0.0) for _, value in top]
-    return min(came, 0.0)
+    return min(next_logprob, 0.0)
 
 
 def pack_scores(found: Sequence[ScoredDocument | ServerFailure], **facts: int) -> bytes:

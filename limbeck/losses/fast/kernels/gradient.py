@@ -179,7 +179,7 @@ def _gradient_kernel(
 
 def _launch(
     logits: Tensor, tiles: tuple[int, int], lse: Tensor, lse_one: Tensor, factors: Factors, temperature: float,
-    source: Projected | Paired | None, *, owner: bool = False,
+    slope: Projected | Paired | None, *, owner: bool = False,
 ) -> None:  # fmt: skip
     first, last = tiles
     if first >= last:
@@ -192,19 +192,19 @@ def _launch(
     )  # fmt: skip
     args |= {"r_lanes": lanes, "t_lanes": lanes, "slope_lanes": lanes, "width": lanes}
     mode, shift, rest = NONE, False, False
-    if isinstance(source, Projected):
-        mode, shift = PROJECT, source.shift is not None
-        args |= {"r_ptr": source.residual, "index_ptr": source.index, "weight_ptr": source.tables.weight}
-        args |= {"entries_ptr": source.tables.entries, "owner_ptr": source.owner, "r_lanes": source.residual.shape[1]}
-        args["width"] = min(lanes, source.residual.shape[1])
-        args["shift_ptr"] = source.shift if shift else unused
-    elif source is not None:
-        mode, rest = PAIRS, source.rest is not None
-        args |= {"t_ptr": source.teacher, "lse_t_ptr": source.lse, "t_lanes": source.teacher.shape[1]}
-        args |= {"pair_ptr": source.tables.pair, "width": min(lanes, source.teacher.shape[1])}
-        if source.rest is not None:
-            width = source.rest.slope.shape[1]
-            args |= {"slope_ptr": source.rest.slope, "slope_lanes": width, "width": min(lanes, width)}
+    if isinstance(slope, Projected):
+        mode, shift = PROJECT, slope.shift is not None
+        args |= {"r_ptr": slope.residual, "index_ptr": slope.index, "weight_ptr": slope.tables.weight}
+        args |= {"entries_ptr": slope.tables.entries, "owner_ptr": slope.owner, "r_lanes": slope.residual.shape[1]}
+        args["width"] = min(lanes, slope.residual.shape[1])
+        args["shift_ptr"] = slope.shift if shift else unused
+    elif slope is not None:
+        mode, rest = PAIRS, slope.rest is not None
+        args |= {"t_ptr": slope.teacher, "lse_t_ptr": slope.lse, "t_lanes": slope.teacher.shape[1]}
+        args |= {"pair_ptr": slope.tables.pair, "width": min(lanes, slope.teacher.shape[1])}
+        if slope.rest is not None:
+            width = slope.rest.slope.shape[1]
+            args |= {"slope_ptr": slope.rest.slope, "slope_lanes": width, "width": min(lanes, width)}
     _gradient_kernel[(last - first, -(-size // STEPS))](
         logits, lse, lse_one, factors.slope_coef, factors.prob_coef,
         unused if factors.prob1_coef is None else factors.prob1_coef, factors.label_coef, factors.label,
@@ -220,7 +220,7 @@ def write_gradient(
     lse_one: Tensor,
     factors: Factors,
     temperature: float = 1.0,
-    source: Projected | Paired | None = None,
+    slope: Projected | Paired | None = None,
     *,
     aligned: int = 0,
     owned: int = 0,
@@ -235,8 +235,8 @@ def write_gradient(
     straight = aligned // WIDE if owned > aligned else -(-aligned // WIDE)
     mixed = max(straight, -(-owned // WIDE))
     common = (lse, lse_one, factors, temperature)
-    _launch(logits, (0, straight), *common, source)
-    _launch(logits, (straight, mixed), *common, source, owner=True)
+    _launch(logits, (0, straight), *common, slope)
+    _launch(logits, (straight, mixed), *common, slope, owner=True)
     _launch(logits, (mixed, tiles), *common, None)
 
 
@@ -258,7 +258,7 @@ def write_entries(
     lse_one: Tensor,
     factors: Factors,
     temperature: float,
-    source: Projected,
+    slope: Projected,
     entries: Entries,
     kept_coef: Tensor,
 ) -> None:
@@ -270,8 +270,8 @@ def write_entries(
     """
     ids, lane, z = entries.ids, entries.lane, entries.logits.float()
     p = (z / temperature - lse[lane]).exp()
-    row, column = source.index[0, ids].long(), source.owner[lane].long()
-    r = source.residual.reshape(-1)[row.clamp(min=0) * source.residual.shape[1] + column].float()
+    row, column = slope.index[0, ids].long(), slope.owner[lane].long()
+    r = slope.residual.reshape(-1)[row.clamp(min=0) * slope.residual.shape[1] + column].float()
     kept = kept_coef[lane] - factors.slope_coef[lane] * r.masked_fill(row < 0, 0.0)
     if entries.kept is not None:
         kept = kept * entries.kept
@@ -288,29 +288,29 @@ def gradient_reference(
     lse_one: Tensor,
     factors: Factors,
     temperature: float = 1.0,
-    source: Projected | Paired | None = None,
+    slope: Projected | Paired | None = None,
 ) -> Tensor:
-    """The same in plain torch, float32, not in place; every lane has a `source` (a slope_coef of 0 takes it out)."""
+    """The same in plain torch, float32, not in place; every lane has a `slope` (a slope_coef of 0 takes it out)."""
     z = logits.float()
     p = (z / temperature - lse).exp()
     out = factors.prob_coef * p
     if factors.prob1_coef is not None:
         out = out + factors.prob1_coef * (z - lse_one).exp()
     out = out + factors.label_coef * (torch.arange(z.shape[0], device=z.device)[:, None] == factors.label)
-    if isinstance(source, Projected):
+    if isinstance(slope, Projected):
         total = torch.zeros_like(z)
-        for index, weight in zip(source.index, source.tables.weight, strict=True):
-            r = source.residual[index.clamp(min=0).long()][:, source.owner.long()].float()
-            r = r if source.shift is None else r - source.shift
+        for index, weight in zip(slope.index, slope.tables.weight, strict=True):
+            r = slope.residual[index.clamp(min=0).long()][:, slope.owner.long()].float()
+            r = r if slope.shift is None else r - slope.shift
             total += weight[:, None] * r * (index >= 0)[:, None]
         out = out - factors.slope_coef * p * total
-    elif source is not None:
-        pair = source.tables.pair
-        common = (source.teacher[pair.clamp(min=0).long()].float() / temperature - source.lse).exp()
+    elif slope is not None:
+        pair = slope.tables.pair
+        common = (slope.teacher[pair.clamp(min=0).long()].float() / temperature - slope.lse).exp()
         rest = torch.zeros_like(p)
-        if source.rest is not None:
+        if slope.rest is not None:
             bins = (-p.log2() * PER_OCTAVE).floor().clamp(0, BINS - 1).long()
-            rest = source.rest.slope.float().gather(0, bins) * p
+            rest = slope.rest.slope.float().gather(0, bins) * p
         out = out + factors.slope_coef * torch.where((pair >= 0)[:, None], -common, rest)
     return out
 

@@ -74,16 +74,16 @@ def projection_tables(vocab: VocabMap) -> ProjectionTables:
 def _build(vocab: VocabMap) -> ProjectionTables:
     source = vocab.source_or_zero.cpu().where(vocab.has_source.cpu() > 0, -1)
     plain = (source >= 0).nonzero().squeeze(1)
-    student = torch.cat((vocab.rest_student.cpu(), source[plain]))
-    teacher = torch.cat((vocab.rest_teacher.cpu(), plain))
+    student = torch.cat((vocab.extra_student.cpu(), source[plain]))
+    teacher = torch.cat((vocab.extra_teacher.cpu(), plain))
     weight = torch.cat((vocab.fixed_weight.cpu(), torch.ones(plain.numel())))
 
     order = teacher.argsort(stable=True)
     count = torch.bincount(teacher, minlength=vocab.teacher_size)
     several = torch.zeros(vocab.teacher_size, dtype=torch.bool)
-    several[vocab.rest_columns.cpu()] = True
+    several[vocab.extra_columns.cpu()] = True
     # longest lists first: the last programs of a launch should be short ones
-    multi_source = vocab.rest_columns.cpu()
+    multi_source = vocab.extra_columns.cpu()
     multi_source = multi_source[count[multi_source].argsort(descending=True, stable=True)]
     place = torch.full((vocab.teacher_size,), -1)
     place[multi_source] = torch.arange(multi_source.numel())
@@ -125,8 +125,8 @@ class PairTables:
 
     student: Tensor
     teacher: Tensor
-    rest_student: Tensor
-    rest_teacher: Tensor
+    unpaired_student: Tensor
+    unpaired_teacher: Tensor
     pair: Tensor
 
 
