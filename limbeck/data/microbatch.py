@@ -25,7 +25,6 @@ from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.distributed.mesh import ParallelConfig
 from limbeck.errors import ConfigError, DataError
-from limbeck.tokens.tokenizer import padding_id
 
 
 @dataclass
@@ -349,7 +348,7 @@ def process_microbatch(
         raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
     config = microbatch_config(cfg)
     multiple = _length_multiple(config.dtensor_cfg, cp_size)
-    pad_id = padding_id(tokenizer)
+    pad_id = _pad_id(tokenizer)
     if enable_seq_packing:
         rounding = config.sequence_packing.sequence_length_round
         inputs = _packed(ids, lengths, math.lcm(multiple, rounding), pad_id)
@@ -399,12 +398,7 @@ def process_global_batch(
         ``counts`` where the loss has them.
     """
     batch = data.get_batch(batch_idx, batch_size)
-    if "sample_mask" not in batch:
-        raise DataError(f"The batch has no 'sample_mask', which the loss is normalised with; it has {sorted(batch)}.")
-    sample_mask = batch["sample_mask"]
-    token_mask = batch["token_mask"] if "token_mask" in batch else _real_tokens(batch)
-    valid_toks = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
-    local = {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
+    local = valid_counts(batch)
     extra = loss_fn.counts(batch) if isinstance(loss_fn, CountingLoss) else {}
     values = {**local, **{name: torch.as_tensor(extra[name]) for name in sorted(extra)}}
     # data-parallel ranks, once per global batch: a few numbers, by which every rank divides its losses
@@ -413,6 +407,16 @@ def process_global_batch(
     if isinstance(loss_fn, CountingLoss):
         result["counts"] = summed
     return result
+
+
+def valid_counts(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """``global_valid_seqs`` and ``global_valid_toks`` of one rank's rows, see :func:`process_global_batch`."""
+    if "sample_mask" not in batch:
+        raise DataError(f"The batch has no 'sample_mask', which the loss is normalised with; it has {sorted(batch)}.")
+    sample_mask = batch["sample_mask"]
+    token_mask = batch["token_mask"] if "token_mask" in batch else _real_tokens(batch)
+    valid_toks = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
+    return {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
 
 
 def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -483,6 +487,25 @@ def _multimodal(mb: Mapping[str, Any], prefix: str, device: torch.device | str |
     if prefix or not isinstance(mb, BatchedDataDict):
         return {}
     return mb.get_multimodal_dict(as_tensors=True, device=device)
+
+
+@runtime_checkable
+class _Pads(Protocol):
+    pad_token_id: int | None
+
+
+@runtime_checkable
+class _Ends(Protocol):
+    eos_token_id: int | None
+
+
+def _pad_id(tokenizer: object) -> int:
+    """What rows are filled up with, to which nothing attends: the tokenizer's padding, else its end token, else 0."""
+    if isinstance(tokenizer, _Pads) and tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    if isinstance(tokenizer, _Ends) and tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id
+    return 0
 
 
 def _length_multiple(layout: ParallelConfig, cp_size: int) -> int:

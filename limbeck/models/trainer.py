@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import ProcessedMicrobatch, process_global_batch
+from limbeck.data.microbatch import ProcessedMicrobatch, valid_counts
 from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses.blocks import deferred_checks
 from limbeck.losses.contract import Counts, Loss, State, Teacher
@@ -344,16 +344,15 @@ class _Pass:
     def _add(self, channel: Channel, rows: int) -> None:
         self._check_layout(channel.loss)
         batch = channel.loss.annotate(channel.batch)
-        size = max(batch.size, 1)
-        prepared = process_global_batch(batch, channel.loss, self.dims.data, batch_idx=0, batch_size=size)
-        batch, counts = prepared["batch"], prepared["counts"]
+        # data-parallel ranks, once per channel: a few numbers, by which every rank divides its losses
+        counts = self.dims.data.sum_named({**valid_counts(batch), **channel.loss.counts(batch)})
+        self.valid = {name: value + float(counts.pop(name)) for name, value in self.valid.items()}
         together = channel.rows_together
         iterator, number = self.model.microbatches(batch, rows * together, rows_together=together)
         for mb in iterator:
             self._microbatch(mb, channel, counts)
         self.microbatches += number
         self.counts.update({channel.prefix + name: count for name, count in counts.items()})
-        self.valid = {name: value + float(prepared[name]) for name, value in self.valid.items()}
         self.samples += list(batch.get("idx") or [])
 
     def _check_layout(self, loss: Loss[Any]) -> None:

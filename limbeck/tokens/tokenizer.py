@@ -524,13 +524,6 @@ def backend_spec(tokenizer: Any) -> Spec:
     return spec
 
 
-def padding_id(tokenizer: object) -> int:
-    """What rows of a forward pass are filled up with, which nothing attends to: a transformers tokenizer's padding,
-    else its end token, else 0."""
-    known = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((number for number in known if isinstance(number, int)), 0)
-
-
 def _state(tokenizer: Any) -> dict[str, Any]:
     """What can change on a transformers tokenizer after it is loaded, as attributes of :class:`Tokenizer`."""
     templates = getattr(tokenizer, "chat_template", None)
