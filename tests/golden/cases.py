@@ -118,12 +118,25 @@ def _cases() -> Iterator[tuple[str, Case]]:
             yield f"{mode}, 2 teachers, {layout}", StepCase(loss, ("cross", "same"), policy, dtypes=dtypes)
         yield f"same vocabulary, {layout}", StepCase(teachers=("same",), policy=policy, dtypes=dtypes)
         yield f"cross-entropy alone, {layout}", StepCase(teachers=(), policy=policy, dtypes=dtypes)
+    yield from _trees()
     yield from _losses()
     yield from _teachers()
     yield from _policies()
     yield from _kernels()
     yield from _runs()
     yield from _traces()
+
+
+def _trees() -> Iterator[tuple[str, Case]]:
+    tree: dict[str, Any] = {"mode": "tree_kl"}
+    for layout, policy in LAYOUTS.items():
+        dtypes = BOTH if layout == "rows of 4" else ("float32",)
+        yield f"tree_kl, 1 teacher, {layout}", StepCase(tree, policy=policy, dtypes=dtypes)
+    yield "tree_kl, 2 teachers", StepCase(tree, ("cross", "same"))
+    yield "tree_kl, reverse", StepCase({**tree, "direction": "reverse"})
+    yield "tree_kl, top-k cache", StepCase(tree, source="topk")
+    for condition in ("cheap", "exact"):
+        yield f"tree_kl, {condition} condition", StepCase({**tree, "condition": condition})
 
 
 def _losses() -> Iterator[tuple[str, Case]]:
