@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, splits_for
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, mass_of, splits_for
 from limbeck.losses.fast.kernels.tables import ProjectionTables
 from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
 
@@ -34,15 +34,6 @@ class BoundaryOut(NamedTuple):
     student_term: Tensor
     argmax: Tensor
     ratio: Tensor
-
-
-@triton.jit
-def _student_mass(s_ptr, q_ptr, source, place, lanes, col, width, scale, base):
-    """q of one teacher token: a gathered probability, or the row that was summed for it."""
-    s_at = s_ptr + source.to(tl.int64) * lanes + col
-    s = tl.load(s_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
-    q = tl.load(q_ptr + place.to(tl.int64) * lanes + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
-    return q + tl.exp2(s * scale - base)
 
 
 # Reads the teacher's logits at reachable columns once and overwrites them with r; reads a student logit, or a row of
@@ -81,8 +72,8 @@ def _boundary_kernel(
         source1 = tl.load(source_ptr + v1)
         place0 = tl.load(place_ptr + v0)
         place1 = tl.load(place_ptr + v1)
-        q0 = _student_mass(s_ptr, q_ptr, source0, place0, lanes_s, col, width, scale, base_s)
-        q1 = _student_mass(s_ptr, q_ptr, source1, place1, lanes_s, col, width, scale, base_s)
+        q0 = mass_of(s_ptr, q_ptr, source0, place0, lanes_s, col, width, scale, base_s)
+        q1 = mass_of(s_ptr, q_ptr, source1, place1, lanes_s, col, width, scale, base_s)
         gap0 = log0 - tl.log2(q0 + TINY)
         gap1 = tl.where(also, log1 - tl.log2(q1 + TINY), 0.0)
         p0 = tl.exp2(log0)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, project_columns, splits_for
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, mass_of, project_columns, splits_for
 from limbeck.losses.fast.kernels.tables import CellTables, SideCells
 from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
 
@@ -46,15 +46,6 @@ class RootSums(NamedTuple):
     value: Tensor
     dot: Tensor
     right: Tensor
-
-
-# One side's mass of a cell: a token's probability, or the row that was summed for it. One of source and place is -1.
-@triton.jit
-def _mass(x_ptr, sum_ptr, source, place, lanes, col, width, scale, base):
-    x_at = x_ptr + source.to(tl.int64) * lanes + col
-    x = tl.load(x_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
-    row = tl.load(sum_ptr + place.to(tl.int64) * lanes + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
-    return row + tl.exp2(x * scale - base)
 
 
 # What one cell adds to the divergence (in bits), and R.
@@ -122,14 +113,14 @@ def _root_kernel(
         source1 = tl.load(source_s_ptr + j)
         place0 = tl.load(place_s_ptr + i)
         place1 = tl.load(place_s_ptr + j)
-        q0 = _mass(s_ptr, sum_s_ptr, source0, place0, lanes_s, col, width, scale, base_s)
-        q1 = _mass(s_ptr, sum_s_ptr, source1, place1, lanes_s, col, width, scale, base_s)
+        q0 = mass_of(s_ptr, sum_s_ptr, source0, place0, lanes_s, col, width, scale, base_s)
+        q1 = mass_of(s_ptr, sum_s_ptr, source1, place1, lanes_s, col, width, scale, base_s)
         source0 = tl.load(source_t_ptr + i)
         source1 = tl.load(source_t_ptr + j)
         place0 = tl.load(place_t_ptr + i)
         place1 = tl.load(place_t_ptr + j)
-        p0 = _mass(t_ptr, sum_t_ptr, source0, place0, lanes_t, col, width, scale, base_t)
-        p1 = _mass(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
+        p0 = mass_of(t_ptr, sum_t_ptr, source0, place0, lanes_t, col, width, scale, base_t)
+        p1 = mass_of(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
         q1 = tl.where(also, q1, 0.0)
         p1 = tl.where(also, p1, 0.0)
         if CONDITIONED:

@@ -146,6 +146,16 @@ def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnSt
     return ColumnStats(lse, lse_tau, wide.argmax(0).int())
 
 
+# The mass of a token or cell of the other side: one token's probability, or the row that was summed for it. One of
+# source and place is -1; its load is masked, and what it stands for is 0.
+@triton.jit
+def mass_of(x_ptr, sum_ptr, source, place, lanes, col, width, scale, base):
+    x_at = x_ptr + source.to(tl.int64) * lanes + col
+    x = tl.load(x_at, mask=col < tl.where(source >= 0, width, 0), other=float("-inf")).to(tl.float32)
+    row = tl.load(sum_ptr + place.to(tl.int64) * lanes + col, mask=col < tl.where(place >= 0, width, 0), other=0.0)
+    return row + tl.exp2(x * scale - base)
+
+
 # One entry of a column's list: its weight, and its student token's logits; weight 0 behind the list's end.
 @triton.jit
 def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, lanes, col, scale, base):
