@@ -106,10 +106,11 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "license": license or _license_of(run.student) or "other",
-        "base_model": student,
-        "base_model_relation": "finetune",
         "tags": ["limbeck", "distillation"],
     }
+    new = run.setting("policy.init") == "random"
+    if not new:
+        head |= {"base_model": student, "base_model_relation": "finetune"}
     mode = run.setting("loss_fn.mode", "unknown") if teachers else "cross-entropy"
     taught = f"from {_joined(teachers)} " if teachers else "on text alone "
     files = [_public(name) for name in _listed(run.setting("data.train") or run.setting("traces.train"))]
@@ -142,7 +143,7 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
     lines += [
         "## Licence",
         "",
-        f"The licences of {_joined([student, *teachers])} and of the data hold for this model.",
+        f"The licences of {_joined([*([] if new else [student]), *teachers, 'the data'])} hold for this model.",
         "",
     ]
     return "\n".join(lines)

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.errors import ConfigError
-from limbeck.export import describe_for_version_4, export_run, missing_parts, push_folder
+from limbeck.export import describe_for_version_4, export_run, missing_parts, model_card, push_folder
 from limbeck.models.loading import load_model
+from limbeck.report.run_data import read_run
 from tests.helpers import runs, tiny
 from tests.helpers.runs import limbeck, refused
 
@@ -83,6 +84,17 @@ def test_the_card(folder: Path, out: Path) -> None:
     for said in ("`boundary_kl`", "`train.jsonl`", "3 of 3", "LoRA adapters of student"):
         assert said in text
     assert str(folder) not in text
+
+
+def test_the_card_of_a_student_that_began_with_random_weights(folder: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load((folder / "run" / "config.yaml").read_bytes())
+    settings["policy"] |= {"init": "random", "model_name": None, "model_overrides": {"model_type": "llama"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n', encoding="utf-8")
+    text = model_card(read_run(tmp_path), step=1, license=None, adapter=False)
+    assert "base_model" not in yaml.safe_load(text.split("---")[1])
+    assert text.splitlines()[-1].startswith("The licences of ")
+    assert "new llama" not in text.splitlines()[-1]
 
 
 def test_what_the_converter_of_llama_cpp_reads(out: Path) -> None:
