@@ -19,7 +19,7 @@ from limbeck.align.aligner import rendering_of_ids
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CHARS_PER_TOKEN, CrossTokenizerCollator, DatumSpec, Side
 from limbeck.data.sources import flatten_documents
-from limbeck.errors import DataError, LimbeckError
+from limbeck.errors import DataError, LimbeckError, TemplateError
 from limbeck.tokens import Rendering
 from limbeck.tokens.chat import render_chat
 from limbeck.tokens.chat.placement import insert_hint, probe_placement
@@ -110,17 +110,45 @@ class ContinuationCollator:
         try:
             if self.collator.mode == "text":
                 return Prompt(idx, self._beginning(record))
-            messages = _asked(record)
-            student = _header(self.collator.student, record, messages)
-            if len(student) > self.room:
+            asked = _asked(record)
+            fitting = self._fitting(record, asked)
+            if fitting is None:
                 dropped["prompt_too_long"] += 1
                 return None
+            messages, student = fitting
+            if len(messages) < len(asked):
+                dropped["cut_messages"] += len(asked) - len(messages)
             sides = self.collator.teachers
             teachers = tuple(None if s is None else _header(s, record, self._told(s, record, messages)) for s in sides)
             return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)))
         except LimbeckError as error:
             self.collator.refuse(record, error, dropped)
             return None
+
+    def _fitting(
+        self, record: Mapping[str, Any], messages: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], Rendering] | None:
+        """A conversation that leaves room for an answer, as the student reads it: without as many of its earliest
+        messages as need be, instructions excepted. It begins with no tool's answer, whose call would be gone."""
+        side = self.collator.student
+        whole = _header(side, record, messages)
+        if len(whole) <= self.room:
+            return messages, whole
+        kept = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+        sizes = np.array([len(str(message)) for message in messages])
+        # what is twice too long by its share of the characters needs no look at its tokens
+        likely = 2 * self.room * int(sizes.sum()) / len(whole)
+        for start in range(kept + 1, len(messages)):
+            if messages[start]["role"] == "tool" or sizes[start:].sum() > likely:
+                continue
+            shorter = messages[:kept] + messages[start:]
+            try:
+                rendering = _header(side, record, shorter)
+            except TemplateError:  # one that wants a user first
+                continue
+            if len(rendering) <= self.room:
+                return shorter, rendering
+        return None
 
     @staticmethod
     def _told(side: Side, record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -158,6 +158,30 @@ def test_prompts_that_cannot_be_continued() -> None:
     assert chat.prompts([{"messages": [], "idx": 1}])[1]["skipped_record"] == 1
 
 
+def test_a_long_conversation_loses_its_earliest_messages_and_they_are_counted() -> None:
+    made = rows(mode="chat", size=160)
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "shelf"}}}
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "word " * 60},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "oak " * 60},
+        {"role": "assistant", "content": "Nothing there."},
+        {"role": "user", "content": "Look again."},
+    ]
+    (found,), dropped = made.prompts([{"messages": talk, "idx": 0}])
+    assert dropped == Counter(cut_messages=3)
+    assert list(found.messages) == [talk[0], *talk[4:]]
+    assert len(found.student) <= made.room
+    # both sides read the same
+    for side in (found.student, found.teachers[0]):
+        assert side is not None
+        assert b"Be brief." in side.source
+        assert b"Look again." in side.source
+        assert b"oak" not in side.source
+    assert made.prompts([{"messages": talk[:4], "idx": 0}]) == ([], Counter(prompt_too_long=1))
+
+
 def test_no_rows_are_a_batch_too() -> None:
     batch = rows().batch([])
     assert batch.size == 0
