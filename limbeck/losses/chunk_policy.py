@@ -17,6 +17,7 @@ from torch import Tensor
 
 from limbeck.data.layout import ChunkLayout, TokenLayout, count_chunks, teacher_chunks, teacher_prefix, with_chunks
 from limbeck.data.microbatch import ProcessedMicrobatch
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import to_device
 from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
@@ -54,12 +55,14 @@ class ChunkPolicyConfig(BaseModel):
 @dataclass
 class ChunkPolicyInputs:
     """Chunks of a micro-batch, one layout per teacher; tokens: the student's that lie in any of them; token_M: per
-    teacher the place among them of each chunk token; behavior_E: as sampled."""
+    teacher the place among them of each chunk token; behavior_E: as sampled; share: of the micro-batch that they are
+    one of."""
 
     layouts: list[ChunkLayout]
     tokens: TokenLayout
     token_M: list[Tensor]
     behavior_E: Tensor
+    share: float = 1.0
 
     def to(self, device: torch.device | str) -> ChunkPolicyInputs:
         return to_device(self, device)
@@ -73,6 +76,7 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
     """
 
     tensor_parallel = True
+    context_parallel = True
 
     def __init__(
         self,
@@ -114,15 +118,23 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
             layout.placed(start, start if theirs is None else theirs)
             for layout, theirs in zip(self._chunks(batch), row_starts, strict=True)
         ]
-        rows = torch.cat([layout.student_rows_M for layout in layouts])
-        ids = torch.cat([layout.student_ids_M for layout in layouts])
-        sample = torch.cat([layout.sample_C[layout.student_chunk_M] for layout in layouts])
-        used, place = rows.unique(return_inverse=True)
-        first = torch.zeros_like(used).scatter_(0, place, torch.arange(rows.numel()))
-        behavior = batch[BEHAVIOR].cpu()[sample[first], used - start[sample[first]] + 1]
-        tokens = TokenLayout(used, ids[first], torch.ones(used.numel()))
-        split = place.split([layout.student_rows_M.numel() for layout in layouts])
-        return ChunkPolicyInputs(layouts, tokens, list(split), behavior)
+        tokens, sample_E, token_M = _distinct_tokens(layouts)
+        behavior = batch[BEHAVIOR].cpu()[sample_E, tokens.rows_E - start[sample_E] + 1]
+        return ChunkPolicyInputs(layouts, tokens, token_M, behavior)
+
+    def shard(self, inputs: ChunkPolicyInputs, comm: Comm) -> ChunkPolicyInputs:
+        """One rank's share: whole chunks, or whole answers where these are credited together. All hidden states are
+        here, and their gradients are summed over the ranks."""
+        here = inputs.to("cpu")
+        layouts = []
+        for layout in here.layouts:
+            part_C = layout.sample_C
+            if self.config.credit == "chunk":
+                part_C = torch.arange(layout.num_chunks) * comm.size // max(layout.num_chunks, 1)
+            layouts.append(layout.take((part_C % comm.size == comm.rank).nonzero().squeeze(1)))
+        tokens, _, token_M = _distinct_tokens(layouts)
+        behavior = here.behavior_E[torch.searchsorted(here.tokens.rows_E, tokens.rows_E)]
+        return ChunkPolicyInputs(layouts, tokens, token_M, behavior, here.share / comm.size)
 
     def compute(
         self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: ChunkPolicyInputs, counts: Counts
@@ -158,7 +170,7 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
             metrics.add(self._credit_shares(layout, clipped_C), f"teacher_{i}/")
             changed = (clipped_C != advantage_C).sum()
             metrics.add({f"teacher_{i}/advantage_clipped": (changed, float(layout.num_chunks))})
-        metrics.add({"loss": (total.detach(), 1.0)})
+        metrics.add({"loss": (total.detach(), inputs.share)})
         return total, metrics
 
     def _credit_shares(self, layout: ChunkLayout, clipped_C: Tensor) -> dict[str, Pair]:
@@ -171,6 +183,19 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
             f"credit_share_{name}": (size_C[class_C == number].sum(), size_C.sum())
             for number, name in enumerate(self.class_names)
         }
+
+
+def _distinct_tokens(layouts: Sequence[ChunkLayout]) -> tuple[TokenLayout, Tensor, list[Tensor]]:
+    """The student's tokens in the chunks of any teacher, by row; the sample of each; and per teacher the place among
+    them of each chunk token."""
+    rows = torch.cat([layout.student_rows_M for layout in layouts])
+    ids = torch.cat([layout.student_ids_M for layout in layouts])
+    sample = torch.cat([layout.sample_C[layout.student_chunk_M] for layout in layouts])
+    used, place = rows.unique(return_inverse=True)
+    first = torch.zeros_like(used).scatter_(0, place, torch.arange(rows.numel()))
+    tokens = TokenLayout(used, ids[first], torch.ones(used.numel()))
+    split = place.split([layout.student_rows_M.numel() for layout in layouts])
+    return tokens, sample[first], list(split)
 
 
 def teacher_log_probs(signal: Signal, layout: ChunkLayout, like: Tensor, block_rows: int = 512) -> Tensor:
