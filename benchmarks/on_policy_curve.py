@@ -1,0 +1,199 @@
+"""On-policy against off-policy distillation at equal student tokens, on a task where a student's own mistakes matter.
+
+    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 400] [--arms off on mixed] [--tiny]
+
+The task is running sums: ``47+15+88+23:47 62 50 73`` (mod 100), in which one wrong total spoils all that follow. A
+teacher is trained from scratch on it with a tokenizer of digit pairs, a smaller student of single bytes for a short
+time. Then the same student, teacher, problems and rate go through ``limbeck train`` on stored text (`off`, fraction 0),
+on what the student writes itself (`on`, fraction 1) and on half of each. The figure is the share of held-out
+problems whose greedy answer is right as a whole, over the student tokens that were trained on. A run that was stopped
+goes on where it was when the script is called again. Writes ``benchmarks/on_policy_curve.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.common import parser, record
+from limbeck.models.generate import LocalSampler, SamplingConfig
+from limbeck.models.language_model import LanguageModel
+from limbeck.tokens import ByteVocab, load_tokenizer
+from limbeck.utils.logger import read_metrics
+
+END = "<eos>"
+TERMS = 4
+PROMPT, ANSWER = 3 * TERMS, 3 * TERMS
+"""Characters of a problem with its colon, and of its totals with the end."""
+MERGED = 400
+"""Tokens of the teacher's vocabulary; the student's has the 256 bytes and the end."""
+ARMS = {"off": 0.0, "on": 1.0, "mixed": 0.5}
+TEACHER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
+STUDENT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def problem(rng: random.Random) -> tuple[str, str]:
+    """A problem and its totals."""
+    terms = [rng.randrange(100) for _ in range(TERMS)]
+    totals = [sum(terms[: i + 1]) % 100 for i in range(TERMS)]
+    return "+".join(f"{t:02d}" for t in terms) + ":", " ".join(f"{t:02d}" for t in totals)
+
+
+def write_data(folder: Path, count: int) -> list[tuple[str, str]]:
+    """Training and held-out problems as files; returns the latter."""
+    rng = random.Random(0)
+    train, held_out = ([problem(rng) for _ in range(size)] for size in (count, 512))
+    seen = {asked for asked, _ in train}
+    held_out = [one for one in held_out if one[0] not in seen]
+    for name, rows in (("train", train), ("held_out", held_out)):
+        lines = [json.dumps({"text": asked + answer}) for asked, answer in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return held_out
+
+
+def write_tokenizer(folder: Path, name: str, size: int) -> str:
+    """A byte-level BPE trained on problems, with an end token; its folder."""
+    rng = random.Random(1)
+    made = Tokenizer(BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False, special_tokens=[END])
+    made.train_from_iterator(("".join(problem(rng)) for _ in range(2000)), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END).save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def model(tokenizer: str, shape: dict[str, Any], weights: Path | None = None) -> dict[str, Any]:
+    """A section of a run file: random weights, or those of a folder."""
+    if weights is not None:
+        return {"model_name": str(weights), "tokenizer": {"name": tokenizer}}
+    heads = {"num_key_value_heads": shape["num_attention_heads"], "max_position_embeddings": 64}
+    overrides = {"model_type": "llama", **shape, **heads, "tie_word_embeddings": True}
+    return {"init": "random", "tokenizer": {"name": tokenizer}, "model_overrides": overrides}
+
+
+def run(folder: Path, name: str, values: dict[str, Any], *, steps: int, period: int, rows: int, rate: float) -> Path:
+    """``limbeck train`` to its end, from wherever it was; returns the run folder."""
+    values["policy"] |= {
+        "max_total_sequence_length": 48,
+        "train_micro_batch_size": rows,
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": rate, "weight_decay": 0.0}},
+    }
+    values |= {
+        "data": {"train": str(folder / "train.jsonl"), "append_eos": True, "max_input_seq_length": 48},
+        "distillation": {"num_prompts_per_step": rows, "max_num_steps": steps, "max_num_epochs": 1000, "seed": 1}
+        | {"val_at_start": False, "val_at_end": False},
+        "checkpointing": {"save_period": period, "keep_top_k": None},
+        "logger": {"log_dir": str(folder / name), "tensorboard_enabled": False, "progress": False},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    subprocess.run([sys.executable, "-m", "limbeck", "train", str(path)], check=True, env=environment)
+    return folder / name
+
+
+def weights(run_dir: Path, step: int) -> Path:
+    """The stored weights of a step."""
+    return run_dir / "checkpoints" / f"step_{step}" / "policy" / "weights"
+
+
+def right(folder: Path, tokenizer: str, held_out: list[tuple[str, str]]) -> float:
+    """Share of problems that a model answers right as a whole, with the end where it belongs."""
+    own = load_tokenizer(tokenizer)
+    made = LanguageModel({"model_name": str(folder)}, own)
+    vocab = ByteVocab.from_tokenizer(own)
+    end = [i for i, role in vocab.roles.items() if role == "eos"]
+    greedy = SamplingConfig(max_new_tokens=ANSWER + 2, temperature=0, batch_size=512)
+    prompts = [torch.tensor(own(asked, add_special_tokens=False)["input_ids"]) for asked, _ in held_out]
+    found = LocalSampler(made, greedy, end, vocab).sample(prompts)
+    said = [vocab.join(one.ids_T.tolist()).decode("utf-8", "replace") for one in found]
+    good = [one.ended and text == want for one, text, (_, want) in zip(found, said, held_out, strict=True)]
+    return sum(good) / len(good)
+
+
+def tokens(run_dir: Path) -> dict[int, float]:
+    """Student tokens that were trained on, up to each step."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/tokens_per_s" in row]
+    total, out = 0.0, {}
+    for row in rows:
+        total += row["train/tokens_per_s"] * row["train/seconds"]
+        out[int(row["step"])] = round(total)
+    return out
+
+
+def main() -> None:
+    arguments = parser(__file__, __doc__)
+    arguments.add_argument("--folder", type=Path, default=Path("runs/on_policy_curve"))
+    arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    arguments.add_argument("--steps", type=int, default=400)
+    arguments.add_argument("--teacher-steps", type=int, default=3000)
+    arguments.add_argument("--start-steps", type=int, default=600)
+    arguments.add_argument("--rows", type=int, default=256, help="problems per step")
+    arguments.add_argument("--rate", type=float, default=3e-4, help="learning rate of the arms")
+    arguments.add_argument("--tiny", action="store_true", help="everything small, for a CPU")
+    args = arguments.parse_args()
+    folder: Path = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = write_data(folder, 2_000 if args.tiny else 50_000)[: 32 if args.tiny else 512]
+    names = {side: write_tokenizer(folder, side, size) for side, size in (("student", 257), ("teacher", MERGED))}
+    shapes = {"teacher": TINY if args.tiny else TEACHER, "student": TINY if args.tiny else STUDENT}
+    last = {"teacher": args.teacher_steps, "student": args.start_steps}
+    starts = {}
+    for side, steps in last.items():
+        own = {"policy": model(names[side], shapes[side])}
+        made = run(folder, f"{side}_start", own, steps=steps, period=steps, rows=args.rows, rate=1e-3)
+        starts[side] = weights(made, steps)
+    result: dict[str, Any] = {
+        "task": f"running sums of {TERMS} numbers of two digits",
+        "held_out": len(held_out),
+        "right": {side: right(path, names[side], held_out) for side, path in starts.items()},
+        "arms": {},
+    }
+    print(result["right"], flush=True)
+    period = max(args.steps // 8, 1)
+    for arm in args.arms:
+        values = {
+            "algorithm": "on_policy_distillation",
+            "policy": model(names["student"], shapes["student"], starts["student"]),
+            "teacher": model(names["teacher"], shapes["teacher"], starts["teacher"]),
+            "loss_fn": {"mode": "boundary_kl", "ce_loss_scale": 0.0},
+            "on_policy": {
+                "fraction": ARMS[arm],
+                "prompt_tokens": PROMPT,
+                "max_new_tokens": ANSWER + 2,
+                "batch_size": args.rows,
+                "loss_fn": {"mode": "boundary_kl", "direction": "reverse"},
+            },
+        }
+        made = run(folder, arm, values, steps=args.steps, period=period, rows=args.rows, rate=args.rate)
+        spent = tokens(made)
+        curve = [
+            {
+                "step": step,
+                "student_tokens": spent[step],
+                "right": right(weights(made, step), names["student"], held_out),
+            }
+            for step in sorted({*range(period, args.steps + 1, period), args.steps})
+        ]
+        result["arms"][arm] = curve
+        print(arm, [(point["student_tokens"], round(point["right"], 3)) for point in curve], flush=True)
+        record(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
