@@ -26,7 +26,7 @@ from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.monitors import CLASSES, token_classes
 from limbeck.algorithms.rewards import make_reward
-from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData
+from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData, balanced
 from limbeck.algorithms.served_sampler import ServedSampler
 from limbeck.align import TokenAligner
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -259,7 +259,10 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         with self.timer.time("sample"):
             self.rollouts.sampler.sync(self.student, step)
             with together.fail_together():
-                self.rollout = rollout = self.rollouts.draw(batch.prompts, step)
+                written = self.rollouts.draw(batch.prompts, step)
+            written = balanced(written, dims.data)
+            with together.fail_together():
+                self.rollout = rollout = self.rollouts.collate(written)
             if isinstance(self.rollouts.sampler, ServedSampler):
                 rollout.metrics.add(self._engine_figures(rollout, self.rollouts.sampler))
         if self.student.dims.owns_records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from limbeck.algorithms.rewards import Asked, Reward
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import Continuation, ContinuationCollator, Prompt
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator, DatumSpec
+from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
 from limbeck.losses.chunk_policy import BEHAVIOR
 from limbeck.models.generate import Sample, Sampler
@@ -68,8 +70,19 @@ class StepCollate:
 
 
 @dataclass
+class Written:
+    """What was written in a step behind a rank's prompts: samples by number of the prompt, their rewards where there
+    are any, and figures of this rank."""
+
+    prompts: list[Prompt]
+    samples: list[Sample]
+    rewards: list[float]
+    metrics: Metrics
+
+
+@dataclass
 class Rollout:
-    """What was written in a step: rows for the losses, the samples behind them, and figures of this rank."""
+    """What a rank learns from in a step: rows for the losses, the samples behind them, and figures of what it wrote."""
 
     batch: BatchedDataDict
     samples: list[Sample]
@@ -90,33 +103,112 @@ class Rollouts:
     ) -> None:
         self.sampler, self.rows, self.n, self.seed, self.reward = sampler, rows, n, seed, reward
 
-    def draw(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+    def draw(self, prompts: Sequence[Prompt], step: int) -> Written:
         """Continuations of these prompts. All ranks of a sharded model must make the same call."""
         start = time.perf_counter()
         ids = [torch.from_numpy(prompt.student.ids) for prompt in prompts]
         seeds = [sample_seed(self.seed, step, prompt.idx) for prompt in prompts]
         samples = self.sampler.sample(ids, n=self.n, seed=seeds)
         seconds = time.perf_counter() - start
-        written = [Continuation(prompts[s.prompt], s.ids_T.numpy(), s.ended) for s in samples]
-        batch = self.rows.batch(written)
+        metrics = measure(samples)
+        metrics.add({"sample/tokens_per_s": (float(sum(len(s.ids_T) for s in samples)), seconds)})
+        rewards = []
+        if self.reward is not None:
+            asked = [_asked(prompt) for prompt in prompts]
+            rewards = [self.reward(asked[s.prompt], self.rows.said(_continuation(prompts, s))) for s in samples]
+            metrics.add({"sample/reward": (sum(rewards), float(len(rewards)))})
+        return Written(list(prompts), samples, rewards, metrics)
+
+    def collate(self, written: Written) -> Rollout:
+        """Rows of what was written."""
+        rows = [_continuation(written.prompts, sample) for sample in written.samples]
+        batch = self.rows.batch(rows)
         said = torch.zeros(batch["input_ids"].shape)
-        for row, (one, sample) in enumerate(zip(written, samples, strict=True)):
+        for row, (one, sample) in enumerate(zip(rows, written.samples, strict=True)):
             place = said[row, len(one.prompt.student) :][: len(sample.log_probs_T)]
             place.copy_(sample.log_probs_T[: len(place)])
         batch[BEHAVIOR] = said
-        metrics = measure(samples)
         if self.reward is not None:
-            rewards = [self.reward(_asked(one.prompt), self.rows.said(one)) for one in written]
-            batch["rewards"] = torch.tensor(rewards, dtype=torch.float32)
-            batch["group_index"] = torch.tensor([s.prompt for s in samples], dtype=torch.int64)
+            batch["rewards"] = torch.tensor(written.rewards, dtype=torch.float32)
+            batch["group_index"] = torch.tensor([s.prompt for s in written.samples], dtype=torch.int64)
             batch["behavior_valid"] = batch["token_mask"] > 0
-            metrics.add({"sample/reward": (sum(rewards), float(len(rewards)))})
-        metrics.add({"sample/tokens_per_s": (float(sum(len(s.ids_T) for s in samples)), seconds)})
-        return Rollout(batch, samples, metrics)
+        return Rollout(batch, written.samples, written.metrics)
+
+
+def _continuation(prompts: Sequence[Prompt], sample: Sample) -> Continuation:
+    return Continuation(prompts[sample.prompt], sample.ids_T.numpy(), sample.ended)
 
 
 def _asked(prompt: Prompt) -> Asked:
     return list(prompt.messages) if prompt.messages else prompt.data.decode("utf-8", "replace")
+
+
+# -- ranks with more and with less ------------------------------------------------------------------------------------
+
+
+SLACK = 0.1
+"""Share of the mean load that the most and the least loaded rank may be apart."""
+
+
+def balanced(written: Written, ranks: Comm) -> Written:
+    """What this rank learns from once every rank has about as many tokens: those with more hand whole prompts, with
+    all that was written behind them, to those with less. Collective."""
+    if ranks.size == 1:
+        return written
+    groups: list[list[int]] = [[] for _ in written.prompts]
+    for number, sample in enumerate(written.samples):
+        groups[sample.prompt].append(number)
+    sizes = [
+        sum(len(prompt.student) + len(written.samples[i].ids_T) for i in group)
+        for prompt, group in zip(written.prompts, groups, strict=True)
+    ]
+    # data-parallel ranks, once per step: the tokens behind each prompt
+    loads = [json.loads(raw) for raw in ranks.exchange([json.dumps(sizes).encode()] * ranks.size)]
+    target = deal(loads)[ranks.rank]
+    packed = [_packed(written, number, group) for number, group in enumerate(groups)]
+    parts = [[one for one, to in zip(packed, target, strict=True) if to == rank] for rank in range(ranks.size)]
+    found = [one for raw in ranks.exchange([json.dumps(part).encode() for part in parts]) for one in json.loads(raw)]
+    samples = [
+        Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs, dtype=torch.float32), ended)
+        for number, one in enumerate(found)
+        for ids, log_probs, ended in one["samples"]
+    ]
+    rewards = [reward for one in found for reward in one["rewards"]]
+    return Written([Prompt.from_json(one["prompt"]) for one in found], samples, rewards, written.metrics)
+
+
+def _packed(written: Written, number: int, group: Sequence[int]) -> dict[str, Any]:
+    samples = [written.samples[i] for i in group]
+    return {
+        "prompt": written.prompts[number].as_json(),
+        "samples": [(s.ids_T.tolist(), s.log_probs_T.tolist(), s.ended) for s in samples],
+        "rewards": [written.rewards[i] for i in group] if written.rewards else [],
+    }
+
+
+def deal(loads: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rank that each part of each rank goes to, given their sizes; few parts move.
+
+    >>> deal([[5, 4, 3], [2]])
+    [[0, 0, 1], [1]]
+    """
+    home = [[rank] * len(parts) for rank, parts in enumerate(loads)]
+    total = [sum(parts) for parts in loads]
+    while True:
+        most, least = total.index(max(total)), total.index(min(total))
+        gap = total[most] - total[least]
+        movable = [
+            (abs(gap - 2 * size), rank, part)
+            for rank, parts in enumerate(loads)
+            for part, size in enumerate(parts)
+            if home[rank][part] == most and 0 < size < gap
+        ]
+        if gap <= SLACK * sum(total) / len(total) or not movable:
+            return home
+        _, rank, part = min(movable)
+        home[rank][part] = least
+        total[most] -= loads[rank][part]
+        total[least] += loads[rank][part]
 
 
 # -- going astray ------------------------------------------------------------------------------------------------------

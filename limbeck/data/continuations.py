@@ -53,6 +53,18 @@ class Prompt:
         """The bytes that its tokens stand for."""
         return self.student.source[: int(self.student.ends[-1])]
 
+    def as_json(self) -> dict[str, Any]:
+        """For another process; see `from_json`."""
+        teachers = [None if theirs is None else _packed(theirs) for theirs in self.teachers]
+        own = {"idx": self.idx, "weight": self.weight, "messages": list(self.messages)}
+        return {**own, "student": _packed(self.student), "teachers": teachers}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Prompt:
+        """What `as_json` gave; nothing in a prompt is a target, so that targets and segments stay behind."""
+        teachers = tuple(None if theirs is None else _unpacked(theirs) for theirs in value["teachers"])
+        return cls(value["idx"], _unpacked(value["student"]), teachers, value["messages"], value["weight"])
+
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
@@ -287,6 +299,17 @@ class ContinuationCollator:
             counts["cut_chunks"] += int(keep[-1])
             keep[-1] = False
         return chunks.select(keep)
+
+
+def _packed(rendering: Rendering) -> dict[str, Any]:
+    lists = {name: getattr(rendering, name).tolist() for name in ("ids", "ends", "exact", "special")}
+    return {**lists, "source": rendering.source.decode("latin-1")}
+
+
+def _unpacked(value: Mapping[str, Any]) -> Rendering:
+    ids, ends = (np.array(value[name], dtype=np.int64) for name in ("ids", "ends"))
+    exact, special = (np.array(value[name], dtype=bool) for name in ("exact", "special"))
+    return Rendering(ids, ends, value["source"].encode("latin-1"), exact, special, np.zeros(len(ids), dtype=bool))
 
 
 def _asked(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -257,6 +257,18 @@ class Comm:
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
         return [t[:size].numpy().tobytes() for t, size in zip(self.gather(padded), sizes, strict=True)]
 
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """What every rank has for this one, by rank; `parts[r]` is what this one has for rank r."""
+        if self.size == 1:
+            return list(parts)
+        send = [len(part) for part in parts]
+        receive = [int(sizes[self.rank]) for sizes in self.gather(torch.tensor(send, device=self.device))]
+        whole = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)[: sum(send)]
+        # data-parallel ranks, once per on-policy step: the samples that change hands, some kilobytes each
+        raw = self.all_to_all(whole, send, receive).cpu().numpy().tobytes()
+        ends = [sum(receive[: r + 1]) for r in range(self.size)]
+        return [raw[end - size : end] for end, size in zip(ends, receive, strict=True)]
+
     def sum_counter(self, counts: Counter[str]) -> Counter[str]:
         """The sum of all ranks' counts, which need not have the same names."""
         if self.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ import torch
 from limbeck.algorithms import on_policy_distillation as on_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers
 from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
-from limbeck.algorithms.rollouts import GuardConfig, RunawayGuard, StepData, is_prompt, measure, sample_seed
+from limbeck.algorithms.rollouts import (
+    SLACK,
+    GuardConfig,
+    RunawayGuard,
+    StepData,
+    deal,
+    is_prompt,
+    measure,
+    sample_seed,
+)
 from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.models.generate import Sample
 from tests.gates import Gate, Place
@@ -168,6 +178,21 @@ def test_records_are_prompts_by_seed_alone() -> None:
     assert chosen != [is_prompt(4, idx, 0.25) for idx in range(2000)]
     assert all(is_prompt(1, idx, 1.0) and not is_prompt(1, idx, 0.0) for idx in range(5))
     assert len({sample_seed(a, b, c) for a in range(3) for b in range(3) for c in range(3)}) == 27
+
+
+def test_loads_are_levelled_by_moving_few_parts() -> None:
+    rng = random.Random(0)
+    for ranks in (1, 2, 5):
+        loads = [[rng.randint(1, 60) for _ in range(rng.randint(0, 40) if rank else 40)] for rank in range(ranks)]
+        target = deal(loads)
+        assert [len(own) for own in target] == [len(parts) for parts in loads]
+        total = [0] * ranks
+        for parts, own in zip(loads, target, strict=True):
+            for size, to in zip(parts, own, strict=True):
+                total[to] += size
+        assert max(total) - min(total) <= max(60, SLACK * sum(total) / ranks)
+    assert deal([[9, 9], [9, 9]]) == [[0, 0], [1, 1]]
+    assert deal([[], []]) == [[], []]
 
 
 def test_figures_of_samples() -> None:

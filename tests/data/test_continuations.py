@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_prompts_that_cannot_be_continued() -> None:
 def test_a_long_conversation_loses_its_earliest_messages_and_they_are_counted() -> None:
     made = rows(mode="chat", size=160)
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "shelf"}}}
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "word " * 60},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -180,6 +181,19 @@ def test_a_long_conversation_loses_its_earliest_messages_and_they_are_counted() 
         assert b"Look again." in side.source
         assert b"oak" not in side.source
     assert made.prompts([{"messages": talk[:4], "idx": 0}]) == ([], Counter(prompt_too_long=1))
+
+
+@pytest.mark.parametrize("mode", ["text", "chat"])
+def test_a_prompt_is_the_same_in_another_process(mode: str) -> None:
+    made = rows(mode=mode, size=96)
+    talk = [{"role": "user", "content": "Wo ist der Hörsaal?"}]
+    (here,), _ = made.prompts([{"text": TEXTS[3], "messages": talk, "idx": 4, "loss_multiplier": 0.5}])
+    there = Prompt.from_json(json.loads(json.dumps(here.as_json())))
+    ids = np.append(made.collator.student.encoder.encode("Hier ist er.").ids, made.end_ids[0])
+    one, other = (made.batch([Continuation(p, ids, ended=True)]) for p in (here, there))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert repr(value) == repr(other[name]), name
 
 
 def test_no_rows_are_a_batch_too() -> None:
