@@ -1,6 +1,6 @@
 """On-policy against off-policy distillation at equal student tokens, on a task where a student's own mistakes matter.
 
-    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 400] [--arms off on mixed] [--tiny]
+    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 240] [--arms off on mixed] [--tiny]
 
 The task is running sums: ``47+15+88+23:47 62 50 73`` (mod 100), in which one wrong total spoils all that follow. A
 teacher is trained from scratch on it with a tokenizer of digit pairs, a smaller student of single bytes for a short
@@ -140,8 +140,8 @@ def main() -> None:
     arguments = parser(__file__, __doc__)
     arguments.add_argument("--folder", type=Path, default=Path("runs/on_policy_curve"))
     arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    arguments.add_argument("--steps", type=int, default=400)
-    arguments.add_argument("--teacher-steps", type=int, default=3000)
+    arguments.add_argument("--steps", type=int, default=240)
+    arguments.add_argument("--teacher-steps", type=int, default=2500)
     arguments.add_argument("--start-steps", type=int, default=600)
     arguments.add_argument("--rows", type=int, default=256, help="problems per step")
     arguments.add_argument("--rate", type=float, default=3e-4, help="learning rate of the arms")

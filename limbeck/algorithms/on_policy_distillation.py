@@ -295,11 +295,14 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         """What a step learns from; the same ones on every rank, whatever rows it has."""
         most = self.config.on_policy.monitor_chunks
 
-        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
-            return sampled_figures(hidden, head, signals, inputs.layouts, most=most)
+        # the policy gradient tells all but the entropy itself
+        told = not isinstance(self.sampled_loss, CrossTokenizerDistillationLossFn)
 
-        # the policy gradient tells these figures itself
-        monitor = measure if most and isinstance(self.sampled_loss, CrossTokenizerDistillationLossFn) else None
+        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+            found = sampled_figures(hidden, head, signals, inputs.layouts, most=most)
+            return {"entropy": found["entropy"]} if told else found
+
+        monitor = measure if most else None
         own = rollout.batch, self.sampled_loss, self.teachers, self.fraction
         found = [Channel(*own, monitor=monitor, prefix=PREFIX)]
         rows: BatchedDataDict = BatchedDataDict(

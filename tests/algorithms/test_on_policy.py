@@ -99,6 +99,7 @@ def test_what_is_learnt_lowers_the_divergence_on_own_text(folder: Path, tmp_path
     values["distillation"]["max_num_steps"] = 40
     values["checkpointing"]["save_period"] = 0
     resolve_and_run(values)
+    assert rows(tmp_path / "run")[-1]["train/on_policy/entropy"] > 0
     found = [row["train/on_policy/teacher_0/reverse_kl"] for row in rows(tmp_path / "run")]
     assert sum(found[-8:]) < sum(found[:8])
 
