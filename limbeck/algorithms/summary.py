@@ -80,10 +80,15 @@ def _paths(value: Any) -> str:
     return " and ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
 
 
+_LONGER = {"split": "split", "cut": "cut", "skip": "left out", "error": "refused"}
+"""What happens to texts that no context holds, in words."""
+
+
 def _lengths(data: Section, policy: Section) -> str:
     own = policy["max_total_sequence_length"]
     given = data.get("max_input_seq_length") or data.get("max_seq_length")
-    return f"at most {min(own, given or own):,} tokens"
+    longer = _LONGER.get(data.get("long_documents", "")) if data.get("mode") != "chat" else None
+    return f"at most {min(own, given or own):,} tokens" + (f"; longer texts are {longer}" if longer else "")
 
 
 def _batch(policy: Section, loop: Section) -> str:

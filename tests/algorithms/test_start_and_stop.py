@@ -71,6 +71,7 @@ def test_the_configuration_is_told_in_a_few_lines(started: str, run_file: Path) 
     first = next(number for number, line in enumerate(lines) if line.startswith("student "))
     last = next(number for number, line in enumerate(lines) if line.startswith("run folder "))
     assert 8 <= last - first + 1 <= 12
+    assert next(line for line in lines if line.startswith("length ")).endswith("48 tokens; longer texts are cut")
     assert str(run_file.parent / "run") in lines[last]
     assert "config.yaml" in lines[last]
     assert (run_file.parent / "run" / "config.yaml").is_file()
