@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms import run_folder
+from limbeck.algorithms.profiling import StepProfile
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
 from limbeck.distributed.device import memory_in_use
@@ -56,7 +57,10 @@ class TrainingLoop(ABC):
     ) -> None:
         self.config, self.state, self.student, self.loader = config, state, student, loader
         self.logger, self.checkpointer = logger, checkpointer
-        self.timer = Timer(torch.cuda.synchronize if config.logger.monitor_gpus else None)
+        profiled = config.logger.profile_steps if Comm.world().rank == 0 else 0
+        self.profile = StepProfile(config.logger.log_dir, profiled, student.device)
+        wait = torch.cuda.synchronize if config.logger.monitor_gpus else self.profile.synchronize
+        self.timer = Timer(wait, self.profile.mark)
         # counts of all ranks so far lie with rank 0, so that their sum counts nothing twice
         self.dropped: Counter[str] = Counter(state.get("dropped", {}) if Comm.world().rank == 0 else {})
         self.total = steps_of(config, loader)
@@ -129,6 +133,8 @@ class TrainingLoop(ABC):
             with self._stops.watched():
                 self._run()
         finally:
+            if self.profile.close():
+                self.logger.print(self.profile.table())
             self.logger.close()
 
     def _run(self) -> None:
@@ -179,7 +185,10 @@ class TrainingLoop(ABC):
             last = state["total_steps"] >= self.total
             if ended or last:
                 self._report_dropped()
-            if self._after_step(last=last) or last:
+            stop = self._after_step(last=last)
+            if self.profile.end_step(state["total_steps"]):
+                self.logger.print(self.profile.table())
+            if stop or last:
                 return True
         return False
 
@@ -211,16 +220,18 @@ class TrainingLoop(ABC):
             "seconds": seconds,
             **{f"time/{name}": s for name, s in self.timer.get_timing_metrics("sum").items()},
         }
+        self.profile.take(self.timer)
         self.timer.reset()
         self._stops.worth_saving = True
-        self.logger.log_metrics(metrics, step, "train")
-        self.logger.update_progress(
-            step,
-            loss=result["loss"],
-            tokens_per_s=speed,
-            bits_per_byte=self.bits_per_byte(batch, result),
-            memory_bytes=memory_in_use(self.student.device),
-        )
+        with self.profile.section("logging"):
+            self.logger.log_metrics(metrics, step, "train")
+            self.logger.update_progress(
+                step,
+                loss=result["loss"],
+                tokens_per_s=speed,
+                bits_per_byte=self.bits_per_byte(batch, result),
+                memory_bytes=memory_in_use(self.student.device),
+            )
 
     def _after_step(self, *, last: bool) -> bool:
         """Validate and save where that is due; True when the run must stop."""
@@ -228,11 +239,14 @@ class TrainingLoop(ABC):
         d, step = self.config.distillation, self.state["total_steps"]
         due = (d.val_period > 0 and step % d.val_period == 0) or (last and d.val_at_end)
         if due and self.validates:
-            self._validate(step)
+            with self.profile.section("validation"):
+                self._validate(step)
             stop = self.checkpointer.should_stop()
-        self.logger.commit()
+        with self.profile.section("logging"):
+            self.logger.commit()
         if self.checkpointer.should_save(step, last=last, stop=stop):
-            self._save(step)
+            with self.profile.section("checkpoint"):
+                self._save(step)
         return stop
 
     def _validate(self, step: int) -> None:

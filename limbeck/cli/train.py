@@ -23,6 +23,10 @@ def train_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all that the run needs, say what would happen, and stop.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Show where the time of ten steps goes: a table, a page and a trace."),
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Distil: train the student of a run file; resumes by itself where a checkpoint lies.
@@ -33,8 +37,9 @@ def train_command(
     """
     from limbeck.cli.progress import display
 
+    overrides = [*(["logger.profile_steps=10"] if profile else []), *(overrides or [])]
     if dry_run:
-        _look(run_file, overrides or [], json_output=json_output)
+        _look(run_file, overrides, json_output=json_output)
         return
     if importlib.util.find_spec("torch") is None:
         # told alone, before a run says its first word
@@ -47,10 +52,11 @@ def train_command(
             from limbeck.algorithms.summary import summary
             from limbeck.config import load_config
             from limbeck.distributed.launch import launch
+            from limbeck.report.profile_page import write_profile
             from limbeck.report.run_page import write_report
 
             config: Any
-            config, run = resolve_run(load_config(run_file, overrides or []))
+            config, run = resolve_run(load_config(run_file, overrides))
         if first and not quiet:
             shown.say("\n".join(summary(config)))
         folder = Path(config.logger.log_dir)
@@ -63,10 +69,14 @@ def train_command(
             raise StoppedEarly(_ended_at_once(checkpoints), interrupted=True) from None
     if first:
         page = write_report(folder)
+        profiled = write_profile(folder) if config.logger.profile_steps else None
         if json_output:
-            print_json({"run_folder": str(folder), "report": str(page), "stopped_early": stopped is not None})
+            pages = {"report": str(page), **({} if profiled is None else {"profile": str(profiled)})}
+            print_json({"run_folder": str(folder), **pages, "stopped_early": stopped is not None})
         else:
             typer.echo(f"run folder: {folder}\nreport: {page}")
+            if profiled is not None:
+                typer.echo(f"profile: {profiled}")
     if stopped is not None:
         raise stopped
 

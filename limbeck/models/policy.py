@@ -119,8 +119,8 @@ class Policy(LanguageModel):
             eval_mode: loss and metrics only; no gradient, no step.
             gbs: rows per step over all ranks; default: all of ``data``.
             mbs: rows per micro-batch where neither dynamic batching nor packing is on.
-            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``, and ``wait``: for a device
-                that works behind the host.
+            timer: sections ``teacher``, ``forward``, ``layout``, ``loss``, ``backward``, ``optimizer``, and ``wait``:
+                for a device that works behind the host.
 
         Returns:
             ``loss`` (global), ``grad_norm`` (before clipping), ``lr``, ``metrics`` (name -> (sum, count), reduced over

@@ -151,8 +151,8 @@ class Trainer:
         has (possibly none).
 
         Args:
-            timer: sections ``teacher``, ``forward``, ``loss``, ``backward``, ``optimizer``, and ``wait``: for a device
-                that works behind the host.
+            timer: sections ``teacher``, ``forward``, ``layout``, ``loss``, ``backward``, ``optimizer``, and ``wait``:
+                for a device that works behind the host.
             rows: per micro-batch where neither dynamic batching nor packing is on; default: as configured.
 
         Raises:
@@ -343,13 +343,14 @@ class _Pass:
 
     def _add(self, channel: Channel, rows: int) -> None:
         self._check_layout(channel.loss)
-        batch = channel.loss.annotate(channel.batch)
-        # data-parallel ranks, once per channel: a few numbers, by which every rank divides its losses
-        counts = self.dims.data.sum_named({**valid_counts(batch), **channel.loss.counts(batch)})
-        self.valid = {name: value + float(counts.pop(name)) for name, value in self.valid.items()}
+        with self.timer.time("layout"):
+            batch = channel.loss.annotate(channel.batch)
+            # data-parallel ranks, once per channel: a few numbers, by which every rank divides its losses
+            counts = self.dims.data.sum_named({**valid_counts(batch), **channel.loss.counts(batch)})
+            self.valid = {name: value + float(counts.pop(name)) for name, value in self.valid.items()}
         together = channel.rows_together
         iterator, number = self.model.microbatches(batch, rows * together, rows_together=together)
-        for mb in iterator:
+        for mb in self.timer.iterate(iterator, "layout"):
             self._microbatch(mb, channel, counts)
         self.microbatches += number
         self.counts.update({channel.prefix + name: count for name, count in counts.items()})
@@ -394,11 +395,12 @@ class _Pass:
         with timer.time("forward"):
             hidden_RH = model.forward_hidden(mb.processed_inputs)
         ask(on_device=False)
-        with timer.time("loss"):
-            signals = [found[number] for number in range(len(channel.teachers))]
+        signals = [found[number] for number in range(len(channel.teachers))]
+        with timer.time("layout"):
             inputs = loss_fn.prepare(mb, [signal.row_start_B for signal in signals])
             if self.dims.context.size > 1:
                 inputs = loss_fn.shard(inputs, self.dims.context)
+        with timer.time("loss"):
             head = model.head()
             loss, metrics = loss_fn.compute(hidden_RH, head, signals, inputs, counts)
             if channel.reported:

@@ -74,6 +74,7 @@ _TIMES = {
     "data": "waiting for data",
     "teacher": "teacher",
     "forward": "forward",
+    "layout": "layout",
     "loss": "loss",
     "backward": "backward",
     "optimizer": "optimizer",

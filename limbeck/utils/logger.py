@@ -46,6 +46,9 @@ class LoggerConfig(BaseModel):
     """A bar where the command line shows one, a line every ``print_seconds`` elsewhere."""
     print_seconds: float = Field(default=10.0, ge=0)
     """Seconds between two printed lines; 0: one per step."""
+    profile_steps: int = Field(default=0, ge=0)
+    """Show where the time of this many steps goes, from the second one on: a table, ``profile.html`` and a trace in the
+    run folder. ``limbeck train --profile`` sets 10."""
     tensorboard: dict[str, Any] = {}
     """Arguments of ``SummaryWriter``."""
     wandb: dict[str, Any] = {}

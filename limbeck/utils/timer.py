@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,11 +31,16 @@ class Timer:
     ['train/forward']
 
     ``synchronize`` (for example ``torch.cuda.synchronize``) is called at both ends of a section, so that work queued on
-    an accelerator is charged to the section that started it.
+    an accelerator is charged to the section that started it. ``around`` makes what else surrounds a section, by its
+    name: a profiler's mark.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._sync = synchronize
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        around: Callable[[str], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self._sync, self._around = synchronize, around or nullcontext
         self._open: dict[str, float] = {}
         self._times: dict[str, list[float]] = {}
 
@@ -63,7 +68,8 @@ class Timer:
         """Measure the body of a ``with`` block, also when it raises."""
         self.start(label)
         try:
-            yield
+            with self._around(label):
+                yield
         finally:
             self.stop(label)
 

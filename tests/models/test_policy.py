@@ -291,7 +291,7 @@ def test_bf16_parameters_and_bf16_over_fp32(tmp_path):
 def test_the_timer_sees_every_part():
     timer = Timer()
     student().train(batch(), loss_fn(), teachers=[LiveTeacher(teacher())], timer=timer)
-    assert set(timer.get_timing_metrics()) == {"teacher", "forward", "loss", "backward", "optimizer", "wait"}
+    assert set(timer.get_timing_metrics()) == {"teacher", "forward", "layout", "loss", "backward", "optimizer", "wait"}
 
 
 @pytest.mark.parametrize(
