@@ -24,6 +24,7 @@ _CORE = ("numpy", "tokenizers", "safetensors", "jinja2", "pydantic")
 _TRAIN = ("torch", "transformers", "torchdata", "datasets", "pyarrow")
 _EXTRAS = {
     "peft": ("peft", "LoRA students"),
+    "bitsandbytes": ("quantized", "teachers in 4 or 8 bits"),
     "ray": ("ray", "training and caching past one machine"),
     "httpx": ("server", "teachers and judges behind a server"),
     "wandb": ("wandb", "logging to Weights & Biases"),
@@ -123,6 +124,7 @@ def examine_model(spec: str) -> list[Finding]:
         _proof(spec, tokenizer),
         *_head(spec, vocab),
         *_weights(spec),
+        *_quantized(spec),
         *_begin(spec, tokenizer),
         _template(spec, tokenizer),
     ]
@@ -208,6 +210,22 @@ def _weights(spec: str) -> list[Finding]:
             found = f"{path.name} is damaged ({one_line(error)})"
             return [_finding("bad", f"{spec}: weights", found, "fetch the model again")]
     return [_finding("ok", f"{spec}: weights", f"{len(files)} safetensors files, whole")] if files else []
+
+
+def _quantized(spec: str) -> list[Finding]:
+    """How the weights are quantised where they are stored."""
+    try:
+        config = json.loads((Path(spec) / "config.json").read_bytes())
+        stored = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return []
+    if not isinstance(stored, dict):
+        return []
+    method = str(stored.get("quant_method") or "bitsandbytes")
+    what, found = f"{spec}: quantised", f"{method}; usable as a teacher, one copy in each process"
+    if method == "bitsandbytes" and importlib.util.find_spec(method) is None:
+        return [_finding("bad", what, method, "pip install 'limbeck[quantized]' to load it")]
+    return [_finding("ok", what, found)]
 
 
 def _template(spec: str, tokenizer: Tokenizer) -> Finding:

@@ -10,7 +10,9 @@ from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.planner import ModelShape, TeacherMemory, Workload
 from limbeck.errors import ConfigError, one_line
 from limbeck.models.causal import setting
+from limbeck.models.loading import weight_files
 from limbeck.models.policy import PolicyConfig
+from limbeck.models.quantization import BYTES, quantized_in, stored_bytes
 from limbeck.teachers.build import TeacherConfig
 from limbeck.teachers.cache import estimate_bytes
 from limbeck.tokens import ByteVocab, load_tokenizer
@@ -62,7 +64,17 @@ def _teacher(own: TeacherConfig) -> TeacherMemory:
         return TeacherMemory("cache", signal_bytes=float(estimate_bytes(1, k=own.cache_k)))
     if own.server is not None:
         return TeacherMemory("server", signal_bytes=float(own.server.k * _JSON_BYTES_PER_TOKEN))
-    return TeacherMemory("live", shape_of(own), precision, sharded=own.dtensor_cfg.fsdp)
+    return TeacherMemory(
+        "live", shape_of(own), precision, sharded=own.dtensor_cfg.fsdp, layer_bytes=_quantized_bytes(own)
+    )
+
+
+def _quantized_bytes(own: TeacherConfig) -> float | None:
+    """Bytes per parameter of the layers of a quantised teacher; None for another one."""
+    if own.quantization != "none":
+        return BYTES[own.quantization]
+    stored = quantized_in(weight_files(own))
+    return None if stored is None else stored_bytes(stored)
 
 
 def _optimizer_bytes(policy: PolicyConfig) -> int:

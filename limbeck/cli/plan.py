@@ -103,7 +103,8 @@ def describe(
             if teacher.live:
                 section = "teacher" if len(best.teachers) == 1 else f"teachers.{number}"
                 sharded = teacher.sharded and best.layout.sharded
-                out["settings"] += _settings(section, teacher.tensor(mesh), mesh.context, sharded=sharded)
+                context = mesh.context if teacher.layer_bytes is None else 1
+                out["settings"] += _settings(section, teacher.tensor(mesh), context, sharded=sharded)
         out["tokens_per_second"] = round(speed, 1)
         if tokens:
             hours = tokens / speed / 3600

@@ -48,7 +48,8 @@ class ModelShape:
 @dataclass(frozen=True)
 class TeacherMemory:
     """A teacher: ``live`` (weights on the devices), ``cache`` or ``server``. ``signal_bytes``: per token, for a cache
-    or a server: what is read or sent. ``sharded``: FSDP2 over the student's data x context."""
+    or a server: what is read or sent. ``sharded``: FSDP2 over the student's data x context. ``layer_bytes``: per
+    parameter of the layers, where they are quantised; every device then has a copy."""
 
     kind: str
     shape: ModelShape | None = None
@@ -56,14 +57,25 @@ class TeacherMemory:
     tokens_ratio: float = 1.0
     signal_bytes: float = 0.0
     sharded: bool = True
+    layer_bytes: float | None = None
 
     @property
     def live(self) -> bool:
         return self.kind == "live" and self.shape is not None
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a live teacher's weights, all of them."""
+        if self.shape is None:
+            return 0.0
+        if self.layer_bytes is None:
+            return self.shape.parameters * self.param_bytes
+        inside = self.shape.layers * self.shape.layer_parameters
+        return inside * self.layer_bytes + (self.shape.parameters - inside) * self.param_bytes
+
     def tensor(self, mesh: MeshShape) -> int:
         """Ranks that a live teacher's layers are split over: as the student's, where its sizes allow it."""
-        if self.shape is None:
+        if self.shape is None or self.layer_bytes is not None:
             return 1
         sizes = (self.shape.heads, self.shape.kv_heads, self.shape.intermediate, self.shape.vocab)
         return max(n for n in _powers(mesh.tensor) if not any(size % n for size in sizes))
@@ -227,7 +239,7 @@ def _teacher_bytes(teacher: TeacherMemory, work: Workload, layout: Layout) -> fl
         return tokens * teacher.signal_bytes
     t, tensor = teacher.shape, teacher.tensor(layout.mesh)
     shards = layout.shards if teacher.sharded else 1
-    weights = t.parameters * teacher.param_bytes / (tensor * shards)
+    weights = teacher.weight_bytes / (tensor * shards)
     gathered = (2 * t.layer_parameters + t.head_parameters) * teacher.param_bytes / tensor if shards > 1 else 0.0
     # one layer at a time, and the hidden states that the loss reads
     passing = tokens * (layer_activation_bytes(t, teacher.param_bytes, tensor) + t.hidden * teacher.param_bytes)
@@ -290,9 +302,7 @@ def _sharding_bytes(work: Workload, layout: Layout, microbatches: float) -> floa
     if not layout.sharded:
         return 2 * share * gradients
     weights = 2 * work.student.parameters * work.compute_bytes
-    teachers = sum(
-        t.shape.parameters * t.param_bytes for t in work.teachers if t.kind == "live" and t.shape and t.sharded
-    )
+    teachers = sum(t.weight_bytes for t in work.teachers if t.live and t.sharded)
     return share * (microbatches * (weights + gradients + teachers))
 
 
@@ -339,7 +349,10 @@ def plan(work: Workload, devices: int, machine: Machine) -> list[Estimate]:
 
     Live teachers are sharded too where a layout does not fit without it.
     """
-    shared = replace(work, teachers=tuple(replace(t, sharded=True) if t.live else t for t in work.teachers))
+    shared = replace(
+        work,
+        teachers=tuple(replace(t, sharded=True) if t.live and t.layer_bytes is None else t for t in work.teachers),
+    )
     out = []
     for layout in layouts(devices):
         found = _estimate(work, layout, machine)

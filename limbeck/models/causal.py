@@ -63,7 +63,8 @@ def head_of(model: nn.Module, vocab_size: int | None = None) -> Head:
     scale = float(setting(config, "logit_scale", "lm_head_multiplier") or 1.0)
     scale /= float(setting(config, "logits_scaling") or 1.0)
     softcap = setting(config, "final_logit_softcapping")
-    rows = output.weight.shape[0]
+    # packed weights of few bits have another shape
+    rows = getattr(output, "out_features", None) or output.weight.shape[0]
     size = rows if vocab_size is None else min(vocab_size, rows)
     if type(output) is nn.Linear:
         return Head(size, weight=output.weight, bias=output.bias, softcap=softcap, scale=scale)

@@ -32,9 +32,11 @@ from limbeck.models.loading import (
     ModelConfig,
     make_dims,
     model_identity,
+    refuse_quantized,
     refuse_unsupported,
     tokenizer_size,
 )
+from limbeck.models.quantization import rounds_rows_together
 
 
 class LanguageModel:
@@ -76,6 +78,7 @@ class LanguageModel:
         self._cfg = resolve(ModelConfig, cfg).settled(self.device)
         self.precision = self._cfg.compute_type()
         refuse_unsupported(self._cfg, name, trained)
+        refuse_quantized(self._cfg, name, trained, model)
         size = tokenizer_size(tokenizer)
         self.dims = make_dims(self._cfg, name, self.device, model, size, Comm.of(dp_group))
         builder = ModelBuilder(self._cfg, trained=trained, size=size, seed=seed, weights=weights_path)
@@ -140,11 +143,15 @@ class LanguageModel:
         """Verify, once, that packed documents do not see each other."""
         if self._packs:
             return
+        tolerance = 1e-3 if self.precision == torch.float32 else 5e-2
+        if rounds_rows_together(unwrap(self.model).config):
+            # a model that mixes documents moves its outputs by about 1
+            tolerance = 0.3
         with self.autocast():
             verify_document_isolation(
                 self.body,
                 vocab_size=self.vocab_size,
-                tolerance=1e-3 if self.precision == torch.float32 else 5e-2,
+                tolerance=tolerance,
                 run=self._hidden,
                 layout=self.cfg.dtensor_cfg,
                 device=self.device,

@@ -29,6 +29,15 @@ from limbeck.errors import ConfigError
 from limbeck.models.attention import register_varlen_attention
 from limbeck.models.causal import body_of, head_of, unwrap
 from limbeck.models.lora import LoraConfig, apply_lora
+from limbeck.models.quantization import (
+    Quantization,
+    loading_options,
+    method_of,
+    quantized_as,
+    quantized_in,
+    refuse_layout,
+    require_library,
+)
 from limbeck.tokens import ByteVocab
 from limbeck.utils.files import kept_conversion, model_path
 from limbeck.utils.progress import stage
@@ -100,6 +109,9 @@ class ModelConfig(MicrobatchConfig):
     float32 parameters runs under autocast."""
     param_dtype: Dtype | None = None
     """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
+    quantization: Quantization = "none"
+    """Weights of a frozen model's layers in 8 or 4 bits (bitsandbytes, ``pip install 'limbeck[quantized]'``); its
+    embedding and head keep their type. A model that is stored quantised is loaded as it is, with ``none``."""
     attn_implementation: str | None = None
     """Attention of transformers: ``sdpa``, ``flex_attention``, ``flash_attention_2``, ``eager``; default: as it
     chooses."""
@@ -205,7 +217,10 @@ def load_model(
     is given to the loader, because converting a loaded model would also round its RoPE buffers.
     """
     cfg = resolve(ModelConfig, config)
-    model = _random(cfg, dtype, vocab_size, seed) if cfg.init == "random" else _pretrained(cfg, dtype)
+    if cfg.init == "random":
+        model = _random(cfg, dtype, vocab_size, seed)
+    else:
+        model = _pretrained(cfg, dtype, torch.device(device) if device is not None else default_device())
     rows = model.get_input_embeddings().weight.shape[0]
     # one id more than rows is tolerated with a wider tokenizer (Gemma has a special id without an embedding)
     if vocab_size is not None and vocab_size > rows + 1:
@@ -233,7 +248,7 @@ def _extras(cfg: ModelConfig) -> dict[str, Any]:
     return out
 
 
-def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
+def _pretrained(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
     name = cfg.model_name
     if not name:
         raise ConfigError("policy.model_name is missing; give a model folder, a hub id or a GGUF file")
@@ -258,6 +273,13 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype) -> Any:
     if not path.is_file():
         # weights in any other format are pickles
         kwargs["use_safetensors"] = True
+    if cfg.quantization != "none":
+        if path.is_file():
+            raise ConfigError(
+                f"model {str(name)!r} can only be quantised once it is unpacked, for which the cache has no room; free "
+                "some disk, or leave quantization out"
+            )
+        kwargs.update(loading_options(cfg.quantization, device, cfg.compute_type()))
     try:
         model, found = _auto()[1].from_pretrained(
             source, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
@@ -462,6 +484,30 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
         raise ConfigError("training in float16 loses small gradients; set policy.precision to bfloat16 or float32")
 
 
+def refuse_quantized(cfg: ModelConfig, name: str, trained: bool, model: nn.Module | None = None) -> None:
+    """What a model of few bits cannot do, and what it needs. ``model``: one that is loaded already."""
+    stored = quantized_in(weight_files(cfg)) if model is None else quantized_as(unwrap(model).config)
+    if cfg.quantization == "none" and stored is None:
+        return
+    what = f"{name}: quantization is {cfg.quantization}" if stored is None else f"{name} is stored quantised"
+    if trained:
+        raise ConfigError(f"{what}, and quantised weights cannot be trained; give the student in full precision")
+    refuse_layout(what, cfg.dtensor_cfg)
+    if cfg.quantization == "none":
+        assert stored is not None
+        if method_of(stored) == "bitsandbytes" and model is None:
+            require_library(f"{name}, which is stored quantised,")
+        return
+    if stored is not None:
+        raise ConfigError(
+            f"{what} ({method_of(stored)}) and cannot be quantised again; leave out its quantization "
+            f"({cfg.quantization})"
+        )
+    if cfg.init == "random":
+        raise ConfigError(f"{what}, but its weights are random; quantise a model that is loaded")
+    require_library(f"{name}: quantization {cfg.quantization}")
+
+
 def check_layout(cfg: ModelConfig, name: str, model: nn.Module | None, size: int | None) -> MeshShape:
     """The mesh that ``dtensor_cfg`` asks for, checked against the model's numbers before any weight is read."""
     layout = cfg.dtensor_cfg
@@ -518,6 +564,7 @@ def check_settings(
     """Refuse what a policy of these settings would refuse, without making it: before the first of several is loaded."""
     cfg = resolve(ModelConfig, settings)
     refuse_unsupported(cfg, name, trained)
+    refuse_quantized(cfg, name, trained, model)
     check_layout(cfg, name, model, tokenizer_size(tokenizer))
 
 
@@ -559,7 +606,7 @@ class ModelBuilder:
             model, source = self._read_once(dims.shape.tensor)
         else:
             if model is None:
-                model = self._read(self.cfg)
+                model = self._read(self.cfg, device)
             elif self.weights is not None:
                 model.load_state_dict(self._read(self.cfg).state_dict())
             check_head(model.to(device=device), self.size)
@@ -572,7 +619,7 @@ class ModelBuilder:
             model.requires_grad_(False)
         return model, source
 
-    def _read(self, cfg: ModelConfig) -> Any:
+    def _read(self, cfg: ModelConfig, device: torch.device | None = None) -> Any:
         if self.weights is not None:
             update = {
                 "model_name": str(self.weights),
@@ -581,7 +628,12 @@ class ModelBuilder:
                 "allow_missing": False,
             }
             cfg = cfg.model_copy(update=update)
-        return load_model(cfg, dtype=cfg.parameter_type(self.trained), vocab_size=self.size, seed=self.seed)
+        dtype = cfg.parameter_type(self.trained)
+        model = load_model(cfg, dtype=dtype, device=device, vocab_size=self.size, seed=self.seed)
+        if cfg.quantization == "none":
+            # a model that was fetched just now may turn out to be stored quantised
+            refuse_quantized(cfg, cfg.shown_name, self.trained, model)
+        return model
 
     def _read_once(self, tensor: int) -> tuple[Any, WholeWeights]:
         """(a model without weights, where they are). Every rank must call it; an error of rank 0 is raised on all."""
