@@ -219,6 +219,7 @@ class TrainingLoop(ABC):
             "tokens_per_s": speed,
             "seconds": seconds,
             **{f"time/{name}": s for name, s in self.timer.get_timing_metrics("sum").items()},
+            **_memory(self.student.device),
         }
         self.profile.take(self.timer)
         self.timer.reset()
@@ -261,6 +262,7 @@ class TrainingLoop(ABC):
         means = to_means(metrics)
         self.validated = (step, {f"val/{name}": value for name, value in means.items()})
         self.logger.log_metrics(metrics, step, "val")
+        self._log_dropped(Comm.world().sum_counter(self.dropped))  # all ranks, once per validation
         self.logger.log_samples(written, step)
         self.logger.print(f"step {step}: {self.summary_line(means)}")
         self.timer.reset()
@@ -275,9 +277,14 @@ class TrainingLoop(ABC):
             own = {"position": sampler.position(used), "rng": capture_rng(), **self.own_state()}
             Checkpoint(folder).save(self.student, self.student.trainer, shared=self.shared_state(), own=own)
 
+    def _log_dropped(self, total: Mapping[str, int]) -> None:
+        counts = {f"dropped/{reason}": float(n) for reason, n in sorted(total.items())}
+        self.logger.log_metrics(counts, self.state["total_steps"], "train")
+
     def _report_dropped(self) -> None:
         """At the end of an epoch: say what was left out, and stop where that is everything."""
         dropped = run_folder.write_dropped(self.config.logger.log_dir, self.dropped)
+        self._log_dropped(dropped)
         if self.state["total_valid_tokens"] == 0:
             raise DataError(self.nothing_learned(str(dict(dropped) or "nothing")))
         if dropped:
@@ -286,6 +293,14 @@ class TrainingLoop(ABC):
         if lost := dropped["truncated_tokens"]:
             share = lost / (lost + self.state["total_valid_tokens"])
             self.logger.print(f"texts longer than the context lost {share:.0%} of their tokens ({lost:,}) so far")
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GiB that this process holds: resident in main memory and, where there is one, on the accelerator at most."""
+    found = {"memory/resident_gib": memory_in_use(torch.device("cpu")) / 2**30}
+    if device.type != "cpu":
+        found["memory/device_gib"] = memory_in_use(device) / 2**30
+    return found
 
 
 # ---- stopping --------------------------------------------------------------------------------------------------------

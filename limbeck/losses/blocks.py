@@ -203,9 +203,24 @@ class TokenClasses:
 
     def sums(self, prefix: str, ids: Tensor, values: Tensor, weight: Tensor) -> Sums:
         """`prefix/class` of all classes: values and weights `[n]` of tokens, summed by the tokens' classes."""
-        kind = self.of_id[ids]
-        totals, counts = (_wide(x.new_zeros(len(self.names))).index_add(0, kind, _wide(x)) for x in (values, weight))
-        return {f"{prefix}/{name}": (totals[i], counts[i]) for i, name in enumerate(self.names)}
+        return _sums_by(self.names, self.of_id[ids], prefix, values, weight)
+
+
+CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
+"""Chunks by their tokens, the student's first."""
+
+
+def chunk_kind_sums(
+    prefix: str, student_count_C: Tensor, teacher_count_C: Tensor, values_C: Tensor, weight_C: Tensor
+) -> Sums:
+    """`prefix/kind` of all kinds of chunks: values and weights of chunks, summed by how many tokens each side has."""
+    kind_C = 2 * (student_count_C > 1).long() + (teacher_count_C > 1).long()
+    return _sums_by(CHUNK_KINDS, kind_C, prefix, values_C, weight_C)
+
+
+def _sums_by(names: tuple[str, ...], kind: Tensor, prefix: str, values: Tensor, weight: Tensor) -> Sums:
+    totals, counts = (_wide(x.new_zeros(len(names))).index_add(0, kind, _wide(x)) for x in (values, weight))
+    return {f"{prefix}/{name}": (totals[i], counts[i]) for i, name in enumerate(names)}
 
 
 @dataclass
@@ -217,7 +232,7 @@ class BlockRun:
     token_factor: float | Tensor
     terms: list[TeacherTerm]
     comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
-    classes: TokenClasses | None = None  # counted by, too; a chunk belongs to its first token's class
+    classes: TokenClasses | None = None  # counted by, too, and by kind of chunk; a chunk is of its first token's class
     metrics: Sums = field(default_factory=dict)
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
     raise_mismatch: Callable[[], object] | None = None  # raises the error that belongs to such a flag
@@ -276,6 +291,8 @@ def _block_loss(
             ids_C = chunks.student_ids_M.index_select(0, chunks.student_first_C)
             weight_C = torch.ones_like(out.rows_C) if chunks.weight_C is None else chunks.weight_C
             run.add(f"{term.name}/", run.classes.sums("kl_loss", ids_C, out.rows_C, weight_C))
+            counts = chunks.student_count_C, chunks.teacher_count_C
+            run.add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, out.rows_C, weight_C))
         total = total + out.loss * term.factor
         if out.grad_NV is not None:
             grad_NV = out.grad_NV * term.factor

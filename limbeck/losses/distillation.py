@@ -289,7 +289,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
 
     def count_by_class(self, class_of_id: np.ndarray) -> None:
         """Passes without gradient count cross-entropy and distillation by class of token, too (`ce_loss/digits`,
-        `teacher_0/kl_loss/digits`; a chunk by its first token). class_of_id: `limbeck.tokens.classes.class_table`."""
+        `teacher_0/kl_loss/digits`; a chunk by its first token), and distillation by kind of chunk
+        (`teacher_0/kl_loss/one_to_many`). class_of_id: `limbeck.tokens.classes.class_table`."""
         self.class_of_id = torch.from_numpy(class_of_id.astype(np.int64))
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from limbeck.report.run_data import Points, RunData
 from limbeck.report.series import NARROW, WIDE, Series, axis, chart, format_number, wants_log
+from limbeck.tokens.classes import TEXT_CLASSES
 
 Chart = dict[str, Any]
 
@@ -23,6 +24,15 @@ PARTS = {
     "common_kl": "common tokens",
 }
 """Terms of a distillation loss in nats, as objectives log them for every teacher."""
+KINDS = {
+    "kl_loss/one_to_one": "one to one",
+    "kl_loss/one_to_many": "one of the student's, several of the teacher's",
+    "kl_loss/many_to_one": "several of the student's, one of the teacher's",
+    "kl_loss/many_to_many": "several on both sides",
+}
+"""Distillation loss by the tokens of chunks, as validations count it for every teacher."""
+CLASSES = {name: name.replace("_", " ") for name in TEXT_CLASSES}
+"""Classes of tokens by which validations count cross-entropy and, by their first tokens, chunks."""
 LOST = {
     "unreached_mass": "unreached by the projection",
     "lost_mass": "lost at chunk starts",
@@ -83,6 +93,13 @@ _TIMES = {
 }
 """Sections of a step, as its timer calls them."""
 _WAITING = ("data", "wait")
+_MEMORY = {
+    "train/memory/resident_gib": "resident in main memory",
+    "train/memory/device_gib": "accelerator, most so far",
+    "gpu/memory_gib": "accelerator, allocated",
+    "gpu/peak_memory_gib": "accelerator, peak",
+}
+"""Memory of the process of rank 0; the last two with ``logger.monitor_gpus``."""
 
 
 def teacher_levels(run: RunData) -> list[tuple[str, Points]]:
@@ -205,7 +222,20 @@ class RunCharts:
             if len(parts) > 1:
                 charts.append(chart("Parts of the distillation loss", parts, note=note, log=wide))
             charts.append(chart("L1 of uncommon tokens", self._named({"uncommon_l1": "L1"}, prefix), note=where))
-        return charts
+        return charts + self._by_kind()
+
+    def _by_kind(self) -> list[Chart | None]:
+        """Losses of a validation by kind of chunk and by class of token, where there is more than one."""
+        plain = [self._val(shown, f"val/ce_loss/{name}", i) for i, (name, shown) in enumerate(CLASSES.items())]
+        groups = {
+            "Distillation loss by kind of chunk": self._named(KINDS, "val"),
+            "Distillation loss by class of token": self._named(
+                {f"kl_loss/{name}": shown for name, shown in CLASSES.items()}, "val"
+            ),
+            "Cross-entropy by class of token": [series for series in plain if any(v for _, v in series.points)],
+        }
+        note = "validation, nats per chunk or token of that kind"
+        return [chart(title, series, note=note) for title, series in groups.items() if len(series) > 1]
 
     def _of_teachers(self) -> list[Chart | None]:
         """Each teacher's own loss and weight, where there are several; one teacher's is the loss itself."""
@@ -237,7 +267,17 @@ class RunCharts:
             chart("Alignment coverage", coverage, width=NARROW, height=210, note="validation"),
             chart("Probability that is not compared", lost, width=NARROW, height=210, zero=True, note=where),
             chart("Shares of chunks", unsure, width=NARROW, height=210, zero=True, note=where),
+            self._dropped(),
         ]
+
+    def _dropped(self) -> Chart | None:
+        """What was left out so far, by reason; the eight largest."""
+        logged = [key for key in self.run.metric_names if key.startswith("train/dropped/")]
+        series = [(key.removeprefix("train/dropped/").replace("_", " "), self._points(key)) for key in logged]
+        series.sort(key=lambda named: -named[1][-1][1])
+        lines = [Series(name, points, i, markers=True) for i, (name, points) in enumerate(series[:8])]
+        wide = any(wants_log([*a.points, *b.points]) for a in lines for b in lines)
+        return chart("Left out so far", lines, width=NARROW, height=210, zero=not wide, log=wide, note="by reason")
 
     def _sampled(self) -> list[Chart | None]:
         return [
@@ -263,10 +303,7 @@ class RunCharts:
     def _machine(self) -> list[Chart | None]:
         speed = self._train("student", "train/tokens_per_s", 5)
         seconds = self._points("train/seconds")
-        memory = [
-            Series(name, self._points(key), i)
-            for i, (key, name) in enumerate((("gpu/memory_gib", "allocated"), ("gpu/peak_memory_gib", "peak")))
-        ]
+        memory = [Series(name, self._points(key), i) for i, (key, name) in enumerate(_MEMORY.items())]
         parts = self._times(seconds)
         took: dict[float, float] = dict(seconds)
         waits = [
@@ -279,7 +316,7 @@ class RunCharts:
             chart("Tokens per second", [speed], width=NARROW, height=210, zero=True),
             chart("Where a step's time goes", parts, width=NARROW, height=210, stack=True, note="seconds"),
             chart("Waiting", waits, width=NARROW, height=210, zero=True, note="percent of a step"),
-            chart("Memory of the accelerator", memory, width=NARROW, height=210, zero=True, note="GiB, rank 0"),
+            chart("Memory", memory, width=NARROW, height=210, zero=True, note="GiB, rank 0"),
         ]
 
     def _times(self, seconds: Points) -> list[Series]:

@@ -20,8 +20,8 @@ from tests.gates import Gate, Place, hold_run, wait_until
 from tests.helpers.tiny import LLAMA, QWEN3
 from tests.helpers.tokenizers import TEXTS, tiny
 
-# What may differ between two runs of the same run file: clocks, and what is derived from them.
-CLOCKS = ("train/tokens_per_s", "train/sample/tokens_per_s", "train/seconds", "train/time/")
+# What may differ between two runs of the same run file: clocks, what is derived from them, and the process's memory.
+CLOCKS = ("train/tokens_per_s", "train/sample/tokens_per_s", "train/seconds", "train/time/", "train/memory/")
 
 
 def documents(count: int, seed: int) -> list[str]:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from limbeck.data.layout import aligned_chunks
 from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.losses.blocks import CHUNK_KINDS
 from limbeck.tokens.classes import TEXT_CLASSES
 from tests.helpers.interpreter import interpreter_fault
 from tests.losses.cases import make_models, run
@@ -35,9 +37,19 @@ def test_the_classes_add_up(fast_path: str, mode: str, monkeypatch: pytest.Monke
         assert [float(count) > 0 for _, count in parts] == [True, True, True, False, False]
         for i in (0, 1):
             assert sum(float(part[i]) for part in parts) == pytest.approx(float(metrics[name][i]), rel=1e-5)
+    by_kind = [metrics[f"teacher_0/kl_loss/{kind}"] for kind in CHUNK_KINDS]
+    assert sum(float(count) > 0 for _, count in by_kind) > 1
+    for i in (0, 1):
+        whole = float(metrics["teacher_0/kl_loss"][i])
+        assert sum(float(part[i]) for part in by_kind) == pytest.approx(whole, rel=1e-5)
+    layout = aligned_chunks(batch, 0)
+    assert layout is not None
+    kinds = 2 * (layout.student_count_C > 1).long() + (layout.teacher_count_C > 1)
+    assert [float(count) for _, count in by_kind] == torch.bincount(kinds, minlength=4).tolist()
     ids = batch["input_ids"][:, 1:]
     targets = ids[torch.arange(ids.shape[1]) < batch["input_lengths"][:, None] - 1]
     counted = np.bincount(CLASS_OF_ID[targets.numpy()], minlength=3).tolist()
     assert [float(metrics[f"ce_loss/{kind}"][1]) for kind in TEXT_CLASSES[:3]] == counted
     _, trained = run(loss_fn, batch, models)
     assert "ce_loss/digits" not in trained
+    assert "teacher_0/kl_loss/one_to_one" not in trained

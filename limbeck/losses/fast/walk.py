@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from limbeck.losses.blocks import BlockRun, TeacherTerm, asked_for
+from limbeck.losses.blocks import BlockRun, TeacherTerm, asked_for, chunk_kind_sums
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
@@ -206,6 +206,8 @@ class _Pass:
         if (classes := self.work.classes) is not None:
             ids, rows = block.student.ids[: block.chunks], out.rows * weight * term.objective.temperature**2
             self._add(f"{term.name}/", classes.sums("kl_loss", ids, rows, weight))
+            counts = block.student.count_C, block.teacher.count_C
+            self._add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, rows, weight))
         return out
 
     def _through_head(self, block: BlockLanes, inputs: Tensor, grad: Tensor, *, first: bool) -> None:
