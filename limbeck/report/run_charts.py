@@ -273,10 +273,14 @@ class RunCharts:
     def _dropped(self) -> Chart | None:
         """What was left out so far, by reason; the eight largest."""
         logged = [key for key in self.run.metric_names if key.startswith("train/dropped/")]
-        series = [(key.removeprefix("train/dropped/").replace("_", " "), self._points(key)) for key in logged]
-        series.sort(key=lambda named: -named[1][-1][1])
-        lines = [Series(name, points, i, markers=True) for i, (name, points) in enumerate(series[:8])]
-        wide = any(wants_log([*a.points, *b.points]) for a in lines for b in lines)
+        found = {key: [(step, n) for step, n in self._points(key) if n > 0] for key in logged}
+        keys = sorted((key for key in logged if found[key]), key=lambda key: -found[key][-1][1])[:8]
+        names = [key.removeprefix("train/dropped/").replace("_", " ") for key in keys]
+        lines = [
+            Series(name, found[key], i, markers=True) for i, (key, name) in enumerate(zip(keys, names, strict=True))
+        ]
+        # tokens, chunks and records in one chart
+        wide = bool(keys) and found[keys[0]][-1][1] > 30 * found[keys[-1]][-1][1]
         return chart("Left out so far", lines, width=NARROW, height=210, zero=not wide, log=wide, note="by reason")
 
     def _sampled(self) -> list[Chart | None]:
