@@ -19,20 +19,11 @@ from limbeck.losses.hint import HintInputs
 from limbeck.losses.policy_gradient import PolicyInputs
 from limbeck.losses.signals import Head, Signal
 from limbeck.losses.vocab.axis import VocabAxis
-from limbeck.projection.audit import token_class
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import FORM_CLASSES, form_table
 from limbeck.tokens.vocab import is_end
 from limbeck.utils.metrics import Pair
 
-CLASSES = ("special", "format", "number", "word", "other")
-_OF_BYTES = {
-    "punctuation": "format",
-    "whitespace": "format",
-    "digits_1": "number",
-    "digits_2": "number",
-    "digits_3": "number",
-    "alphabetic": "word",
-}
 # Share of its maximum, ln 2, from which JSD says that two sides have nothing in common.
 _DISJOINT = 0.95 * math.log(2)
 
@@ -55,14 +46,16 @@ class MonitorConfig(BaseModel):
 class CollapseMonitor:
     """Measures rows of the policy and hint channels, without gradient.
 
-    Token classes: special tokens; format (punctuation and white space, what structures a call); numbers; words; other.
+    Token classes are `limbeck.tokens.classes.FORM_CLASSES`.
     """
 
     def __init__(self, tokenizer: object, vocab_size: int, config: MonitorConfig) -> None:
         self.config = config
         vocab = ByteVocab.from_tokenizer(tokenizer)
-        self.classes = token_classes(vocab, vocab_size)
-        self.is_format = (self.classes == CLASSES.index("format")) | (self.classes == CLASSES.index("special"))
+        self.classes = torch.from_numpy(form_table(vocab, vocab_size))
+        self.is_format = (self.classes == FORM_CLASSES.index("format")) | (
+            self.classes == FORM_CLASSES.index("special")
+        )
         ends = [i for i, role in vocab.roles.items() if is_end(role) and i < vocab_size]
         self.end_ids = ends
         self.is_end = torch.zeros(vocab_size, dtype=torch.bool)
@@ -128,22 +121,10 @@ class CollapseMonitor:
         jsd = 0.5 * axis.sum(log_s.exp() * (log_s - log_m) + log_t.exp() * (log_t - log_m))
         kind = self.classes.to(ids.device)[ids]
         metrics: dict[str, Pair] = {"monitor/hint/jsd": (jsd.sum(), jsd.new_tensor(float(len(ids))))}
-        for number, name in enumerate(CLASSES):
+        for number, name in enumerate(FORM_CLASSES):
             mask = kind == number
             metrics[f"monitor/hint/kl_{name}"] = (kl[mask].sum(), mask.sum())
         return metrics
-
-
-def token_classes(vocab: ByteVocab, size: int) -> Tensor:
-    """int64 ``[size]``: the number in ``CLASSES`` of every token of a head."""
-    kinds = ["special" if s else _OF_BYTES.get(token_class(b), "other") for s, b in _tokens(vocab)]
-    numbers = [CLASSES.index(kind) for kind in kinds][:size]
-    numbers += [CLASSES.index("other")] * (size - len(numbers))
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _tokens(vocab: ByteVocab) -> zip[tuple[bool, bytes]]:
-    return zip(vocab.special.tolist(), vocab.token_bytes, strict=True)
 
 
 def check_disjoint(metrics: Mapping[str, tuple[Any, Any]]) -> None:

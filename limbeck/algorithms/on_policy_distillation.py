@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -24,7 +25,6 @@ from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers, reading_of, teacher_lengths
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
 from limbeck.algorithms.loop import is_finished, whole_run
-from limbeck.algorithms.monitors import CLASSES, token_classes
 from limbeck.algorithms.rewards import make_reward
 from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData, balanced
 from limbeck.algorithms.served_sampler import ServedSampler
@@ -47,6 +47,7 @@ from limbeck.models.trainer import Channel
 from limbeck.teachers.hinted import HintTeacher, make_self_teacher
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import FORM_CLASSES, form_table
 from limbeck.tokens.tokenizer import read_template
 from limbeck.traces.states import load_failed_states
 from limbeck.utils.checkpoint import CheckpointManager
@@ -155,8 +156,8 @@ def _sampled_loss(
 ) -> Loss[Any]:
     own = config.on_policy
     if own.policy_gradient is not None:
-        classes = token_classes(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size)
-        return ChunkPolicyLossFn(own.policy_gradient, len(foreign), classes_V=classes, class_names=CLASSES)
+        classes = torch.from_numpy(form_table(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size))
+        return ChunkPolicyLossFn(own.policy_gradient, len(foreign), classes_V=classes, class_names=FORM_CLASSES)
     paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
     return off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
 

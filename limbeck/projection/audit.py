@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,10 +16,10 @@ from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
 from limbeck.projection.trees import VocabTrees
 from limbeck.tokens import ByteVocab
-from limbeck.tokens.classes import SCRIPTS, script_of
+from limbeck.tokens.classes import SCRIPTS, SPELLING_CLASSES, script_of, token_class
 from limbeck.tokens.vocab import quoted
 
-CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
+CLASSES = SPELLING_CLASSES
 
 # Share of a class's tokens that must be exact for a loss on the common set. Numerals carry arithmetic and have no
 # neighbours to stand in for them; of words and signs, the rare long ones may be missing.
@@ -37,30 +36,6 @@ CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
 REACHED = 0.9
 DEFAULT_LOSS = "tree_kl"
 SAME_VOCABULARY = "both sides have the same vocabulary, so losses compare token with token and no projection is needed."
-
-_DIGITS = frozenset(string.digits.encode())
-_PUNCTUATION = frozenset(string.punctuation.encode())
-_LETTERS = frozenset(string.ascii_letters.encode())
-_SPACES = frozenset(string.whitespace.encode())
-
-
-def token_class(data: bytes) -> str:
-    """Class of a token's bytes: one of `CLASSES`, or "other" (mixed signs, longer numerals).
-
-    Numerals, punctuation and words may have one space in front, as byte-pair vocabularies hold them.
-    """
-    if not data:
-        return "other"
-    if max(data) >= 0x80:
-        return "non_ascii"
-    if _SPACES.issuperset(data):
-        return "whitespace"
-    body = data.removeprefix(b" ")
-    if _DIGITS.issuperset(body):
-        return f"digits_{len(body)}" if len(body) <= 3 else "other"
-    if _PUNCTUATION.issuperset(body):
-        return "punctuation"
-    return "alphabetic" if _LETTERS.issuperset(body) else "other"
 
 
 @dataclass(frozen=True)

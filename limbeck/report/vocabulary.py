@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from limbeck.projection import Projection
-from limbeck.projection.audit import CLASSES, Audit, Group, Masses, PairAudit, token_class
+from limbeck.projection.audit import CLASSES, Audit, Group, Masses, PairAudit
 from limbeck.projection.counted import PairCounter
 from limbeck.report.page import Page
 from limbeck.tokens import ByteVocab
-from limbeck.tokens.classes import SCRIPTS, script_of
+from limbeck.tokens.classes import SCRIPTS, script_of, token_class
 
 _CLASSES = (*CLASSES, "other")
 

@@ -17,6 +17,7 @@ has them; Chinese, Japanese and Korean writing, pieces of its characters include
 _DIGITS = frozenset(string.digits.encode())
 _SPACES = frozenset(string.whitespace.encode())
 _SIGNS = frozenset(string.punctuation.encode())
+_LETTERS = frozenset(string.ascii_letters.encode())
 # first bytes of characters from U+3000 to Hangul, and of full-width forms
 _CJK_LEADS = frozenset({*range(0xE3, 0xEE), 0xEF})
 
@@ -110,3 +111,48 @@ def class_table(vocab: ByteVocab) -> npt.NDArray[np.uint8]:
     """Number of the class of every id, ``[ids]``."""
     numbers = {name: number for number, name in enumerate(TEXT_CLASSES)}
     return np.array([numbers[text_class(data)] for data in vocab.token_bytes], dtype=np.uint8)
+
+
+SPELLING_CLASSES = ("digits_1", "digits_2", "digits_3", "punctuation", "alphabetic", "non_ascii", "whitespace")
+"""Classes by spelling, in which vocabularies of one language differ: `token_class` tells them."""
+
+
+def token_class(data: bytes) -> str:
+    """Class of a token's bytes: one of `SPELLING_CLASSES`, or "other" (mixed signs, longer numerals).
+
+    Numerals, punctuation and words may have one space in front, as byte-pair vocabularies hold them.
+    """
+    if not data:
+        return "other"
+    if max(data) >= 0x80:
+        return "non_ascii"
+    if _SPACES.issuperset(data):
+        return "whitespace"
+    body = data.removeprefix(b" ")
+    if _DIGITS.issuperset(body):
+        return f"digits_{len(body)}" if len(body) <= 3 else "other"
+    if _SIGNS.issuperset(body):
+        return "punctuation"
+    return "alphabetic" if _LETTERS.issuperset(body) else "other"
+
+
+FORM_CLASSES = ("special", "format", "number", "word", "other")
+"""Names by number, as `form_table` gives them: special tokens; punctuation and white space, what structures a call;
+numbers; words; everything else."""
+_FORM_OF_SPELLING = {
+    "punctuation": "format",
+    "whitespace": "format",
+    "digits_1": "number",
+    "digits_2": "number",
+    "digits_3": "number",
+    "alphabetic": "word",
+}
+
+
+def form_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
+    """Number in `FORM_CLASSES` of every row of a head of `size` rows; rows without a token are other."""
+    tokens = zip(vocab.special.tolist(), vocab.token_bytes, strict=True)
+    names = ["special" if special else _FORM_OF_SPELLING.get(token_class(data), "other") for special, data in tokens]
+    found = np.full(size, FORM_CLASSES.index("other"), dtype=np.int64)
+    found[: len(names)] = [FORM_CLASSES.index(name) for name in names[:size]]
+    return found

@@ -8,9 +8,10 @@ import pytest
 
 from limbeck.errors import ProjectionError
 from limbeck.projection import ClassCoverage, audit, audit_pair, audit_projection, build_rules, build_trees, count_pairs
-from limbeck.projection.audit import CLASSES, audit_masses, recommend, token_class
+from limbeck.projection.audit import CLASSES, audit_masses, recommend
 from limbeck.projection.events import Conditions
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import token_class
 from tests.helpers.tokenizers import TEXTS, byte_level, trained_bpe
 
 FULL = ClassCoverage(10, 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from limbeck.tokens import Tokenizer
-from limbeck.tokens.classes import TEXT_CLASSES, class_table, text_class
+from limbeck.tokens.classes import FORM_CLASSES, TEXT_CLASSES, class_table, form_table, text_class
 from tests.helpers.tokenizers import byte_level
 
 
@@ -35,3 +35,13 @@ def test_classes_at_their_edges(data: bytes, name: str) -> None:
 def test_the_table_has_the_class_of_every_id() -> None:
     vocab = Tokenizer.of(byte_level(["201", "中", "the"], specials=["<|im_end|>"])).vocab
     assert [TEXT_CLASSES[number] for number in class_table(vocab)] == [text_class(data) for data in vocab.token_bytes]
+
+
+def test_every_row_of_a_head_has_a_form() -> None:
+    vocab = Tokenizer.of(byte_level(["the", "201"], specials=["<|im_end|>"])).vocab
+    forms = [FORM_CLASSES[i] for i in form_table(vocab, vocab.size + 2)]
+    tokens = {data: forms[i] for i, data in enumerate(vocab.token_bytes) if not vocab.special[i]}
+    assert (tokens[b"the"], tokens[b"201"], tokens[b"{"], tokens[b"\n"]) == ("word", "number", "format", "format")
+    assert forms[: vocab.size].count("special") == int(vocab.special.sum()) > 0
+    assert forms[vocab.size :] == ["other", "other"]
+    assert len(form_table(vocab, 10)) == 10
