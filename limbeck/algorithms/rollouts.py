@@ -190,7 +190,7 @@ def deal(loads: Sequence[Sequence[int]]) -> list[list[int]]:
     """The rank that each part of each rank goes to, given their sizes; few parts move.
 
     >>> deal([[5, 4, 3], [2]])
-    [[0, 0, 1], [1]]
+    [[1, 0, 0], [1]]
     """
     home = [[rank] * len(parts) for rank, parts in enumerate(loads)]
     total = [sum(parts) for parts in loads]
