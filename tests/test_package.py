@@ -102,10 +102,6 @@ def test_the_demo_in_an_environment_of_its_own(tmp_path: Path) -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     made.install(*re.findall(r"^torch==\S+", pins, re.MULTILINE))
     made.install("limbeck[demo]")
-    refused = made.run("demo", folder=tmp_path)
-    assert refused.returncode == 1
-    [said] = re.findall(r"pip install (--no-deps \S+==[\d.]+)", refused.stderr)
-    made.install(*said.split())
     done = made.run("demo", "--steps", "2", "--documents", "8", "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["bpb_teacher"] < 1.5

