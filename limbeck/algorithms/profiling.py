@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -54,7 +54,7 @@ class StepProfile:
     def __init__(self, folder: str | Path, steps: int, device: torch.device) -> None:
         self.folder, self.steps, self.device = Path(folder), steps, device
         self.rows: list[dict[str, float]] = []
-        self._seen, self._sections = 0, Counter[str]()
+        self._seen, self._sections = 0, defaultdict[str, float](float)
         self._begun = time.perf_counter()
         self._profiler: profile | None = None
         self._operations: list[dict[str, Any]] = []
@@ -87,7 +87,8 @@ class StepProfile:
 
     def take(self, timer: Timer) -> None:
         """Add what a timer has measured since its last reset."""
-        self._sections.update(timer.get_timing_metrics("sum"))
+        for name, seconds in timer.get_timing_metrics("sum").items():
+            self._sections[name] += seconds
 
     def end_step(self, step: int) -> bool:
         """A step has ended, with all that came behind it; True where it was the last one of the profile."""
