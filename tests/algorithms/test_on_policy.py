@@ -71,6 +71,12 @@ def test_a_fraction_of_0_is_the_loop_of_stored_text_bit_for_bit(folder: Path, tm
     assert weight_bytes(tmp_path / "none", STEPS) == weight_bytes(tmp_path / "plain", STEPS)
 
 
+def without_the_first_end(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a run that ended at step 2 and went on: what was left out so far is told at the end of every run."""
+    first, second, *others = found
+    return [first, {name: value for name, value in second.items() if not name.startswith("train/dropped/")}, *others]
+
+
 @pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_the_same_seed_writes_the_same_and_goes_on_where_it_stopped(
     folder: Path, tmp_path: Path, fraction: float
@@ -80,7 +86,7 @@ def test_the_same_seed_writes_the_same_and_goes_on_where_it_stopped(
     parts = run_file(folder, tmp_path / "parts", own)
     resolve_and_run({**parts, "distillation": {**parts["distillation"], "max_num_steps": 2}})
     resolve_and_run(parts)
-    assert rows(tmp_path / "parts") == whole
+    assert without_the_first_end(rows(tmp_path / "parts")) == whole
     assert weight_bytes(tmp_path / "parts", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
     last = whole[-1]
     assert ("train/kl_loss" in last) == (fraction < 1)
@@ -154,7 +160,7 @@ def test_an_anchor_goes_on_where_it_stopped(folder: Path, tmp_path: Path, kind: 
     parts = run_file(folder, tmp_path / "parts", own)
     resolve_and_run({**parts, "distillation": {**parts["distillation"], "max_num_steps": 2}})
     resolve_and_run(parts)
-    assert rows(tmp_path / "parts") == whole
+    assert without_the_first_end(rows(tmp_path / "parts")) == whole
     # the student begins where its anchor is
     assert whole[0]["train/anchor/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert whole[-1]["train/anchor/kl_loss"] > 1e-6

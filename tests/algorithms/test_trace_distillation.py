@@ -24,9 +24,10 @@ VALIDATED = {"val_at_start": True, "val_at_end": True}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Figures of a run without those of the machine."""
     clocks = ("seconds", "tokens_per_s")
     return [
-        {k: v for k, v in row.items() if "/time/" not in k and not k.endswith(clocks)}
+        {k: v for k, v in row.items() if not {"time", "memory"} & set(k.split("/")) and not k.endswith(clocks)}
         for row in read_metrics(folder / "metrics.jsonl")
     ]
 

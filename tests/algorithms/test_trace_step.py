@@ -135,7 +135,7 @@ def test_without_alpha_and_beta_it_is_the_plain_objective_bit_for_bit(tmp_path: 
     run = setup(config(tmp_path, policy=adam))
     plain = setup(config(tmp_path, policy=adam))
     batch = batch_of(run)
-    loss_fn = PolicyGradientLossFn(run.step.policy_loss.spec)
+    loss_fn = PolicyGradientLossFn(run.step.policy_loss.cfg, block_rows=run.step.policy_loss.block_rows)
     for _ in range(2):
         run.step(batch, {"policy": 1.0, "hint": 0.0, "preference": 0.0}, monitored=True)
         channel = batch.channel("policy")
