@@ -47,8 +47,8 @@ class Environment:
 
     def run(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """``limbeck`` with these arguments in ``folder``, as installed here."""
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [str(self.python), "-m", "limbeck", *arguments]
+        kept = {name: value for name, value in _variables().items() if name != "PYTHONPATH"}
         environment = {**kept, "LIMBECK_CACHE": str(self.folder / "cache")}
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -57,8 +57,12 @@ class Environment:
         self._do([str(self.python), "-I", "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments])
 
     def _do(self, command: list[str]) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
-        done = subprocess.run(command, cwd=self.folder, env=kept, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=self.folder, env=_variables(), capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()[-1:]
             pytest.skip(f"no environment could be made, the package registry may be out of reach: {said}")
+
+
+def _variables() -> dict[str, str]:
+    """Those of this process without the Makefile's constraints, which name a file of the checkout."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_CONSTRAINT")}
