@@ -55,6 +55,7 @@ def test_own_loop(models: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_hf_trainer(models: Path, tmp_path: Path) -> None:
     out = example("hf_trainer.py", models / "student", models / "teacher", models / "texts.txt", tmp_path / "out")
     assert len(re.findall(r"'grad_norm': '?[\d.]+", out)) == 2
@@ -91,6 +92,7 @@ def test_notebook(models: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_use_result(tmp_path: Path) -> None:
     runs.write_tokenizers(tmp_path)
     runs.write_data(tmp_path)

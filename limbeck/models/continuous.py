@@ -10,9 +10,11 @@ import copy
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -33,6 +35,8 @@ PAGE = 32
 """Tokens of a page of the cache."""
 PREFILL = 1024
 """Tokens of prompts that one pass reads at most."""
+SUPPORTED = "page_size" in {field.name for field in fields(ContinuousBatchingConfig)}
+"""Whether the engine of the installed transformers is the one that this is written for; it was another before."""
 _BITS = 31
 _NATS = 32.0
 """See `_tell`."""
@@ -50,7 +54,8 @@ def make_local_sampler(
 def _pays(model: LanguageModel, config: SamplingConfig) -> bool:
     # without that kernel all answers in work attend through one mask over all their keys
     return (
-        model.device.type == "cuda"
+        SUPPORTED
+        and model.device.type == "cuda"
         and not model.sharding.is_sharded
         and not config.stop
         and _attention(model.precision) != "sdpa"
@@ -84,6 +89,11 @@ class ContinuousSampler(LocalSampler):
             raise ConfigError(
                 "on_policy.sampler continuous needs the whole model in every process, and this one is split "
                 "(tensor_parallel_size, context_parallel_size, fsdp); leave it at auto"
+            )
+        if not SUPPORTED:
+            raise ConfigError(
+                "on_policy.sampler continuous needs transformers 5.20 or later, and this is "
+                f"{transformers.__version__}; leave it at auto"
             )
         self._engine = copy.deepcopy(unwrap(model.model)).to(model.precision).requires_grad_(False).eval()
         self._engine.set_attn_implementation(_attention(model.precision))

@@ -21,7 +21,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["--version"], 0), (["no-such-command"], 2), (["plan", "no.yaml"], 1)]
+    ("arguments", "code"), [(["--version"], 0), (["no-such-command"], 2), (["docs", "no-such-page"], 1)]
 )
 @pytest.mark.parametrize("world", ["1", "2"])
 def test_a_rank_ends_with_its_code_and_what_it_owes(arguments: list[str], code: int, world: str) -> None:

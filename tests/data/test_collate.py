@@ -311,6 +311,7 @@ def memory_growth() -> float:
     return run(75) - warm
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data() -> None:
     # in a process of its own: the peak of this one is what other tests have left
     collator("smollm2", "gpt2")  # fetches both

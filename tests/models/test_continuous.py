@@ -15,6 +15,7 @@ from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab
 from tests.helpers.tiny import student, tokenizer
 
+needs_engine = pytest.mark.skipif(not continuous.SUPPORTED, reason="the installed transformers has another engine")
 PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7]), torch.tensor([5, 9, 40]), torch.arange(3, 50)]
 
 
@@ -33,6 +34,7 @@ def same(found: list[Sample], expected: list[Sample]) -> None:
         torch.testing.assert_close(one.log_probs_T, other.log_probs_T, atol=2e-4, rtol=1e-4)
 
 
+@needs_engine
 @pytest.mark.parametrize(
     "how",
     [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"stop": ["e"]}],
@@ -50,6 +52,7 @@ def test_it_writes_what_the_plain_sampler_writes(model: Policy, how: dict[str, A
     assert sampler.sample([], n=2, seed=3) == []
 
 
+@needs_engine
 def test_new_weights_are_handed_over() -> None:
     made = student()
     config = SamplingConfig(max_new_tokens=4)
@@ -66,6 +69,7 @@ def test_new_weights_are_handed_over() -> None:
     assert made.model.get_output_embeddings().weight.requires_grad
 
 
+@needs_engine
 def test_log_probabilities_survive_the_way_that_the_engine_takes() -> None:
     log_p = torch.tensor([[0.0], [-1e-4], [-0.7], [-9.0], [-40.0]])
     chosen = torch.tensor([[0], [4], [9], [3], [2]])
@@ -75,6 +79,7 @@ def test_log_probabilities_survive_the_way_that_the_engine_takes() -> None:
     torch.testing.assert_close(continuous._heard(said.double()), log_p, atol=1e-4, rtol=0)
 
 
+@needs_engine
 def test_an_engine_that_fails_says_so(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = ContinuousSampler(model, SamplingConfig(max_new_tokens=4))
 
@@ -86,6 +91,7 @@ def test_an_engine_that_fails_says_so(model: Policy, monkeypatch: pytest.MonkeyP
         sampler.sample(PROMPTS)
 
 
+@needs_engine
 def test_auto_is_the_plain_one_on_a_cpu(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = ByteVocab.from_tokenizer(tokenizer(300))
     assert type(make_local_sampler(model, "auto", SamplingConfig(), [], vocab)) is LocalSampler
@@ -93,3 +99,9 @@ def test_auto_is_the_plain_one_on_a_cpu(model: Policy, monkeypatch: pytest.Monke
     monkeypatch.setattr(type(model.sharding), "is_sharded", True)
     with pytest.raises(ConfigError, match="whole model in every process"):
         make_local_sampler(model, "continuous", SamplingConfig(), [], vocab)
+
+
+def test_another_engine_is_refused_in_one_sentence(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous, "SUPPORTED", False)
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.20 or later, and this is .*; leave it at auto"):
+        ContinuousSampler(model, SamplingConfig())
