@@ -23,6 +23,7 @@ from limbeck.projection.rules import role_partners
 from limbeck.tokens import Tokenizer, read_tokenizer, render_chat
 from limbeck.tokens.classes import TEXT_CLASSES, text_class
 from limbeck.tokens.vocab import KNOWN_ROLES
+from limbeck.utils.files import model_path
 from limbeck.utils.progress import Progress, Silent
 
 MOST_SCORED_BYTES = 20_000
@@ -54,9 +55,9 @@ def check_pair(
 ) -> Report:
     """Everything that is known about a pair before a run.
 
-    ``student``, ``teacher``: model folders, tokenizer files or hub ids. ``data``: files, of which ``rows`` are read.
-    ``score``: load the weights, where they lie here, and score ``scored_bytes`` bytes of the rows. ``memory_gib``: of
-    the device that the estimate is for.
+    ``student``, ``teacher``: model folders, run folders, tokenizer files or hub ids. ``data``: files, of which ``rows``
+    are read. ``score``: load the weights, where they lie here, and score ``scored_bytes`` bytes of the rows.
+    ``memory_gib``: of the device that the estimate is for.
 
     Returns plain data: ``alignment``, ``vocabulary``, ``roles``, ``templates``, ``headroom``, ``estimate`` (the last
     two None where they were skipped), ``views`` (the rows as `limbeck.align.view` gives them), ``findings`` (as those
@@ -64,6 +65,7 @@ def check_pair(
     ``sentence``).
     """
     shown = shown or Silent()
+    student, teacher = model_path(student), model_path(teacher)
     bar = shown.begin("reading tokenizers and rows")
     tokenizers = read_tokenizer(student), read_tokenizer(teacher)
     sample = sample_rows(list(data), rows, text_key=text_key)

@@ -163,7 +163,12 @@ def test_a_teacher_that_is_no_better_ends_with_its_own_code(tmp_path: Path, caps
         policy.save_checkpoint(tmp_path / name)
         policy.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[attr-defined]
     data = write(tmp_path / "d.jsonl", [{"text": text} for text in models.TEXTS])
-    sides = [str(tmp_path / "s"), str(tmp_path / "t")]
+    # a run folder stands for the student of its newest checkpoint
+    weights = tmp_path / "run" / "checkpoints" / "step_1" / "policy" / "weights"
+    weights.parent.mkdir(parents=True)
+    (tmp_path / "s").rename(weights)
+    (tmp_path / "run" / "config.yaml").touch()
+    sides = [str(tmp_path / "run"), str(tmp_path / "t")]
     codes = {}
     for order in (sides, sides[::-1]):
         code, out, _ = run(capsys, "check", *order, "--data", data, "--json")
