@@ -40,6 +40,8 @@ from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
 
 PAIR_WIDTHS = {"english": (2048, 2560), "japanese": (2048, 2560)}
 """Hidden sizes of student and teacher by folder: Llama-3.2-1B from Qwen3-4B, SmolLM2-1.7B from Gemma-3-4B."""
+PAIR_ROWS = {"english": (128_256, 151_936), "japanese": (49_152, 262_208)}
+"""Rows of the heads of those models: a head has more than its tokenizer has tokens, a number that products like."""
 PAIR_GOALS: dict[str, dict[str, float]] = {
     "english": {"ms": 75.0, "extra_gib": 5.0},
     "japanese": {"times_products": 1.35},
@@ -59,6 +61,7 @@ class Problem:
         dtype: torch.dtype = torch.bfloat16,
         batch: dict[str, Any] | None = None,
         sizes: tuple[int, int] = (V_S, V_T),
+        head_rows: tuple[int, int] = (V_S, V_T),
         widths: tuple[int, int] = (H_S, H_T),
     ) -> None:
         samples = max(rows // 2048, 1)
@@ -66,7 +69,7 @@ class Problem:
         self.projection, self.rows, self.sizes = projection, rows, sizes
         self.teacher_rows = rows if batch is None else int((batch["teacher_input_lengths"] - 1).sum())
         self.hidden, self.weight, self.t_hidden, self.t_weight = random_heads(
-            self.batch, "cuda", dtype, sizes=sizes, widths=widths
+            self.batch, "cuda", dtype, sizes=head_rows, widths=widths
         )
 
     @classmethod
@@ -75,7 +78,8 @@ class Problem:
         projection, batch = load_pair(folder)
         rows = int((batch["input_lengths"] - 1).sum())
         sizes = projection.student_size, projection.teacher_size
-        return cls(rows, projection, batch=batch, sizes=sizes, widths=PAIR_WIDTHS[folder.name])
+        head_rows, widths = PAIR_ROWS[folder.name], PAIR_WIDTHS[folder.name]
+        return cls(rows, projection, batch=batch, sizes=sizes, head_rows=head_rows, widths=widths)
 
     def step(self, mode: str, **options: Any) -> Callable[[], Tensor]:
         """A function that computes loss and gradients once."""

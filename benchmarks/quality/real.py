@@ -32,7 +32,7 @@ def cut_corpus(corpus: Path, out: Path, domains: tuple[str, ...], megabytes: flo
     """`out/student` with so much text, in equal shares of the domains as far as they reach, and `out/held_out`; the
     number of documents."""
     left, count = round(megabytes * 1e6), 0
-    texts = {name: (corpus / "student" / f"{name}.jsonl").read_text().splitlines() for name in domains}
+    texts = {name: (corpus / "student" / f"{name}.jsonl").read_text().strip().split("\n") for name in domains}
     for part in ("student", "held_out"):
         (out / part).mkdir(parents=True, exist_ok=True)
     # the smallest first: what a domain lacks, the others give
