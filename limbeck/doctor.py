@@ -67,11 +67,14 @@ def _devices() -> list[Finding]:
         import torch
     except ImportError:
         return [_finding("ok", "cpu", f"{os.cpu_count()} cores"), _disk()]
+    from limbeck.models.fp8 import lacking
+
     found = [_finding("ok", "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use")]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
-            found.append(_finding("ok", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB"))
+            fp8 = "" if lacking(torch.device("cuda", i)) is None else "no "
+            found.append(_finding("ok", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {fp8}fp8"))
     else:
         found.append(_finding("note", "gpu", "none visible", "runs use the CPU; small models only"))
     return [*found, _disk()]

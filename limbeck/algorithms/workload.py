@@ -9,6 +9,7 @@ from limbeck.algorithms.build import student_length
 from limbeck.algorithms.config import MasterConfig
 from limbeck.distributed.planner import ModelShape, TeacherMemory, Workload
 from limbeck.errors import ConfigError, one_line
+from limbeck.models import fp8
 from limbeck.models.causal import setting
 from limbeck.models.loading import weight_files
 from limbeck.models.policy import PolicyConfig
@@ -18,8 +19,8 @@ from limbeck.teachers.cache import estimate_bytes
 from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.utils.files import model_path
 
-# auto: the planner is asked about accelerators
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+# auto: the planner is asked about accelerators; fp8: what is computed around the linear maps
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "fp8": 2}
 _KERNEL_MODES = ("tree_kl", "boundary_kl", "p_kl", "gold", "h_kl")
 # A position of a server's answer is JSON text: per token an id, a number, a rank and a piece of text.
 _JSON_BYTES_PER_TOKEN = 75
@@ -71,6 +72,8 @@ def _teacher(own: TeacherConfig) -> TeacherMemory:
 
 def _quantized_bytes(own: TeacherConfig) -> float | None:
     """Bytes per parameter of the layers of a quantised teacher; None for another one."""
+    if own.precision == "fp8":
+        return fp8.BYTES
     if own.quantization != "none":
         return BYTES[own.quantization]
     stored = quantized_in(weight_files(own))

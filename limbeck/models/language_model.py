@@ -144,8 +144,8 @@ class LanguageModel:
         if self._packs:
             return
         tolerance = 1e-3 if self.precision == torch.float32 else 5e-2
-        if rounds_rows_together(unwrap(self.model).config):
-            # a model that mixes documents moves its outputs by about 1
+        if self.cfg.precision == "fp8" or rounds_rows_together(unwrap(self.model).config):
+            # a model that mixes documents moves its outputs by about 1; a last bit that differs moves those of few bits
             tolerance = 0.3
         with self.autocast():
             verify_document_isolation(

@@ -28,6 +28,7 @@ from limbeck.distributed.tensor_parallel import probe
 from limbeck.errors import ConfigError
 from limbeck.models.attention import register_varlen_attention
 from limbeck.models.causal import body_of, head_of, unwrap
+from limbeck.models.fp8 import MULTIPLE, convert_layers, lacking
 from limbeck.models.lora import LoraConfig, apply_lora
 from limbeck.models.quantization import (
     Quantization,
@@ -40,7 +41,7 @@ from limbeck.models.quantization import (
 )
 from limbeck.tokens import ByteVocab
 from limbeck.utils.files import kept_conversion, model_path
-from limbeck.utils.progress import stage
+from limbeck.utils.progress import say, stage
 
 ModelT = TypeVar("ModelT", bound="ModelConfig")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +51,7 @@ _SAMPLES = 4096
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 
 class TokenizerConfig(BaseModel):
@@ -106,7 +107,8 @@ class ModelConfig(MicrobatchConfig):
     """Longest sequence of this model in tokens; more than its positions is an error."""
     precision: Precision = "auto"
     """Type of the computation; ``auto``: bfloat16 on an accelerator that has it, float32 elsewhere. bfloat16 over
-    float32 parameters runs under autocast."""
+    float32 parameters runs under autocast. ``fp8``: of a frozen model, the linear maps of its layers in e4m3, the rest
+    in bfloat16; a device that cannot takes what ``auto`` means there, and says so."""
     param_dtype: Dtype | None = None
     """Type of the parameters; default: float32 where they are trained, ``precision`` where they are frozen."""
     quantization: Quantization = "none"
@@ -163,8 +165,9 @@ class ModelConfig(MicrobatchConfig):
         return torch.float32 if trained else self.compute_type()
 
     def compute_type(self) -> torch.dtype:
-        """Type of the computation."""
-        return parse_dtype(self.settled(default_device()).precision)
+        """Type of the computation; around the linear maps where those are in fp8."""
+        name = self.settled(default_device()).precision
+        return torch.bfloat16 if name == "fp8" else parse_dtype(name)
 
     def settled(self, device: torch.device) -> Self:
         """The same with the precision that ``auto`` means on a device."""
@@ -177,13 +180,17 @@ class ModelConfig(MicrobatchConfig):
 def fit_to_device(cfg: ModelT, device: torch.device) -> tuple[ModelT, list[str]]:
     """Settings that a device can follow in place of those that it cannot, or only at a crawl, and what they replace.
 
-    On the CPU: float32 for bfloat16, layers as they are for compiled ones, torch's own attention for flex, flash and
-    variable-length attention.
+    Where a device does not multiply fp8: what ``auto`` means there. On the CPU: float32 for bfloat16, layers as they
+    are for compiled ones, torch's own attention for flex, flash and variable-length attention.
     """
-    if device.type != "cpu":
-        return cfg, []
     update: dict[str, Any] = {}
     told: list[str] = []
+    if cfg.precision == "fp8" and (needed := lacking(device)) is not None:
+        plain = cfg.model_copy(update={"precision": "auto"}).settled(device).precision
+        update["precision"] = plain
+        told.append(f"{plain} in place of fp8, which needs {needed}")
+    if device.type != "cpu":
+        return cfg.model_copy(update=update), told
     if cfg.precision == "bfloat16":
         update["precision"] = "float32"
         told.append("float32 in place of bfloat16")
@@ -487,6 +494,8 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
 def refuse_quantized(cfg: ModelConfig, name: str, trained: bool, model: nn.Module | None = None) -> None:
     """What a model of few bits cannot do, and what it needs. ``model``: one that is loaded already."""
     stored = quantized_in(weight_files(cfg)) if model is None else quantized_as(unwrap(model).config)
+    if cfg.precision == "fp8":
+        _refuse_fp8(cfg, name, trained, stored)
     if cfg.quantization == "none" and stored is None:
         return
     what = f"{name}: quantization is {cfg.quantization}" if stored is None else f"{name} is stored quantised"
@@ -506,6 +515,19 @@ def refuse_quantized(cfg: ModelConfig, name: str, trained: bool, model: nn.Modul
     if cfg.init == "random":
         raise ConfigError(f"{what}, but its weights are random; quantise a model that is loaded")
     require_library(f"{name}: quantization {cfg.quantization}")
+
+
+def _refuse_fp8(cfg: ModelConfig, name: str, trained: bool, stored: Mapping[str, Any] | None) -> None:
+    if trained:
+        raise ConfigError(
+            f"{name}: precision is fp8, in which only a frozen model computes; set bfloat16, float32 or auto"
+        )
+    refuse_layout(f"{name}: precision is fp8", cfg.dtensor_cfg)
+    if cfg.quantization != "none" or stored is not None:
+        how = (
+            f"quantization is {cfg.quantization}" if stored is None else f"it is stored quantised ({method_of(stored)})"
+        )
+        raise ConfigError(f"{name}: precision is fp8, but {how}, which is a type of its own; leave one of them out")
 
 
 def check_layout(cfg: ModelConfig, name: str, model: nn.Module | None, size: int | None) -> MeshShape:
@@ -617,7 +639,23 @@ class ModelBuilder:
                 source.model = unwrap(apply_lora(source.model, self.cfg.lora, seed=self.seed))
         if not self.trained:
             model.requires_grad_(False)
+        if self.cfg.precision == "fp8":
+            self._to_fp8(model, device)
         return model, source
+
+    def _to_fp8(self, model: nn.Module, device: torch.device) -> None:
+        name, found = self.cfg.shown_name, convert_layers(body_of(model), device)
+        if not found.fp8:
+            raise ConfigError(
+                f"{name}: precision is fp8, but none of its layers has a linear map whose sizes are multiples of "
+                f"{MULTIPLE}; set bfloat16 or auto"
+            )
+        if found.plain:
+            count = f"{len(found.plain)} of {len(found.plain) + len(found.fp8)} linear maps"
+            say(
+                f"{name}: {count} stay in bfloat16, for their sizes are no multiples of {MULTIPLE} "
+                f"({_few(found.plain)})"
+            )
 
     def _read(self, cfg: ModelConfig, device: torch.device | None = None) -> Any:
         if self.weights is not None:
