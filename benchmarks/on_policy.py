@@ -90,7 +90,7 @@ def main() -> None:
     written = [Continuation(prompts[s.prompt], s.ids_T.numpy(), s.ended) for s in samples]
     made = seconds(lambda: rows.batch(written))
     batch = rows.batch(written)
-    projection = load_or_build(student.tokenizer, teacher.tokenizer, None)
+    projection = load_or_build(student.tokenizer, teacher.tokenizer, trees=True)
     loss = CrossTokenizerDistillationLossFn({"direction": "reverse", "ce_loss_scale": 0.0}, projections=[projection])
     source = [LiveTeacher(teacher)]
     step = seconds(lambda: student.train(batch, loss, teachers=source))

@@ -1,63 +1,80 @@
 """On-policy against off-policy distillation at equal student tokens, on a task where a student's own mistakes matter.
 
-    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 240] [--arms off on mixed] [--tiny]
+    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 120] [--arms off on mixed] [--tiny]
 
-The task is running sums: ``47+15+88+23:47 62 50 73`` (mod 100), in which one wrong total spoils all that follow. A
-teacher is trained from scratch on it with a tokenizer of digit pairs, a smaller student of single bytes for a short
-time. Then the same student, teacher, problems and rate go through ``limbeck train`` on stored text (`off`, fraction 0),
-on what the student writes itself (`on`, fraction 1) and on half of each. The figure is the share of held-out
-problems whose greedy answer is right as a whole, over the student tokens that were trained on. A run that was stopped
-goes on where it was when the script is called again. Writes ``benchmarks/on_policy_curve.json``.
+The task is to go on from four digits, each further one being the sum (mod 10) of the one before it and the one four
+before it: ``4 1 8 2`` -> `` 6 7 5 7 3 ...``. One wrong digit spoils all that follow. A teacher is trained from scratch
+on it with a tokenizer that joins a space and a digit, a smaller student of single bytes for a short time. Then the same
+student, teacher, problems and rate go through the training loop on stored text (`off`, fraction 0), on what the student
+writes itself (`on`, fraction 1) and on half of each. The figure is the share of held-out problems whose greedy answer
+is right as a whole, over the student tokens that were trained on. A run that was stopped goes on where it was when the
+script is called again. Writes ``benchmarks/on_policy_curve.json``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import yaml
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import parser, record
+from limbeck.algorithms.dispatch import resolve_and_run
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab, load_tokenizer
 from limbeck.utils.logger import read_metrics
 
 END = "<eos>"
-TERMS = 4
-PROMPT, ANSWER = 3 * TERMS, 3 * TERMS
-"""Characters of a problem with its colon, and of its totals with the end."""
-MERGED = 400
+GIVEN, TERMS = 4, 16
+"""Digits of a problem, and of its answer."""
+PROMPT, ANSWER = 2 * GIVEN - 1, 2 * TERMS + 1
+"""Characters of a problem, and of its answer with the end."""
+MERGED = 280
 """Tokens of the teacher's vocabulary; the student's has the 256 bytes and the end."""
 ARMS = {"off": 0.0, "on": 1.0, "mixed": 0.5}
-TEACHER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
-STUDENT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEACHER = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6}
+STUDENT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 3}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+class Starts(NamedTuple):
+    """How a model is trained before the comparison.
+
+    Attributes:
+        piece: steps between two looks at it.
+        enough: share of right answers that ends it.
+        most: steps that it may take.
+    """
+
+    tokenizer: str
+    shape: dict[str, Any]
+    held_out: list[tuple[str, str]]
+    piece: int
+    enough: float
+    most: int
+
+
 def problem(rng: random.Random) -> tuple[str, str]:
-    """A problem and its totals."""
-    terms = [rng.randrange(100) for _ in range(TERMS)]
-    totals = [sum(terms[: i + 1]) % 100 for i in range(TERMS)]
-    return "+".join(f"{t:02d}" for t in terms) + ":", " ".join(f"{t:02d}" for t in totals)
+    """The digits that are given, and those that follow."""
+    digits = [rng.randrange(10) for _ in range(GIVEN)]
+    for _ in range(TERMS):
+        digits.append((digits[-1] + digits[-GIVEN]) % 10)
+    return " ".join(map(str, digits[:GIVEN])), "".join(f" {digit}" for digit in digits[GIVEN:])
 
 
 def write_data(folder: Path, count: int) -> list[tuple[str, str]]:
     """Training and held-out problems as files; returns the latter."""
     rng = random.Random(0)
-    train, held_out = ([problem(rng) for _ in range(size)] for size in (count, 512))
-    seen = {asked for asked, _ in train}
-    held_out = [one for one in held_out if one[0] not in seen]
+    held_out = sorted({problem(rng) for _ in range(512)})
+    known = {asked for asked, _ in held_out}
+    train = [one for one in (problem(rng) for _ in range(count)) if one[0] not in known]
     for name, rows in (("train", train), ("held_out", held_out)):
         lines = [json.dumps({"text": asked + answer}) for asked, answer in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -87,7 +104,7 @@ def model(tokenizer: str, shape: dict[str, Any], weights: Path | None = None) ->
 
 
 def run(folder: Path, name: str, values: dict[str, Any], *, steps: int, period: int, rows: int, rate: float) -> Path:
-    """``limbeck train`` to its end, from wherever it was; returns the run folder."""
+    """A run to its end, from wherever it was; returns its folder."""
     values["policy"] |= {
         "max_total_sequence_length": 48,
         "train_micro_batch_size": rows,
@@ -100,11 +117,7 @@ def run(folder: Path, name: str, values: dict[str, Any], *, steps: int, period: 
         "checkpointing": {"save_period": period, "keep_top_k": None},
         "logger": {"log_dir": str(folder / name), "tensorboard_enabled": False, "progress": False},
     }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run([sys.executable, "-m", "limbeck", "train", str(path)], check=True, env=environment)
-    return folder / name
+    return resolve_and_run(values)
 
 
 def weights(run_dir: Path, step: int) -> Path:
@@ -128,43 +141,78 @@ def right(folder: Path, tokenizer: str, held_out: list[tuple[str, str]]) -> floa
 
 def tokens(run_dir: Path) -> dict[int, float]:
     """Student tokens that were trained on, up to each step."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/tokens_per_s" in row]
     total, out = 0.0, {}
-    for row in rows:
-        total += row["train/tokens_per_s"] * row["train/seconds"]
+    for row in steps_of(run_dir):
+        total += tokens_of(row)
         out[int(row["step"])] = round(total)
     return out
+
+
+def speed(run_dir: Path) -> dict[str, float]:
+    """Student tokens per second of a run's second half: of whole steps, and of what is not sampling."""
+    found = steps_of(run_dir)
+    rows = found[len(found) // 2 :]
+    seconds, trained_on = sum(row["train/seconds"] for row in rows), sum(map(tokens_of, rows))
+    sampling = sum(row.get("train/time/sample", 0.0) for row in rows)
+    return {"tokens_per_s": round(trained_on / seconds), "without_sampling": round(trained_on / (seconds - sampling))}
+
+
+def tokens_of(row: dict[str, Any]) -> float:
+    """Student tokens of a step."""
+    return float(row["train/tokens_per_s"] * row["train/seconds"])
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics that are of training steps."""
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/tokens_per_s" in row]
+
+
+def trained(folder: Path, side: str, own: Starts, *, rows: int, rate: float) -> tuple[Path, int, float]:
+    """A model trained from scratch until it is right often enough, or for as long as it may be: its weights, the steps
+    that it took, and the share of problems that it answers right."""
+    steps = 0
+    while True:
+        steps += own.piece
+        values = {"policy": model(own.tokenizer, own.shape)}
+        made = run(folder, f"{side}_start", values, steps=steps, period=own.piece, rows=rows, rate=rate)
+        share = right(weights(made, steps), own.tokenizer, own.held_out)
+        print(f"{side} after {steps} steps: {share:.3f}", flush=True)
+        if share >= own.enough or steps >= own.most:
+            return weights(made, steps), steps, share
 
 
 def main() -> None:
     arguments = parser(__file__, __doc__)
     arguments.add_argument("--folder", type=Path, default=Path("runs/on_policy_curve"))
     arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    arguments.add_argument("--steps", type=int, default=240)
-    arguments.add_argument("--teacher-steps", type=int, default=2500)
-    arguments.add_argument("--start-steps", type=int, default=600)
+    arguments.add_argument("--steps", type=int, default=120)
+    arguments.add_argument("--teacher-steps", type=int, default=2400, help="at most, until it is right on 98%%")
+    arguments.add_argument("--start-steps", type=int, default=1200, help="at most, until it is right on 15%%")
     arguments.add_argument("--rows", type=int, default=256, help="problems per step")
     arguments.add_argument("--rate", type=float, default=3e-4, help="learning rate of the arms")
+    arguments.add_argument("--start-rate", type=float, default=2e-3, help="learning rate of both models before")
     arguments.add_argument("--tiny", action="store_true", help="everything small, for a CPU")
     args = arguments.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     held_out = write_data(folder, 2_000 if args.tiny else 50_000)[: 32 if args.tiny else 512]
-    names = {side: write_tokenizer(folder, side, size) for side, size in (("student", 257), ("teacher", MERGED))}
     shapes = {"teacher": TINY if args.tiny else TEACHER, "student": TINY if args.tiny else STUDENT}
-    last = {"teacher": args.teacher_steps, "student": args.start_steps}
-    starts = {}
-    for side, steps in last.items():
-        own = {"policy": model(names[side], shapes[side])}
-        made = run(folder, f"{side}_start", own, steps=steps, period=steps, rows=args.rows, rate=1e-3)
-        starts[side] = weights(made, steps)
+    names = {side: write_tokenizer(folder, side, size) for side, size in (("student", 257), ("teacher", MERGED))}
+    aims = {
+        "teacher": Starts(
+            names["teacher"], shapes["teacher"], held_out, args.teacher_steps // 4, 0.98, args.teacher_steps
+        ),
+        "student": Starts(names["student"], shapes["student"], held_out, args.start_steps // 8, 0.15, args.start_steps),
+    }
+    made = {side: trained(folder, side, own, rows=args.rows, rate=args.start_rate) for side, own in aims.items()}
+    starts = {side: path for side, (path, _, _) in made.items()}
     result: dict[str, Any] = {
-        "task": f"running sums of {TERMS} numbers of two digits",
+        "task": f"a recurrence of digits, {GIVEN} given and {TERMS} to follow",
         "held_out": len(held_out),
-        "right": {side: right(path, names[side], held_out) for side, path in starts.items()},
+        "rows": args.rows,
+        "start": {side: {"steps": steps, "right": share} for side, (_, steps, share) in made.items()},
         "arms": {},
     }
-    print(result["right"], flush=True)
     period = max(args.steps // 8, 1)
     for arm in args.arms:
         values = {
@@ -180,18 +228,18 @@ def main() -> None:
                 "loss_fn": {"mode": "boundary_kl", "direction": "reverse"},
             },
         }
-        made = run(folder, arm, values, steps=args.steps, period=period, rows=args.rows, rate=args.rate)
-        spent = tokens(made)
+        found = run(folder, arm, values, steps=args.steps, period=period, rows=args.rows, rate=args.rate)
+        spent = tokens(found)
         curve = [
             {
                 "step": step,
                 "student_tokens": spent[step],
-                "right": right(weights(made, step), names["student"], held_out),
+                "right": right(weights(found, step), names["student"], held_out),
             }
             for step in sorted({*range(period, args.steps + 1, period), args.steps})
         ]
-        result["arms"][arm] = curve
-        print(arm, [(point["student_tokens"], round(point["right"], 3)) for point in curve], flush=True)
+        result["arms"][arm] = {"curve": curve, "speed": speed(found)}
+        print(arm, speed(found), [(point["student_tokens"], round(point["right"], 3)) for point in curve], flush=True)
         record(args.out, result)
 
 

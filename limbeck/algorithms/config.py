@@ -208,7 +208,7 @@ class OnPolicyConfig(SamplingConfig):
     sampler: SamplerKind = "auto"
     """In this process: ``generate``, ``batch_size`` answers from their first token to the last one's end, or
     ``continuous``, where one that ends makes room for the next at once, on a copy of the weights; ``auto``: the second
-    on a GPU with flash attention and a model that is not split, otherwise the first."""
+    on a GPU with a flash kernel and a model that is not split, otherwise the first."""
     engine: EngineConfig | None = None
     """Sample behind a server instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)

@@ -1,8 +1,9 @@
-"""Attention over packed documents with torch's variable-length flash kernel, as a transformers attention function.
+"""Attention over packed documents with torch's variable-length flash kernel, as transformers attention functions.
 
 A dense mask over a packed sequence costs the square of its whole length; this costs the sum of the documents' squares.
 Needs a CUDA device, a narrow type and a torch with `torch.nn.attention.varlen`. Models that can use it do so by
-themselves; `policy.attn_implementation: limbeck_varlen` demands it.
+themselves; `policy.attn_implementation: limbeck_varlen` demands it. `paged_attention` is the same for answers that
+continuous batching has in work.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from limbeck.errors import ConfigError
 from limbeck.models.causal import setting
 
 NAME = "limbeck_varlen"
+PAGED = "limbeck_flash"
+"""Of `paged_attention`; transformers builds masks for, and keeps CUDA graphs from, whatever is not called flash."""
 log = logging.getLogger(__name__)
 
 
@@ -72,19 +75,58 @@ def varlen_attention(
     return out.unflatten(0, (rows, length)), None
 
 
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    *,
+    cache: Any,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of the new tokens of many answers, query `[1, H, T, D]`, to all keys of their own answers, of
+    which `cache`, that of transformers' continuous batching, has the earlier ones -> (`[1, T, H, D]`, None)."""
+    kernel = varlen_kernel()
+    assert kernel is not None
+    # also chooses this layer's entries of `more`
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
+    flat = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    cu_seqlens = (cu_seq_lens_q, more["cu_seq_lens_k"])
+    longest = (max_length_q, more["max_length_k"])
+    out = kernel(flat[0], flat[1], flat[2], cu_seqlens, longest, scale=scaling, window=sliding_window)
+    return out.unsqueeze(0), None
+
+
 def choose_attention(model: Any, wanted: str | None, precision: torch.dtype, device: torch.device) -> None:
     """Let a model attend by this function where it can and nothing else is `wanted`: packed documents cost what they
     are, and rows are not searched for documents, which makes the host wait for the device in every forward pass.
 
     Only models that would use torch's scaled_dot_product_attention change: others may need more than it gives.
     """
-    kernel, config = varlen_kernel(), model.config
-    if wanted is not None or kernel is None or device.type != "cuda" or precision == torch.float32:
-        return
-    known = set(setting(config, "layer_types") or []) <= {"full_attention", "sliding_attention"}
-    windows = setting(config, "sliding_window") is not None
-    if known and config._attn_implementation == "sdpa" and (kernel.takes_windows or not windows):
+    if wanted is None and model.config._attn_implementation == "sdpa" and fits_varlen(model.config, precision, device):
         model.set_attn_implementation(register_varlen_attention())
+
+
+def fits_varlen(config: Any, precision: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's variable-length kernel is there and can attend as a model of this configuration does."""
+    kernel = varlen_kernel()
+    if kernel is None or device.type != "cuda" or precision == torch.float32:
+        return False
+    known = set(setting(config, "layer_types") or []) <= {"full_attention", "sliding_attention"}
+    return known and (kernel.takes_windows or setting(config, "sliding_window") is None)
+
+
+def register_paged_attention() -> str:
+    """Make `paged_attention` known to transformers and return its name."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PAGED, paged_attention)
+    return PAGED
 
 
 @contextmanager

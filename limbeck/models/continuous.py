@@ -24,6 +24,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from limbeck.errors import ConfigError, LimbeckError
+from limbeck.models.attention import NAME as VARLEN
+from limbeck.models.attention import PAGED, fits_varlen, register_paged_attention
 from limbeck.models.causal import unwrap
 from limbeck.models.generate import LocalSampler, SamplingConfig, choose
 from limbeck.models.language_model import LanguageModel
@@ -45,29 +47,29 @@ _NATS = 32.0
 def make_local_sampler(
     model: LanguageModel, kind: SamplerKind, config: SamplingConfig, end_ids: Sequence[int], vocab: ByteVocab
 ) -> LocalSampler:
-    """The sampler of a run file. auto: continuous batching where it pays, on a GPU with flash attention."""
+    """The sampler of a run file. auto: continuous batching where it pays, on a GPU with a flash kernel."""
     if kind == "continuous" or (kind == "auto" and _pays(model, config)):
         return ContinuousSampler(model, config, end_ids, vocab)
     return LocalSampler(model, config, end_ids, vocab)
 
 
 def _pays(model: LanguageModel, config: SamplingConfig) -> bool:
-    # without that kernel all answers in work attend through one mask over all their keys
-    return (
-        SUPPORTED
-        and model.device.type == "cuda"
-        and not model.sharding.is_sharded
-        and not config.stop
-        and _attention(model.precision) != "sdpa"
-    )
+    # without such a kernel all answers in work attend through one mask over all their keys
+    return SUPPORTED and not model.sharding.is_sharded and not config.stop and attention_for(model) != "sdpa"
 
 
-def _attention(precision: torch.dtype) -> str:
-    if precision == torch.float32 or not torch.cuda.is_available():
+def attention_for(model: LanguageModel) -> str:
+    """How the engine attends, by its name in transformers: a flash kernel on a GPU in a narrow type, where one is
+    there (flash-attn's, else torch's own), otherwise torch's attention with a mask."""
+    if model.precision == torch.float32 or model.device.type != "cuda":
         return "sdpa"
     if is_flash_attn_3_available():
         return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    config = unwrap(model.model).config
+    plain = config._attn_implementation in ("sdpa", VARLEN)
+    return PAGED if plain and fits_varlen(config, model.precision, model.device) else "sdpa"
 
 
 class ContinuousSampler(LocalSampler):
@@ -75,6 +77,9 @@ class ContinuousSampler(LocalSampler):
 
     It works on a copy of the weights in the model's precision, which `sync` renews: the engine's cache wants one type
     throughout, and its thread no model that is being trained. For the arguments see `LocalSampler`.
+
+    Args:
+        attention: a name that `attention_for` gives; default: the one that it gives for this model.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class ContinuousSampler(LocalSampler):
         config: SamplingConfig,
         end_ids: Sequence[int] = (),
         vocab: ByteVocab | None = None,
+        *,
+        attention: str | None = None,
     ) -> None:
         super().__init__(model, config, end_ids, vocab)
         if model.sharding.is_sharded:
@@ -95,8 +102,15 @@ class ContinuousSampler(LocalSampler):
                 "on_policy.sampler continuous needs transformers 5.20 or later, and this is "
                 f"{transformers.__version__}; leave it at auto"
             )
-        self._engine = copy.deepcopy(unwrap(model.model)).to(model.precision).requires_grad_(False).eval()
-        self._engine.set_attn_implementation(_attention(model.precision))
+        self._engine = copy.deepcopy(unwrap(model.model)).requires_grad_(False).eval()
+        for weight in self._engine.parameters():
+            # not the buffers: positions in a narrow type are other positions
+            weight.data = weight.data.to(model.precision)
+        self.attention = attention or attention_for(model)
+        if self.attention == PAGED:
+            self._engine.config._attn_implementation = register_paged_attention()
+        else:
+            self._engine.set_attn_implementation(self.attention)
         self._manager: Any = None
         self._blocks = 0
 

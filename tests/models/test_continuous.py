@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from limbeck.errors import ConfigError, LimbeckError
-from limbeck.models import continuous
+from limbeck.models import attention, continuous
+from limbeck.models.attention import PAGED
 from limbeck.models.continuous import ContinuousSampler, make_local_sampler
 from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
 from limbeck.models.policy import Policy
@@ -50,6 +53,59 @@ def test_it_writes_what_the_plain_sampler_writes(model: Policy, how: dict[str, A
     same(sampler.sample(PROMPTS, n=2, seed=3), expected)
     same(sampler.sample(PROMPTS[:2], n=2, seed=3), expected[:4])
     assert sampler.sample([], n=2, seed=3) == []
+
+
+class KernelOfTorch:
+    """Stands in for torch's variable-length kernel, which no CPU has: one answer after the other."""
+
+    takes_windows = True
+
+    def __init__(self) -> None:
+        self.answers = 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        assert window is None
+        ends_q, ends_k = (cu.tolist() for cu in cu_seqlens)
+        self.answers = max(self.answers, len(ends_q) - 1)
+        out = torch.empty_like(query)
+        for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+            assert (b - a <= longest[0], d - c <= longest[1]) == (True, True)
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+            # queries stand at the end of their keys
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+            out[a:b] = found[0].transpose(0, 1)
+        return out
+
+
+@needs_engine
+def test_answers_in_work_attend_by_the_kernel_of_torch(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = KernelOfTorch()
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
+    config = SamplingConfig(max_new_tokens=6, batch_size=3)
+    expected = LocalSampler(model, config).sample(PROMPTS, n=2, seed=3)
+    same(ContinuousSampler(model, config, attention=PAGED).sample(PROMPTS, n=2, seed=3), expected)
+    assert kernel.answers == 3
+
+
+@needs_engine
+def test_a_narrow_engine_keeps_its_positions(model: Policy) -> None:
+    narrow = student(precision="bfloat16")
+    engine = ContinuousSampler(narrow, SamplingConfig())._engine
+    assert {weight.dtype for weight in engine.parameters()} == {torch.bfloat16}
+    wide = dict(narrow.model.named_buffers())
+    for name, own in engine.named_buffers():
+        torch.testing.assert_close(own, wide[name], atol=0, rtol=0)
 
 
 @needs_engine
