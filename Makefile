@@ -16,12 +16,15 @@ export RUFF_CACHE_DIR := $(abspath $(VENV))/cache/ruff
 export MYPY_CACHE_DIR := $(abspath $(VENV))/cache/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath $(VENV))/cache/hypothesis
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/cache/python
+# Whoever forbids it means the source tree; without it every process would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Also for what builds the package. Relative, for pip takes a space for the end of a path.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP := "$(BIN)/python" -m pip
-INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-warn-script-location
+# Of seventeen thousand modules a run imports a few thousand, which are compiled when they are.
+INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-warn-script-location --no-compile
 
 # How long `make fuzz` looks for faults, over all of its targets.
 MINUTES ?= 10
