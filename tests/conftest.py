@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.patience import TEST_SECONDS
-from tests.zoo import ZooError
+from tests.zoo import SLOW_NAMES, ZooError
 
 # On every machine alike tests run on the CPU, kernels in Triton's interpreter. Both hold for a whole process and are
 # chosen before torch and Triton are imported; tests marked gpu have a process of their own (tests/test_gpu_suite.py).
@@ -39,8 +39,14 @@ def _own_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where only the core is installed, tests that need more are skipped (tests/test_core.py)."""
+    """Tests of one of the zoo's slow tokenizers are slow ones. Where only the core is installed, tests that need more
+    are skipped (tests/test_core.py)."""
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value in SLOW_NAMES for value in parameters):
+            item.add_marker(pytest.mark.slow)
     if importlib.util.find_spec("torch") is not None:
         return
     for item in items:

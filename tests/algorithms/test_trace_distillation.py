@@ -106,7 +106,7 @@ def _teach_hints(student: Any, batch: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("teacher", ["ema", "trust_region"])
+@pytest.mark.parametrize("teacher", ["ema", pytest.param("trust_region", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, teacher: str) -> None:
     loss = {"hint": {"self_teacher": teacher, "divergence": "jsd"}, "alpha": {"value": 1.0, "warmup_steps": 2}}
     more: dict[str, Any] = {"loss": loss, "checkpointing": SAVING}

@@ -92,6 +92,7 @@ def test_an_error_of_one_process_in_the_reference_ends_the_other_and_names_it(tm
     assert "the reference log-probs were computed for other tokens" in second[1]
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_run_of_one(tmp_path: Path) -> None:
     one = _run(tmp_path, "one")
     ranks(2, _work, free_port(), str(tmp_path))

@@ -328,6 +328,7 @@ def test_every_verb_explains_itself_with_an_example() -> None:
         assert f"limbeck traces {verb}" in " ".join(result.stdout.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_real_logs_of_four_formats_in_one_call(tmp_path: Path) -> None:
     patterns = ("taubench_*.jsonl", "openhands_*.jsonl", "swe_agent_*.jsonl", "claude_code_*.jsonl")
     files = [path for pattern in patterns for path in real_logs(pattern)]

@@ -225,7 +225,9 @@ def test_chat_mode_supervises_and_aligns_assistant_text_alone() -> None:
     assert 0 < last["token_mask"].sum() < batch["token_mask"].sum()
 
 
-@pytest.mark.parametrize("student", ["llama3_2", "gemma3", "smollm2"])
+@pytest.mark.parametrize(
+    "student", ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_2", "gemma3"))]
+)
 def test_a_pad_id_that_is_a_real_or_an_end_token_changes_nothing(student: str) -> None:
     texts = ["one", "one two three four five", "!!! ! !"]
     base, other = tokenizer(student), pickle.loads(pickle.dumps(tokenizer(student)))

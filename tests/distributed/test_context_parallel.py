@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
 }
 
 
-def work(rank: int, world: int) -> dict[str, dict[str, Any]]:
+# Of what two ranks do, one case of each kind in the fast tests.
+QUICK = ["packed", "two teachers", "some layers with windows", "p_kl", "scored by max_prob"]
+
+
+def is_quick(layout: str, case: str) -> bool:
+    return layout == "context" and case in QUICK
+
+
+def work(rank: int, world: int, quick: bool) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
-    for name, (processes, layout, teachers, cases) in LAYOUTS.items():
-        if processes != world:
-            continue
+    for name, (processes, layout, teachers, all_cases) in LAYOUTS.items():
+        cases = [case for case in all_cases if processes == world and is_quick(name, case) == quick]
         readers = world // (layout.get("tensor_parallel_size", 1) * layout.get("context_parallel_size", 1))
         for case_name in cases:
             case = CASES[case_name]
@@ -91,16 +99,24 @@ def alone(case_name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict[str, Any]]]]:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], list[dict[str, dict[str, Any]]]]:
+    """What each of so many ranks found in the quick cases, or in the others."""
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp("context")
-    return {world: together(world, work, folder / str(world)) for world in (2, 4)}
+    return functools.cache(lambda world, quick: together(world, work, folder / f"{world}-{quick}", quick))
 
 
-@pytest.mark.parametrize(("layout", "case"), [(n, c) for n, entry in LAYOUTS.items() for c in entry[3]])
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(name, case, marks=() if is_quick(name, case) else pytest.mark.slow)
+        for name, entry in LAYOUTS.items()
+        for case in entry[3]
+    ],
+)
 def test_split_sequences_take_the_same_step(outcome: Any, layout: str, case: str) -> None:
     expected = alone(case)
-    for rank, results in enumerate(outcome[LAYOUTS[layout][0]]):
+    for rank, results in enumerate(outcome(LAYOUTS[layout][0], is_quick(layout, case))):
         found = results[layout][case]
         for name in ("loss", "held_out", "grad_norm", "tokens"):
             close(found[name], expected[name], f"rank {rank}: {name}")
@@ -184,6 +200,7 @@ def whole_run(rank: int, world: int, run: dict[str, Any]) -> None:
     resolve_and_run(run)
 
 
+@pytest.mark.slow
 def test_a_whole_run_counts_every_record_once(tmp_path: Path) -> None:
     """Packed, with texts that are cut: two ranks that read the same records leave the folder that one leaves."""
     packing = {"enabled": True, "train_mb_tokens": 96}

@@ -188,8 +188,18 @@ def test_scores_do_not_depend_on_the_layout(layout):
     )
 
 
-@pytest.mark.parametrize("arch", [LLAMA, QWEN3], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("lora", [None, {"r": 4, "dropout": 0.1}], ids=["full", "lora"])
+ADAPTERS = {"r": 4, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("arch", "lora"),
+    [
+        pytest.param(LLAMA, None, id="llama-full"),
+        pytest.param(QWEN3, ADAPTERS, id="qwen3-lora"),
+        pytest.param(LLAMA, ADAPTERS, id="llama-lora", marks=pytest.mark.slow),
+        pytest.param(QWEN3, None, id="qwen3-full", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_policy_ends_with_the_same_bits(tmp_path, arch, lora):
     """dropout in the adapters: the random state must resume too."""
     from limbeck.utils import capture_rng, restore_rng, seed_everything

@@ -20,6 +20,7 @@ def load(path, *overrides):
     return resolve(MasterConfig, load_config(path, overrides))
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path, monkeypatch, capfd):
     steps = {"num_prompts_per_step": 4, "max_num_steps": 3, "val_period": 2, "val_batch_size": 4}
     path = runs.write_run(tmp_path, distillation=steps)

@@ -31,11 +31,8 @@ from tests.tokens.chat_cases import (
     user,
 )
 
-# The largest vocabularies take seconds to read.
-LARGE = {"gemma2", "command_r_plus"}
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in zoo.CHAT_NAMES])
+@pytest.mark.parametrize("name", zoo.CHAT_NAMES)
 def test_plain_conversation_supervises_content_and_end_of_turn(name: str) -> None:
     tokenizer = zoo.tokenizer(name)
     rendering = render_chat(tokenizer, PLAIN)
