@@ -1,6 +1,6 @@
 """Whole training steps of a Llama-3.2-1B shape from a Qwen3-4B shape (random weights), optimizer included.
 
-    PYTHONPATH=. python benchmarks/gpu/step.py [--projection W.safetensors] [--only live cached packed]
+    PYTHONPATH=. python benchmarks/gpu/step.py [--projection W.safetensors] [--only live live_fp8 cached packed]
 
 2,048-token documents, 16,384 tokens per step, float32 parameters under bfloat16 autocast, AdamW, boundary_kl with the
 chunk term and cross-entropy, decoder layers compiled. The floor of a row is what the same run measures for its parts:
@@ -49,10 +49,10 @@ PUBLISHED = 1840
 
 
 class Setup:
-    """Student, teacher and loss; `tiny`: toy sizes, float32, on whatever device there is."""
+    """Student, teacher and loss; `tiny`: toy sizes, float32, on whatever device there is; `fp8`: the teacher."""
 
-    def __init__(self, projection: str | None, *, tiny: bool, attention: str | None = None) -> None:
-        self.tiny, self.attention = tiny, attention
+    def __init__(self, projection: str | None, *, tiny: bool, attention: str | None = None, fp8: bool = False) -> None:
+        self.tiny, self.attention, self.fp8 = tiny, attention, fp8
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.length = 24 if tiny else LENGTH
         self.sizes = (300, 300) if tiny else (128_256, 151_936)
@@ -68,6 +68,8 @@ class Setup:
 
         shape = SHAPES[side] | (TINY if self.tiny else {})
         precision = "float32" if self.tiny else "bfloat16"
+        if self.fp8 and not trained:
+            precision = "fp8"
         cfg = {
             "precision": precision, "train_micro_batch_size": DOCUMENTS, "logprob_batch_size": 4,
             "sequence_packing": {"enabled": self.attention is not None, "train_mb_tokens": DOCUMENTS * self.length},
@@ -185,7 +187,7 @@ def floors(setup: Setup, batch: BatchedDataDict) -> dict[str, float]:
         logits = hidden @ weight.t()
         logits @ weight
         logits.t() @ hidden
-        hiddens["teacher"].to(dtype) @ t_weight.t()
+        hiddens["teacher"].to(dtype) @ t_weight.to(dtype).t()
 
     setup.student.model.train()
     setup.teacher.model.eval()
@@ -205,26 +207,50 @@ def report(name: str, row: dict[str, Any], goal: float) -> None:
         save_row(name, row)
 
 
+def parts_of(setup: Setup, batch: BatchedDataDict) -> dict[str, float]:
+    """The parts alone, and how long they took to compile."""
+    start = time.perf_counter()
+    parts = floors(setup, batch)
+    print(f"parts: {parts} (compiled in {time.perf_counter() - start:.0f} s)", flush=True)
+    return parts
+
+
+def live(
+    args: argparse.Namespace,
+    setup: Setup,
+    batches: list[BatchedDataDict],
+    parts: dict[str, float],
+    name: str,
+    goal: float,
+) -> float:
+    """A row of steps with the teacher in memory; its tokens per second."""
+    row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3)
+    rate = float(row["tokens_per_s"])
+    row["floor"] = round(DOCUMENTS * setup.length / sum(parts.values()) * 1e3)
+    row |= {"share_of_floor": round(rate / row["floor"], 3), "parts": parts, "reference": PUBLISHED}
+    report(name, row, goal)
+    if args.profile and torch.cuda.is_available():
+        from benchmarks.gpu.loss import profile
+
+        source = LiveTeacher(setup.teacher)
+        profile(lambda: setup.student.train(batches[0], setup.loss_fn, teachers=[source]), name, 30)
+    return rate
+
+
+def live_fp8(args: argparse.Namespace) -> None:
+    """Row `step_live_fp8`: as `step_live`, with the teacher's layers in fp8."""
+    setup = Setup(args.projection, tiny=args.tiny, fp8=True)
+    batches = [setup.batch(seed) for seed in range(3)]
+    live(args, setup, batches, parts_of(setup, batches[0]), name="step_live_fp8", goal=37_000)
+
+
 def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
     """Rows `step_live`, `step_cached` and `step_cached_hidden`; the live rate for comparison."""
     setup = Setup(args.projection, tiny=args.tiny)
     batches = [setup.batch(seed) for seed in range(3)]
-    start = time.perf_counter()
-    parts = floors(setup, batches[0])
-    print(f"parts: {parts} (compiled in {time.perf_counter() - start:.0f} s)", flush=True)
+    parts = parts_of(setup, batches[0])
     tokens = DOCUMENTS * setup.length
-    rate = None
-    if "live" in kinds:
-        row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3)
-        rate = row["tokens_per_s"]
-        row["floor"] = round(tokens / sum(parts.values()) * 1e3)
-        row |= {"share_of_floor": round(rate / row["floor"], 3), "parts": parts, "reference": PUBLISHED}
-        report("step_live", row, 25_000)
-        if args.profile and torch.cuda.is_available():
-            from benchmarks.gpu.loss import profile
-
-            source = LiveTeacher(setup.teacher)
-            profile(lambda: setup.student.train(batches[0], setup.loss_fn, teachers=[source]), "step_live", 30)
+    rate = live(args, setup, batches, parts, name="step_live", goal=25_000) if "live" in kinds else None
     if "cached" not in kinds:
         return rate
     alone = parts["student_ms"] + parts["heads_ms"]
@@ -274,22 +300,24 @@ def padded_rate(args: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
-    parser.add_argument("--only", nargs="*", default=["live", "cached", "packed"])
+    parser.add_argument("--only", nargs="*", default=["live", "live_fp8", "cached", "packed"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     rate: float | None = None
-    for kinds, run in ((("live", "cached"), "first"), (("packed",), "second")):
+    for kinds in (("live", "cached"), ("live_fp8",), ("packed",)):
         wanted = [k for k in args.only if k in kinds]
         if not wanted:
             continue
         try:
-            if run == "first":
-                rate = live_and_cached(args, wanted)
-            else:
+            if "live_fp8" in kinds:
+                live_fp8(args)
+            elif "packed" in kinds:
                 packed(args, rate)
+            else:
+                rate = live_and_cached(args, wanted)
         except Exception:  # one failing part must not lose the others
             traceback.print_exc()
         if torch.cuda.is_available():

@@ -51,9 +51,14 @@ def reference_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dt
     return ((a.float() @ b.float().t()) * a_scale * b_scale.t()).to(dtype)
 
 
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same by the device's fp8 units; k and n are multiples of 16, ``dtype`` is bfloat16."""
-    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=True)
+def scaled_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast_sums: bool = True
+) -> Tensor:
+    """The same by the device's fp8 units; k and n are multiples of 16, ``dtype`` is bfloat16.
+
+    ``fast_sums``: in the units' own registers, which drop a few of float32's digits, instead of beside them.
+    """
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast_sums)
 
 
 class Fp8Linear(nn.Module):
