@@ -63,13 +63,14 @@ class Problem:
         sizes: tuple[int, int] = (V_S, V_T),
         head_rows: tuple[int, int] = (V_S, V_T),
         widths: tuple[int, int] = (H_S, H_T),
+        device: str = "cuda",
     ) -> None:
         samples = max(rows // 2048, 1)
         self.batch = aligned_batch(samples, rows // samples) if batch is None else batch
-        self.projection, self.rows, self.sizes = projection, rows, sizes
+        self.projection, self.rows, self.sizes, self.device = projection, rows, sizes, device
         self.teacher_rows = rows if batch is None else int((batch["teacher_input_lengths"] - 1).sum())
         self.hidden, self.weight, self.t_hidden, self.t_weight = random_heads(
-            self.batch, "cuda", dtype, sizes=head_rows, widths=widths
+            self.batch, device, dtype, sizes=head_rows, widths=widths
         )
 
     @classmethod
@@ -85,10 +86,10 @@ class Problem:
         """A function that computes loss and gradients once."""
         loss_fn = CrossTokenizerDistillationLossFn(
             {"mode": mode, "teacher_vocab_size": self.sizes[1], **options}, projections=[self.projection]
-        ).cuda()
+        ).to(self.device)
         counts = loss_fn.counts(self.batch)
         inputs = loss_fn.prepare(microbatch(self.batch), [padded_row_start(self.batch["teacher_input_ids"])])
-        ids = self.batch["teacher_input_ids"].reshape(-1).cuda()
+        ids = self.batch["teacher_input_ids"].reshape(-1).to(self.device)
         signal = HiddenSignal(self.t_hidden, Head(self.sizes[1], weight=self.t_weight), ids)
 
         def run() -> Tensor:

@@ -49,21 +49,32 @@ PUBLISHED = 1840
 
 
 class Setup:
-    """Student, teacher and loss; `tiny`: toy sizes, float32, on whatever device there is; `fp8`: the teacher."""
+    """Student, teacher and loss; `tiny`: toy sizes, float32, on whatever device there is; `fp8`: of the teacher;
+    `dynamic`: one compiled graph for all lengths."""
 
-    def __init__(self, projection: str | None, *, tiny: bool, attention: str | None = None, fp8: bool = False) -> None:
+    def __init__(
+        self,
+        projection: str | None,
+        *,
+        tiny: bool,
+        attention: str | None = None,
+        fp8: bool = False,
+        dynamic: bool = False,
+    ) -> None:
         self.tiny, self.attention, self.fp8 = tiny, attention, fp8
+        self.dynamic = dynamic or attention is not None
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.length = 24 if tiny else LENGTH
         self.sizes = (300, 300) if tiny else (128_256, 151_936)
-        self.student = self._policy("student", trained=True)
-        self.teacher = self._policy("teacher", trained=False)
+        self.student = self.policy("student", trained=True)
+        self.teacher = self.policy("teacher", trained=False)
         found = make_projection(300, 300) if tiny else load_projection(projection)
         self.loss_fn = CrossTokenizerDistillationLossFn(
             {"mode": "boundary_kl", "teacher_vocab_size": self.sizes[1]}, projections=[found]
         ).to(self.device)
 
-    def _policy(self, side: str, *, trained: bool) -> Policy:
+    def policy(self, side: str, *, trained: bool) -> Policy:
+        """A model with random weights; side: student or teacher."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         shape = SHAPES[side] | (TINY if self.tiny else {})
@@ -73,7 +84,7 @@ class Setup:
         cfg = {
             "precision": precision, "train_micro_batch_size": DOCUMENTS, "logprob_batch_size": 4,
             "sequence_packing": {"enabled": self.attention is not None, "train_mb_tokens": DOCUMENTS * self.length},
-            "compile": {"enabled": not self.tiny, "dynamic": self.attention is not None or None},
+            "compile": {"enabled": not self.tiny, "dynamic": self.dynamic or None},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.0,
                                                                   "fused": self.device == "cuda"}},
         }  # fmt: skip
@@ -105,10 +116,11 @@ class Setup:
         return laid_out(full)
 
 
-def laid_out(batch: dict[str, Any]) -> BatchedDataDict:
+def laid_out(batch: dict[str, Any], teachers: int = 1) -> BatchedDataDict:
     """A batch as the loader's processes hand it over: its chunks laid out once."""
     whole: BatchedDataDict = BatchedDataDict(batch)
-    return with_chunks(whole, [teacher_chunks(whole, 0, same_vocabulary=False, allow_inexact=False)])
+    chunks = [teacher_chunks(whole, i, same_vocabulary=False, allow_inexact=False) for i in range(teachers)]
+    return with_chunks(whole, chunks)
 
 
 def _sync() -> None:
@@ -128,7 +140,8 @@ def timed(run: Callable[[int], Any], steps: int, warmup: int) -> float:
     return (time.perf_counter() - start) / max(steps, 1)
 
 
-def _compiled_graphs() -> int:
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -143,14 +156,14 @@ def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: i
         losses.append(float(setup.student.train(batch, setup.loss_fn, teachers=[source])["loss"]))
 
     timed(run, 0, warmup)
-    graphs, before = _compiled_graphs(), 0
+    graphs, before = compiled_graphs(), 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     seconds = timed(run, steps, 0)
     tokens = sum(int(b["input_lengths"].sum()) for b in batches) / len(batches)
     row = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(tokens / seconds), "tokens": tokens, "loss": losses[-1]}
-    row["recompiled"] = _compiled_graphs() - graphs
+    row["recompiled"] = compiled_graphs() - graphs
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         row |= {"peak_gib": round(peak / GIB, 1), "extra_gib": round((peak - before) / GIB, 1)}

@@ -1,0 +1,326 @@
+"""The longest context of Llama-3.2-1B's shape from Qwen3-4B's on one GPU, and how time and memory grow.
+
+    PYTHONPATH=. python benchmarks/gpu/context.py                     # writes context.json and the picture
+    PYTHONPATH=. python benchmarks/gpu/context.py --only lengths --lengths 131072 262144 --ways recomputed --limit 200
+    PYTHONPATH=. python benchmarks/gpu/context.py --plot              # only draws the picture
+    PYTHONPATH=. python benchmarks/gpu/context.py --tiny              # everything small, also without a GPU
+
+Whole steps as in `step.py` (float32 parameters under bfloat16 autocast, AdamW, boundary_kl with cross-entropy, live
+teacher, compiled layers):
+
+- lengths: one document per step, twice as long each time, until memory or `--limit` (seconds of a step) ends it, then
+  half-way between what fits and what does not; with activations kept, and computed again in the backward pass
+  (`dtensor_cfg.activation_checkpointing`).
+- rows: documents of 2,048 tokens per step, in micro-batches of eight.
+- teachers: one to three of Qwen3-4B's shape, eight documents.
+- vocabulary: head and loss alone, 8,192 rows; the bodies do not depend on it.
+
+Memory is the peak of the whole step, weights and optimizer included. Each part is stored as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+
+from benchmarks.common import origin
+from benchmarks.gpu.common import GIB, aligned_batch, make_projection
+from benchmarks.gpu.loss import Problem
+from benchmarks.gpu.step import DOCUMENTS, Setup, compiled_graphs, laid_out
+from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models.causal import unwrap
+from limbeck.teachers.live import LiveTeacher
+
+OUT = Path(__file__).with_name("context.json")
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "context.png"
+LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288)
+WAYS = ("kept", "recomputed")
+VOCABULARIES = (32_000, 64_000, 128_000, 256_000)
+ROWS = (2, 4, 8, 16, 32)
+TEACHERS = (1, 2, 3)
+QUICK = 4.0
+"""Seconds: a step that takes less is taken again, so that nothing that happens once is in its time."""
+
+Point = dict[str, Any]
+
+
+def measured(run: Callable[[], Any]) -> Point:
+    """Milliseconds and peak GiB of a call, and graphs that were compiled in it; only that it ran out of memory where
+    it did."""
+    try:
+        seconds, graphs = 0.0, 0
+        for _ in range(2):
+            if seconds > QUICK:
+                break
+            _settle()
+            before, start = compiled_graphs(), time.perf_counter()
+            run()
+            _settle()
+            seconds, graphs = time.perf_counter() - start, compiled_graphs() - before
+        peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    return {"ms": round(seconds * 1e3, 1), "peak_gib": round(peak, 2)} | ({"compiled": graphs} if graphs else {})
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def forget(setup: Setup | None = None) -> None:
+    """Give back what the last point left, also where it failed."""
+    if setup is not None:
+        setup.student.model.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def step(setup: Setup, batch: BatchedDataDict, teachers: Sequence[LiveTeacher], loss_fn: Any) -> Point:
+    """A training step on a batch."""
+    forget(setup)
+    return measured(lambda: setup.student.train(batch, loss_fn, teachers=list(teachers)))
+
+
+def documents(setup: Setup, count: int, length: int) -> BatchedDataDict:
+    return laid_out(aligned_batch(count, length - 1, *setup.sizes, seed=0))
+
+
+def warm_up(setup: Setup) -> None:
+    """Compile what later points run."""
+    for count in (1, 2):
+        step(setup, documents(setup, count, setup.length), [LiveTeacher(setup.teacher)], setup.loss_fn)
+
+
+# -- length ------------------------------------------------------------------------------------------------------------
+
+
+def recompute(setup: Setup, on: bool) -> None:
+    model = unwrap(setup.student.model)
+    if on:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def at_length(setup: Setup, length: int) -> Point:
+    source = LiveTeacher(setup.teacher)
+    point = {"length": length} | step(setup, documents(setup, 1, length), [source], setup.loss_fn)
+    if "ms" in point:
+        point["tokens_per_s"] = round(length / point["ms"] * 1e3)
+    print(point, flush=True)
+    return point
+
+
+def climb(setup: Setup, lengths: Sequence[int], limit: float) -> list[Point]:
+    """Points at growing lengths, up to the first that does not fit and one half-way back, or that would take longer
+    than `limit` seconds."""
+    points: list[Point] = []
+    for length in lengths:
+        if points and 4 * points[-1]["ms"] > limit * 1e3:
+            break
+        points.append(at_length(setup, length))
+        if "out_of_memory" in points[-1]:
+            fits = [p["length"] for p in points if "ms" in p]
+            if fits:
+                points.append(at_length(setup, (fits[-1] + length) // 2))
+            break
+    return sorted(points, key=lambda p: int(p["length"]))
+
+
+def longest(points: list[Point]) -> dict[str, Any]:
+    """What ran, what did not, and where the line through the last two peaks meets the device's memory."""
+    ran = [p for p in points if "ms" in p]
+    out: dict[str, Any] = {
+        "ran": ran[-1]["length"] if ran else None,
+        "did_not_fit": min((p["length"] for p in points if "out_of_memory" in p), default=None),
+    }
+    if len(ran) > 1 and torch.cuda.is_available():
+        (a, b), whole = ran[-2:], torch.cuda.mem_get_info()[1] / GIB
+        slope = (b["peak_gib"] - a["peak_gib"]) / (b["length"] - a["length"])
+        # a few per cent of the memory cannot be had: the context of the device, and gaps
+        out["by_memory"] = round(b["length"] + (0.97 * whole - b["peak_gib"]) / slope)
+        out["kib_per_token"] = round(slope * GIB / 1024, 1)
+    return out
+
+
+def lengths(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"lengths": {}, "longest": {}}
+    given = args.lengths or ((16, 32, 64) if args.tiny else LENGTHS)
+    for way in args.ways:
+        print(f"activations {way}:", flush=True)
+        recompute(setup, way == "recomputed")
+        warm_up(setup)
+        points = climb(setup, given, args.limit)
+        found["lengths"][way], found["longest"][way] = points, longest(points)
+    recompute(setup, False)
+    return found
+
+
+# -- rows, teachers, vocabulary ----------------------------------------------------------------------------------------
+
+
+def rows(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    found = []
+    for count in ROWS:
+        batch = documents(setup, count, setup.length)
+        found.append({"rows": count} | step(setup, batch, [LiveTeacher(setup.teacher)], setup.loss_fn))
+        print(found[-1], flush=True)
+    return {"rows": found}
+
+
+def teachers(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    found, models = [], [setup.teacher]
+    for count in TEACHERS:
+        while len(models) < count:
+            models.append(setup.policy("teacher", trained=False))
+        batch = aligned_batch(DOCUMENTS, setup.length - 1, *setup.sizes, seed=0)
+        first = {k: v for k, v in batch.items() if k.startswith(("teacher_", "alignment_"))}
+        for i in range(1, count):
+            batch |= {k.replace("_", f"_{i}_", 1): v for k, v in first.items()}
+        projection = make_projection(*setup.sizes)
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", "teacher_vocab_size": setup.sizes[1]}, projections=[projection] * count
+        ).to(setup.device)
+        sources = [LiveTeacher(model, number=i) for i, model in enumerate(models)]
+        found.append({"teachers": count} | step(setup, laid_out(batch, count), sources, loss_fn))
+        print(found[-1], flush=True)
+    return {"teachers": found}
+
+
+def vocabulary(args: argparse.Namespace) -> dict[str, Any]:
+    """Head and loss of both vocabularies at one size each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count, sizes = (64, (300, 600)) if args.tiny else (8_192, VOCABULARIES)
+    widths = (32, 48) if args.tiny else (2048, 2560)
+    found = []
+    for size in sizes:
+        forget()
+        samples = max(count // 2048, 1)
+        problem = Problem(
+            count,
+            make_projection(size, size),
+            dtype=torch.float32 if args.tiny else torch.bfloat16,
+            batch=aligned_batch(samples, count // samples, size, size),
+            sizes=(size, size),
+            head_rows=(size, size),
+            widths=widths,
+            device=device,
+        )
+        before = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+        run = problem.step("boundary_kl")
+        run()
+        point = measured(run)
+        if "peak_gib" in point:
+            point["extra_gib"] = round(point.pop("peak_gib") - before, 2)
+        found.append({"vocabulary": size} | point)
+        print(found[-1], flush=True)
+        del problem, run
+    return {"vocabulary": found}
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def store(found: dict[str, Any], path: Path) -> None:
+    """Add parts to the results file; points of a length that were measured before are replaced."""
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for part, value in found.items():
+        if part in ("lengths", "longest"):
+            own = kept.setdefault(part, {})
+            for way, points in value.items():
+                if part == "lengths":
+                    new = {p["length"] for p in points}
+                    points = [*(p for p in own.get(way, []) if p["length"] not in new), *points]
+                    points.sort(key=lambda p: int(p["length"]))
+                own[way] = points
+        else:
+            kept[part] = value
+    if "lengths" in found:
+        kept["longest"] = {way: longest(points) for way, points in kept["lengths"].items()}
+    path.write_text(json.dumps({**kept, **origin()}, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path = OUT, picture: Path = PICTURE) -> None:
+    """The picture of the stored points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = json.loads(path.read_text(encoding="utf-8"))
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6.4))
+    for way, points in found["lengths"].items():
+        ran = [p for p in points if "ms" in p]
+        axes[0, 0].plot([p["length"] for p in ran], [p["peak_gib"] for p in ran], marker="o", label=way)
+        each = [p["ms"] * 1e3 / p["length"] for p in ran]
+        axes[0, 1].plot([p["length"] for p in ran], each, marker="o", label=way)
+    axes[0, 0].set(xlabel="tokens of the document", ylabel="peak memory, GiB", xscale="log", yscale="log")
+    axes[0, 1].set(xlabel="tokens of the document", ylabel="microseconds per token", xscale="log")
+    for axis in axes[0]:
+        axis.legend(title="activations")
+    for key, axis in (("rows", axes[1, 0]), ("vocabulary", axes[1, 1])):
+        ran = [p for p in found.get(key, []) if "ms" in p]
+        memory = "extra_gib" if key == "vocabulary" else "peak_gib"
+        axis.plot([p[key] for p in ran], [p["ms"] for p in ran], marker="o", color="tab:green", label="time")
+        axis.set(ylabel="ms", ylim=(0, None))
+        other = axis.twinx()
+        other.plot([p[key] for p in ran], [p[memory] for p in ran], marker="s", color="tab:red", label="memory")
+        other.set(ylabel="GiB", ylim=(0, None))
+        lines = [*axis.get_lines(), *other.get_lines()]
+        axis.legend(lines, [str(line.get_label()) for line in lines], loc="upper left")
+    axes[1, 0].set(xlabel="documents of 2,048 tokens per step")
+    axes[1, 1].set(xlabel="tokens of both vocabularies, 8,192 rows, head and loss")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
+    parser.add_argument("--only", nargs="*", default=["vocabulary", "rows", "lengths", "teachers"])
+    parser.add_argument("--lengths", type=int, nargs="*")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds of a step that are not exceeded knowingly")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.plot:
+        draw()
+        return
+    torch.manual_seed(0)
+    setup = None
+    for part in args.only:
+        try:
+            if part == "vocabulary":
+                found = vocabulary(args)
+            else:
+                if setup is None:
+                    setup = Setup(args.projection, tiny=args.tiny, dynamic=True)
+                    warm_up(setup)
+                found = {"rows": rows, "lengths": lengths, "teachers": teachers}[part](setup, args)
+            if not args.tiny:
+                store(found, args.out)
+            if "longest" in found:
+                print(json.dumps(found["longest"]), flush=True)
+        except Exception:  # one failing part must not lose the others
+            traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main()
