@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +24,17 @@ from limbeck.losses.fast.kernels.cells import (
     SUMS,
     cell_masses,
     root_sums,
-    run_sums,
-    segment_masses,
 )
 from limbeck.losses.fast.kernels.gradient import Entries, Paired, Projected
+from limbeck.losses.fast.kernels.nodes import below_nodes, node_buckets, student_nodes, teacher_nodes
 from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
 from limbeck.losses.fast.kernels.pairs import pairs_divergence
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
 from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, project_columns
 from limbeck.losses.fast.kernels.tables import cell_tables, identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
-from limbeck.losses.fast.trees import TreePlan, TreePositions
-from limbeck.losses.objectives.base import Objective, chunk_sum
+from limbeck.losses.fast.trees import TreePlan
+from limbeck.losses.objectives.base import Objective
 from limbeck.losses.objectives.corrected import (
     BoundaryKL,
     ChunkLikelihood,
@@ -47,13 +45,8 @@ from limbeck.losses.objectives.corrected import (
 from limbeck.losses.objectives.published import PKL, CommonKL, Gold, HybridKL
 from limbeck.losses.objectives.tree_kl import (
     Barred,
-    Buckets,
     TreeKL,
-    TreeTables,
     log_target,
-    ranges,
-    student_node_divergence,
-    teacher_node_divergence,
 )
 from limbeck.losses.signals import TopKSignal
 from limbeck.losses.vocab.projection import VocabMap
@@ -331,121 +324,6 @@ def pairs(
 # ---- tree_kl ----
 
 
-class _RunSums(torch.autograd.Function):
-    """`run_sums` with its gradient; owner: the run of each value."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, owner: Tensor) -> Tensor:
-        ctx.owner = owner
-        return run_sums(values, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.owner), None, None
-
-
-@dataclass(frozen=True)
-class _LaneBuckets(Buckets):
-    """`Buckets` whose sums by position have a fixed order."""
-
-    offsets: Tensor
-
-    def total(self, values: Tensor) -> Tensor:
-        out: Tensor = _RunSums.apply(values, self.offsets, self.owner)
-        return out
-
-
-@dataclass
-class _TreePart:
-    """One tree's part of a block: its divergences `[P]`, their weighted sum, and the gradient with respect to the
-    student's distributions. prob_coef `[L]`, entries: as in `FastOut`."""
-
-    rows: Tensor
-    loss: Tensor
-    count: int
-    prob_coef: Tensor
-    entries: Entries
-
-
-def _picked(block: LaneLogits, ids: Tensor, lane: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """(logits, probabilities) of tokens at one lane each."""
-    logits = block.logits.reshape(-1)[ids * block.logits.shape[1] + lane]
-    return logits, (logits.float() / tau - block.stats.lse_tau[lane]).exp()
-
-
-class _TreeBlock:
-    """The buckets of one tree's positions. coarse, fine: the sides by their vocabularies in this tree."""
-
-    def __init__(self, tree: TreeTables, at: TreePositions, coarse: LaneLogits, fine: LaneLogits, tau: float) -> None:
-        self.tree, self.at, self.coarse, self.fine, self.tau = tree, at, coarse, fine, tau
-        start, ends, first = tree.start[at.node], tree.ends[at.node], tree.child_start[at.node]
-        last = tree.child_start[at.node + 1]
-        self.child, owner = ranges(first, last, at.buckets)
-        self.lane = at.coarse_lane[owner]
-        below = (tree.start[self.child], tree.stop[self.child], self.lane)
-        here = (start, start + ends, at.coarse_lane)
-        side = coarse.logits, coarse.stats.lse_tau, tree.order
-        self.fine_logits, fine_mass = _picked(fine, tree.token[self.child], at.fine_lane[owner], tau)
-        self.buckets = _LaneBuckets(
-            owner,
-            segment_masses(*side, *below, tau),
-            fine_mass,
-            segment_masses(*side, *here, tau),
-            ends > 0,
-            F.pad((last - first).cumsum(0), (1, 0)),
-        )
-
-    def student(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor, *, listed: bool) -> _TreePart:
-        """The student's next tokens inside teacher tokens; weight: of each chunk; factor: of the sum in the gradient
-        with respect to logits; listed: the teacher's tokens are a top-k list."""
-        b, at, lanes = self.buckets, self.at, self.fine.logits.shape[1]
-        with torch.enable_grad():
-            fine = b.fine.requires_grad_()
-            rows = student_node_divergence(replace(b, fine=fine), spec, listed=listed)
-            loss = (rows * weight[at.coarse_lane]).sum()
-            (slope,) = torch.autograd.grad(loss, fine)
-        values = slope * fine.detach() * factor
-        prob_coef = values.new_zeros(lanes)
-        prob_coef[at.fine_lane] = -run_sums(values, b.offsets)
-        entries = Entries(self.tree.token[self.child], at.fine_lane[b.owner], self.fine_logits, values)
-        return _TreePart(rows.detach(), loss.detach(), at.count, prob_coef, entries)
-
-    def teacher(self, spec: DivergenceSpec, weight: Tensor, factor: float | Tensor, *, listed: bool) -> _TreePart:
-        """The student's tokens at the root by the teacher's next tokens inside them; a bucket's slope is that of every
-        token in it. What the positions of a chunk name lies below the first of them: values are summed there."""
-        b, at, tree, lanes = self.buckets, self.at, self.tree, self.coarse.logits.shape[1]
-        with torch.enable_grad():
-            mass, end = b.coarse.requires_grad_(), b.coarse_end.requires_grad_()
-            rows = teacher_node_divergence(replace(b, coarse=mass, coarse_end=end), spec, listed=listed)
-            loss = (rows * weight[at.coarse_lane]).sum()
-            slope, end_slope = torch.autograd.grad(loss, (mass, end))
-        slope, end_slope = slope * factor, end_slope * factor
-        dense = run_sums(slope * mass.detach(), b.offsets) + end_slope * end.detach()
-        chunks, _, members, ends = at.depths[0] if at.depths else (0, 0, 0, 0)
-        top = at.node[:chunks]
-        member, owner = ranges(tree.start[top], tree.stop[top], members + ends)
-        ids, lane = tree.order[member], at.coarse_lane[:chunks][owner]
-        logits, probs = _picked(self.coarse, ids, lane, self.tau)
-        size = tree.stop[top] - tree.start[top]
-        # of each lane: where its first token would stand in the sums, if it stood at the order's beginning
-        begin = torch.zeros(lanes, dtype=torch.int64, device=slope.device)
-        begin[at.coarse_lane[:chunks]] = size.cumsum(0) - size - tree.start[top]
-        prob_coef, total = slope.new_zeros(lanes), torch.zeros_like(probs)
-        position = bucket = 0
-        for count, buckets, below, here in at.depths:
-            own, its = slice(position, position + count), slice(bucket, bucket + buckets)
-            node, lane_of, child = at.node[own], at.coarse_lane[own], self.child[its]
-            prob_coef[lane_of] -= dense[own]
-            for first, stop, number, where, slopes in (
-                (tree.start[child], tree.stop[child], below, self.lane[its], slope[its]),
-                (tree.start[node], tree.start[node] + tree.ends[node], here, lane_of, end_slope[own]),
-            ):
-                place, which = ranges(first, stop, number)
-                total[place + begin[where[which]]] += slopes[which]
-            position, bucket = position + count, bucket + buckets
-        return _TreePart(rows.detach(), loss.detach(), at.count, prob_coef, Entries(ids, lane, logits, total * probs))
-
-
 @dataclass
 class _Root:
     """The root part of a block: divergences `[C]`, the factors of its gradient, student tokens that are left out, and
@@ -578,6 +456,49 @@ def _listed(term: TeacherTerm, lanes: BlockLanes, size: int) -> tuple[LaneLogits
     return block, (1 - named[: lanes.chunks]).clamp(min=0)
 
 
+@dataclass
+class _TreePart:
+    """One tree's part of a block: divergences `[C]`, at how many positions, their weight in the loss, and the gradient
+    with respect to the student's distributions. prob_coef `[L]`, entries: as in `FastOut`."""
+
+    rows: Tensor
+    count: int
+    weight: float
+    prob_coef: Tensor
+    entries: Entries
+
+
+def _inside(
+    objective: TreeKL,
+    plan: TreePlan,
+    student: LaneLogits,
+    teacher: LaneLogits,
+    weight: Tensor,
+    scale: float | Tensor,
+    *,
+    listed: bool,
+) -> dict[str, _TreePart]:
+    """Positions inside tokens, by the name of their metric, where there are some. scale: of a divergence in the
+    gradient with respect to logits."""
+    options, spec, tau, lanes = objective.options, objective.spec, objective.temperature, student.logits.shape[1]
+    sides = (student.logits, student.stats.lse_tau), (teacher.logits, teacher.stats.lse_tau)
+    mine, theirs, scaled_C = options.inner_student_weight, options.inner_teacher_weight, weight * scale
+    parts = {}
+    if (at := plan.student).count:
+        tree = objective.student_tree
+        found = node_buckets(tree, at, sides[1], sides[0], tau)
+        own = student_nodes(found, at, spec, scaled_C * mine, lanes, listed=listed)
+        entries = Entries(found.ids, found.lane, found.logits, own.values)
+        parts["inner_student_kl"] = _TreePart(own.rows, at.count, mine, own.prob_coef, entries)
+    if (at := plan.teacher).count:
+        tree = objective.teacher_tree
+        found = node_buckets(tree, at, sides[0], sides[1], tau)
+        other = teacher_nodes(found, tree, at, spec, scaled_C * theirs, listed=listed)
+        entries = Entries(*below_nodes(tree, at, sides[0], other.slopes, tau))
+        parts["inner_teacher_kl"] = _TreePart(other.rows, at.count, theirs, _padded(-other.dense, lanes), entries)
+    return parts
+
+
 def trees(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
@@ -587,17 +508,11 @@ def trees(
     assert plan is not None
     if teacher is None:
         teacher, tail = _listed(term, lanes, objective.teacher_cell.numel())
-    options, spec, tau = objective.options, objective.spec, objective.temperature
+    options, tau = objective.options, objective.temperature
     num_lanes = student.logits.shape[1]
     scale = term.factor * tau
     # both trees are read before the root overwrites the teacher's logits
-    in_student = _TreeBlock(objective.student_tree, plan.student, teacher, student, tau)
-    in_teacher = _TreeBlock(objective.teacher_tree, plan.teacher, student, teacher, tau)
-    mine, theirs = options.inner_student_weight, options.inner_teacher_weight
-    parts = (
-        (mine, in_student.student(spec, weight, scale * mine, listed=tail is not None)),
-        (theirs, in_teacher.teacher(spec, weight, scale * theirs, listed=tail is not None)),
-    )
+    parts = _inside(objective, plan, student, teacher, weight, scale, listed=tail is not None)
     log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
     root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau, tail)
     root_kl = (root.rows * weight).sum()
@@ -610,6 +525,8 @@ def trees(
         "root_kl": (root_kl, count),
         "terminal_kl": (zero, 0.0),
         "first_kl": (zero, 0.0),
+        "inner_student_kl": (zero, 0.0),
+        "inner_teacher_kl": (zero, 0.0),
         "chunk_kl": (zero, plan.open_C.sum()),
     }
     result = FastOut(
@@ -624,17 +541,16 @@ def trees(
         entries=root.entries,
         kept_coef=_padded(root.kept_coef, num_lanes),
     )
-    if root.barred is not None:
-        roots = parts[1][1].entries
-        roots.kept = ~root.barred.holds(roots.lane, roots.ids, objective.student_cell.numel())
-    both = (("inner_student_kl", plan.student), ("inner_teacher_kl", plan.teacher))
-    for (name, positions), (own_weight, part) in zip(both, parts, strict=True):
-        result.rows = result.rows + chunk_sum(part.rows, positions.coarse_lane, count) * own_weight
-        result.loss = result.loss + part.loss * own_weight
-        result.prob_coef = result.prob_coef + part.prob_coef
-        if part.count:
-            result.entries.append(part.entries)
-        metrics[name] = (part.loss, part.count)
+    for name, part in parts.items():
+        part_kl = (part.rows * weight).sum()
+        result.rows = result.rows + part.rows * part.weight
+        result.loss = result.loss + part_kl * part.weight
+        result.prob_coef += part.prob_coef
+        if root.barred is not None and name == "inner_teacher_kl":
+            own = part.entries
+            own.kept = ~root.barred.holds(own.lane, own.ids, objective.student_cell.numel())
+        result.entries.append(part.entries)
+        metrics[name] = (part_kl, part.count)
     if lanes.multi:
         open_weight = weight * plan.open_C
         rows, slope = _chunk_term(term, lanes, student, log_t, open_weight, lanes.single, options.chunk_weight * tau)

@@ -23,24 +23,42 @@ from limbeck.losses.objectives.tree_kl import (
 
 @dataclass(frozen=True)
 class TreePositions:
-    """Positions of one tree, by depth and then by node. node: where the tree stands; fine_lane: of the fine side's
-    distribution there; coarse_lane: of the coarse side's at the chunk's start, which is the chunk's number, too;
-    depths: how many positions, children of their nodes, coarse tokens below the children, and coarse tokens that end at
-    the nodes each depth has. No lane is named twice within one depth."""
+    """Positions `[P]` of one tree, by depth and then by node; the first T of them begin the chunks that have some.
+
+    node: where the tree stands; fine_lane: of the fine side's distribution there; coarse_lane: of the coarse side's at
+    the chunk's start, which is the chunk's number, too. offset `[P + 1]`: where a position's buckets, the children of
+    its node, begin among all of them; first `[T + 1]`: where the coarse tokens below a chunk's first node begin among
+    all of them; path `[T, depths]`: a chunk's positions, -1 behind the last; slot `[P]`: a position's place in `path`.
+    most_children: of one node.
+    """
 
     node: Tensor
     fine_lane: Tensor
     coarse_lane: Tensor
-    depths: tuple[tuple[int, int, int, int], ...]
+    offset: Tensor
+    first: Tensor
+    path: Tensor
+    slot: Tensor
+    buckets: int
+    members: int
+    most_children: int
 
     @property
     def count(self) -> int:
         return self.node.numel()
 
-    @property
-    def buckets(self) -> int:
-        """Children of all nodes."""
-        return sum(depth[1] for depth in self.depths)
+    def owner(self) -> Tensor:
+        """Position of every bucket."""
+        return torch.repeat_interleave(self.offset.diff(), output_size=self.buckets)
+
+    def top(self) -> Tensor:
+        """Which of the T chunks each coarse token below a first node belongs to."""
+        return torch.repeat_interleave(self.first.diff(), output_size=self.members)
+
+    def by_chunk(self, values: Tensor, chunks: int) -> Tensor:
+        """Sums over a chunk's positions: `[..., T, depths]` -> `[..., chunks]`, 0 where a chunk has none."""
+        out = values.new_zeros(*values.shape[:-2], chunks)
+        return out.index_copy_(-1, self.coarse_lane[: self.path.shape[0]], values.sum(-1))
 
 
 @dataclass(frozen=True)
@@ -88,16 +106,29 @@ def plan_trees(
 
 
 def _positions(tree: TreeTables, at: Positions, first_C: Tensor, lane_C: Tensor, starts: Tensor) -> TreePositions:
-    depth = at.row - first_C[at.chunk]
+    depth = at.row - first_C[at.chunk] - 1
     order = (depth * tree.start.numel() + at.node).argsort(stable=True)
     node, depth, coarse = at.node[order], depth[order], lane_C[at.chunk[order]]
-    buckets = tree.child_start[node + 1] - tree.child_start[node]
-    members = tree.stop[node] - tree.start[node] - tree.ends[node]
-    each = torch.stack((torch.ones_like(node), buckets, members, tree.ends[node]), 1)
-    deepest = int(depth.max()) if depth.numel() else 0
-    sums = torch.zeros(deepest + 1, 4, dtype=torch.int64).index_add(0, depth, each)
-    depths = tuple((a, b, c, d) for a, b, c, d in sums.tolist() if a)
-    return TreePositions(node, starts[coarse] + depth - 1, coarse, depths)
+    number, chunks = node.numel(), int((depth == 0).sum())
+    children = tree.child_start[node + 1] - tree.child_start[node]
+    below = tree.stop[node[:chunks]] - tree.start[node[:chunks]]
+    chunk_of = torch.empty_like(lane_C)
+    chunk_of[coarse[:chunks]] = torch.arange(chunks)
+    path = torch.full((chunks, int(depth.max()) + 1 if number else 0), -1, dtype=torch.int32)
+    slot = chunk_of[coarse] * path.shape[1] + depth
+    path.view(-1)[slot] = torch.arange(number, dtype=torch.int32)
+    return TreePositions(
+        node,
+        starts[coarse] + depth,
+        coarse,
+        F.pad(children.cumsum(0), (1, 0)),
+        F.pad(below.cumsum(0), (1, 0)),
+        path,
+        slot,
+        buckets=int(children.sum()),
+        members=int(below.sum()),
+        most_children=int(children.max()) if number else 0,
+    )
 
 
 def _in_lanes(lists: BarredLists, order: Tensor) -> BarredTokens:

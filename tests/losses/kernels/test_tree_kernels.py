@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from limbeck.errors import LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, fast
-from limbeck.losses.fast.kernels import cells, padded, tables
-from limbeck.losses.fast.kernels.cells import cell_masses, run_sums, segment_masses
+from limbeck.losses.fast.kernels import nodes, padded, tables
+from limbeck.losses.fast.kernels.cells import cell_masses
 from limbeck.losses.fast.kernels.stats import column_stats
 from limbeck.losses.fast.kernels.tables import cell_tables
 from limbeck.losses.objectives import ObjectiveOptions
@@ -31,7 +30,8 @@ BOTH_WAYS = ["coarser teacher", "finer teacher"]
 
 @pytest.fixture(autouse=True)
 def _many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "SEGMENTS", 128)
+    monkeypatch.setattr(nodes, "SEGMENTS", 128)
+    monkeypatch.setattr(nodes, "BUCKETS", 4)  # so that some positions take several turns
     monkeypatch.setattr(tables, "PIECE", 3)  # so that some cells have several pieces
 
 
@@ -181,7 +181,7 @@ def test_where_the_plain_path_does_it_is_said_once(
     assert len(caplog.messages) == 1
 
 
-def test_masses_of_cells_and_segments() -> None:
+def test_masses_of_cells() -> None:
     pair = worlds.random_pair(5)
     objective = TreeKL(ObjectiveOptions(), projection_of(pair))
     found = cell_tables(objective)
@@ -196,14 +196,3 @@ def test_masses_of_cells_and_segments() -> None:
         got = probs[source] if source >= 0 else masses[place]
         torch.testing.assert_close(got, want[cell], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(masses[side.rows - 1], want[-1], rtol=1e-5, atol=1e-7)
-    order = torch.randperm(pair[1].size)
-    start, stop, lane = torch.tensor([0, 2, 5, 1]), torch.tensor([pair[1].size, 2, 9, 4]), torch.tensor([3, 129, 0, 3])
-    got = segment_masses(logits, lse, order, start, stop, lane)
-    parts = [probs[order[a:b], i].sum() for a, b, i in zip(start, stop, lane, strict=True)]
-    torch.testing.assert_close(got, torch.stack(parts), rtol=1e-5, atol=1e-7)
-
-
-def test_sums_of_runs() -> None:
-    values, offsets = torch.arange(300.0), torch.tensor([0, 0, 1, 200, 300, 300])
-    want = [float(values[a:b].sum()) for a, b in pairwise(offsets.tolist())]
-    assert run_sums(values, offsets).tolist() == pytest.approx(want)

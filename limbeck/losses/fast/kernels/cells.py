@@ -1,11 +1,11 @@
-"""tree_kl's kernels: divergence over cells at the roots, and masses of ranges of a tree's order.
+"""tree_kl's kernels at the roots: divergence over cells.
 
 A cell's mass on a side is the probability of its token there, or, where it has several, a row that was summed for it
 (`cell_masses`). In one pass over the cells, with q the student's and p the teacher's mass of a cell, each lane adds to
 the divergence, and R, minus the gradient with respect to q (up to a factor and a constant of the lane), replaces one
 row of the teacher's logits: that of the cell's first teacher token.
 
-References: `limbeck.losses.objectives.tree_kl.TreeKL.root`, `tree_buckets`.
+Reference: `limbeck.losses.objectives.tree_kl.TreeKL.root`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -31,9 +31,6 @@ SUMS = tl.constexpr(0)
 FORWARD = tl.constexpr(1)
 REVERSE = tl.constexpr(2)
 JSD = tl.constexpr(3)
-
-SEGMENTS, MEMBERS = 4, 64
-"""Segments that one program sums side by side, and members of each that it reads at a time."""
 
 
 class RootSums(NamedTuple):
@@ -236,65 +233,3 @@ def cell_masses(logits: Tensor, lse: Tensor, cells: SideCells, temperature: floa
             mass, cells.long_row, cells.long_offset, lanes, cells.rows, BN=WIDE, num_warps=WIDE_WARPS
         )
     return mass
-
-
-# Reads the logits of each segment's tokens at the segment's one lane, writes a number per segment. SEGMENTS at a time,
-# since most have a token or two; the lanes of neighbouring segments are neighbours or the same, so what one of them
-# reads is often in the cache for the next.
-@triton.jit
-def _segment_kernel(
-    x_ptr, lse_ptr, order_ptr, start_ptr, stop_ptr, lane_ptr, out_ptr, number, lanes, inv_tau,
-    BS: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    segment = tl.program_id(0) * BS + tl.arange(0, BS)
-    real = segment < number
-    start = tl.load(start_ptr + segment, mask=real, other=0)
-    stop = tl.load(stop_ptr + segment, mask=real, other=0)
-    lane = tl.load(lane_ptr + segment, mask=real, other=0)
-    base = tl.load(lse_ptr + lane, mask=real, other=0.0)[:, None] * LOG2E
-    total = tl.zeros([BS, BM], tl.float32)
-    for done in range(0, tl.max(stop - start, 0), BM):
-        at = start[:, None] + done + tl.arange(0, BM)[None, :]
-        inside = at < stop[:, None]
-        token = tl.load(order_ptr + at, mask=inside, other=0)
-        x = tl.load(x_ptr + token * lanes + lane[:, None], mask=inside, other=float("-inf")).to(tl.float32)
-        total += tl.exp2(x * (inv_tau * LOG2E) - base)
-    tl.store(out_ptr + segment, tl.sum(total, 1), mask=real)
-
-
-def segment_masses(
-    logits: Tensor, lse: Tensor, order: Tensor, start: Tensor, stop: Tensor, lane: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """Probability `[n]` of the tokens `order[start : stop]` (int64) at one lane each of logits `[V, L]`."""
-    out = torch.empty(start.numel(), dtype=torch.float32, device=logits.device)
-    if out.numel():
-        _segment_kernel[(-(-out.numel() // SEGMENTS),)](
-            logits, lse, order, start, stop, lane, out, out.numel(), logits.shape[1], 1 / temperature,
-            BS=SEGMENTS, BM=MEMBERS, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-# Sums runs of a flat list. The same sum every time: additions by index would be atomic, and their order a matter of
-# chance.
-@triton.jit
-def _runs_kernel(x_ptr, offset_ptr, out_ptr, number, BS: tl.constexpr, BM: tl.constexpr):
-    run = tl.program_id(0) * BS + tl.arange(0, BS)
-    real = run < number
-    start = tl.load(offset_ptr + run, mask=real, other=0)
-    stop = tl.load(offset_ptr + run + 1, mask=real, other=0)
-    total = tl.zeros([BS, BM], tl.float32)
-    for done in range(0, tl.max(stop - start, 0), BM):
-        at = start[:, None] + done + tl.arange(0, BM)[None, :]
-        total += tl.load(x_ptr + at, mask=at < stop[:, None], other=0.0)
-    tl.store(out_ptr + run, tl.sum(total, 1), mask=real)
-
-
-def run_sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums `[n]` of `values[offsets[i] : offsets[i + 1]]`, float32."""
-    out = torch.empty(offsets.numel() - 1, dtype=torch.float32, device=values.device)
-    if out.numel():
-        _runs_kernel[(-(-out.numel() // SEGMENTS),)](
-            values.contiguous(), offsets, out, out.numel(), BS=SEGMENTS, BM=MEMBERS, num_warps=4
-        )
-    return out

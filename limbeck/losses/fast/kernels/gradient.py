@@ -30,6 +30,9 @@ from limbeck.losses.fast.kernels.tables import ByRow, PairTables
 STEPS = 64
 """Student tokens that one program walks through."""
 
+ENTRIES = 256
+"""Tokens whose gradient one program of `write_entries` writes."""
+
 NONE = tl.constexpr(0)
 PROJECT = tl.constexpr(1)
 PAIRS = tl.constexpr(2)
@@ -252,6 +255,37 @@ class Entries:
     kept: Tensor | None = None
 
 
+# Puts the gradient of one token after another together from its own part and its lane's factors, and stores it over
+# what is there. Over a list of tokens, none of which comes twice; their lanes and rows lie anywhere.
+@triton.jit
+def _entries_kernel(
+    grad_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr, kept_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr,
+    prob1_coef_ptr, label_coef_ptr, label_ptr, kept_coef_ptr, r_ptr, index_ptr, owner_ptr,
+    number, lanes, r_lanes, inv_tau, SCALED: tl.constexpr, SOME_KEPT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    real = i < number
+    token = tl.load(id_ptr + i, mask=real, other=0)
+    lane = tl.load(lane_ptr + i, mask=real, other=0)
+    z = tl.load(logit_ptr + i, mask=real, other=0.0).to(tl.float32)
+    p = tl.exp2(z * (inv_tau * LOG2E) - tl.load(lse_ptr + lane, mask=real, other=0.0) * LOG2E)
+    row = tl.load(index_ptr + token, mask=real, other=-1)
+    column = tl.load(owner_ptr + lane, mask=real, other=0)
+    r = tl.load(r_ptr + row.to(tl.int64) * r_lanes + column, mask=row >= 0, other=0.0).to(tl.float32)
+    kept = tl.load(kept_coef_ptr + lane, mask=real, other=0.0)
+    kept -= tl.load(slope_coef_ptr + lane, mask=real, other=0.0) * r
+    if SOME_KEPT:
+        kept = tl.where(tl.load(kept_ptr + i, mask=real, other=0) != 0, kept, 0.0)
+    out = tl.load(value_ptr + i, mask=real, other=0.0)
+    out += p * (tl.load(prob_coef_ptr + lane, mask=real, other=0.0) + kept)
+    label = tl.load(label_ptr + lane, mask=real, other=-1)
+    out += tl.where(label == token, tl.load(label_coef_ptr + lane, mask=real, other=0.0), 0.0)
+    if SCALED:
+        one = tl.exp2((z - tl.load(lse_one_ptr + lane, mask=real, other=0.0)) * LOG2E)
+        out += tl.load(prob1_coef_ptr + lane, mask=real, other=0.0) * one
+    tl.store(grad_ptr + token * lanes + lane, out.to(grad_ptr.dtype.element_ty), mask=real)
+
+
 def write_entries(
     grad: Tensor,
     lse: Tensor,
@@ -268,18 +302,17 @@ def write_entries(
     multiple of p can be far larger than their difference. kept_coef `[L]`: the part of prob_coef that belongs to kept
     tokens alone; `factors` are without it.
     """
-    ids, lane, z = entries.ids, entries.lane, entries.logits.float()
-    p = (z / temperature - lse[lane]).exp()
-    row, column = slope.index[0, ids].long(), slope.owner[lane].long()
-    r = slope.residual.reshape(-1)[row.clamp(min=0) * slope.residual.shape[1] + column].float()
-    kept = kept_coef[lane] - factors.slope_coef[lane] * r.masked_fill(row < 0, 0.0)
-    if entries.kept is not None:
-        kept = kept * entries.kept
-    out = entries.values + p * (factors.prob_coef[lane] + kept)
-    out += factors.label_coef[lane] * (factors.label[lane] == ids)
-    if factors.prob1_coef is not None:
-        out += factors.prob1_coef[lane] * (z - lse_one[lane]).exp()
-    grad.view(-1)[ids * grad.shape[1] + lane] = out.to(grad.dtype)
+    number = entries.ids.numel()
+    if not number:
+        return
+    some, one = entries.kept, factors.prob1_coef
+    _entries_kernel[(-(-number // ENTRIES),)](
+        grad, entries.ids, entries.lane, entries.logits, entries.values,
+        entries.ids if some is None else some.view(torch.uint8), lse, lse_one, factors.slope_coef, factors.prob_coef,
+        lse if one is None else one, factors.label_coef, factors.label, kept_coef, slope.residual, slope.index,
+        slope.owner, number, grad.shape[1], slope.residual.shape[1], 1 / temperature,
+        SCALED=one is not None, SOME_KEPT=some is not None, BM=ENTRIES, num_warps=4,
+    )  # fmt: skip
 
 
 def gradient_reference(
