@@ -39,26 +39,21 @@ PROMPT, ANSWER = 2 * GIVEN - 1, 2 * TERMS + 1
 MERGED = 280
 """Tokens of the teacher's vocabulary; the student's has the 256 bytes and the end."""
 ARMS = {"off": 0.0, "on": 1.0, "mixed": 0.5}
-TEACHER = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6}
-STUDENT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 3}
+TEACHER = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 8}
+STUDENT = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class Starts(NamedTuple):
-    """How a model is trained before the comparison.
-
-    Attributes:
-        piece: steps between two looks at it.
-        enough: share of right answers that ends it.
-        most: steps that it may take.
-    """
+    """How a model is trained before the comparison: for so many steps, with a look every `period`, until the share
+    of right answers is `enough`."""
 
     tokenizer: str
     shape: dict[str, Any]
     held_out: list[tuple[str, str]]
-    piece: int
+    steps: int
+    period: int
     enough: float
-    most: int
 
 
 def problem(rng: random.Random) -> tuple[str, str]:
@@ -99,7 +94,7 @@ def model(tokenizer: str, shape: dict[str, Any], weights: Path | None = None) ->
     if weights is not None:
         return {"model_name": str(weights), "tokenizer": {"name": tokenizer}}
     heads = {"num_key_value_heads": shape["num_attention_heads"], "max_position_embeddings": 64}
-    overrides = {"model_type": "llama", **shape, **heads, "tie_word_embeddings": True}
+    overrides = {"model_type": "llama", **shape, **heads, "tie_word_embeddings": False, "initializer_range": 0.1}
     return {"init": "random", "tokenizer": {"name": tokenizer}, "model_overrides": overrides}
 
 
@@ -168,17 +163,16 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def trained(folder: Path, side: str, own: Starts, *, rows: int, rate: float) -> tuple[Path, int, float]:
-    """A model trained from scratch until it is right often enough, or for as long as it may be: its weights, the steps
-    that it took, and the share of problems that it answers right."""
-    steps = 0
-    while True:
-        steps += own.piece
-        values = {"policy": model(own.tokenizer, own.shape)}
-        made = run(folder, f"{side}_start", values, steps=steps, period=own.piece, rows=rows, rate=rate)
-        share = right(weights(made, steps), own.tokenizer, own.held_out)
-        print(f"{side} after {steps} steps: {share:.3f}", flush=True)
-        if share >= own.enough or steps >= own.most:
-            return weights(made, steps), steps, share
+    """A model trained from scratch, as it was when it first was right often enough: its weights, the steps it took,
+    and the share of problems that it answers right."""
+    values = {"policy": model(own.tokenizer, own.shape)}
+    made = run(folder, f"{side}_start", values, steps=own.steps, period=own.period, rows=rows, rate=rate)
+    for step in range(own.period, own.steps + 1, own.period):
+        share = right(weights(made, step), own.tokenizer, own.held_out)
+        print(f"{side} after {step} steps: {share:.3f}", flush=True)
+        if share >= own.enough:
+            break
+    return weights(made, step), step, share
 
 
 def main() -> None:
@@ -186,11 +180,13 @@ def main() -> None:
     arguments.add_argument("--folder", type=Path, default=Path("runs/on_policy_curve"))
     arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     arguments.add_argument("--steps", type=int, default=120)
-    arguments.add_argument("--teacher-steps", type=int, default=2400, help="at most, until it is right on 98%%")
-    arguments.add_argument("--start-steps", type=int, default=1200, help="at most, until it is right on 15%%")
+    arguments.add_argument("--teacher-steps", type=int, default=600)
+    arguments.add_argument(
+        "--start-steps", type=int, default=200, help="of the student, at most: until it is right on 10%%"
+    )
     arguments.add_argument("--rows", type=int, default=256, help="problems per step")
     arguments.add_argument("--rate", type=float, default=3e-4, help="learning rate of the arms")
-    arguments.add_argument("--start-rate", type=float, default=2e-3, help="learning rate of both models before")
+    arguments.add_argument("--start-rate", type=float, default=3e-3, help="learning rate of both models before")
     arguments.add_argument("--tiny", action="store_true", help="everything small, for a CPU")
     args = arguments.parse_args()
     folder: Path = args.folder.resolve()
@@ -198,11 +194,11 @@ def main() -> None:
     held_out = write_data(folder, 2_000 if args.tiny else 50_000)[: 32 if args.tiny else 512]
     shapes = {"teacher": TINY if args.tiny else TEACHER, "student": TINY if args.tiny else STUDENT}
     names = {side: write_tokenizer(folder, side, size) for side, size in (("student", 257), ("teacher", MERGED))}
+    count = {"teacher": args.teacher_steps, "student": args.start_steps}
+    looks = {"teacher": 1, "student": 2 if args.tiny else 20}
     aims = {
-        "teacher": Starts(
-            names["teacher"], shapes["teacher"], held_out, args.teacher_steps // 4, 0.98, args.teacher_steps
-        ),
-        "student": Starts(names["student"], shapes["student"], held_out, args.start_steps // 8, 0.15, args.start_steps),
+        side: Starts(names[side], shapes[side], held_out, steps, steps // looks[side], 0.1)
+        for side, steps in count.items()
     }
     made = {side: trained(folder, side, own, rows=args.rows, rate=args.start_rate) for side, own in aims.items()}
     starts = {side: path for side, (path, _, _) in made.items()}
@@ -213,7 +209,7 @@ def main() -> None:
         "start": {side: {"steps": steps, "right": share} for side, (_, steps, share) in made.items()},
         "arms": {},
     }
-    period = max(args.steps // 8, 1)
+    period = max(args.steps // 12, 1)
     for arm in args.arms:
         values = {
             "algorithm": "on_policy_distillation",
