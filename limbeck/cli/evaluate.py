@@ -24,6 +24,13 @@ class EvalMode(str, Enum):
     pairs = "pairs"
 
 
+class Begin(str, Enum):
+    """Whether texts stand behind a model's begin token."""
+
+    auto = "auto"
+    expected = "expected"
+
+
 class Precision(str, Enum):
     """Type of weights and computation."""
 
@@ -65,6 +72,9 @@ def eval_command(
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Take random numbers for weights that a model's folder lacks.")
     ] = False,
+    bos: Annotated[
+        Begin, typer.Option(help="Begin token: as the tokenizer does, or as the weights expect (by a short text).")
+    ] = Begin.auto,
     traces: Annotated[
         list[Path] | None,
         typer.Option("--traces", help="Agent traces: log p of failed messages and of better ones; repeatable."),
@@ -107,6 +117,7 @@ def eval_command(
         precision=precision.value if precision else None,
         device=device,
         allow_missing=allow_missing,
+        bos=bos.value,
     )
     if lm_eval:
         from limbeck.evaluation.harness import check_harness

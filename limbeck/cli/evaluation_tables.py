@@ -49,6 +49,8 @@ def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
         console.print(_harness_table(result["lm_eval"], names))
     for note in notes(models, names, files):
         console.print(note, style="dim", highlight=False)
+    for warning in begin_warnings(result.get("loaded", {})):
+        console.print(warning, style="yellow", highlight=False, markup=False)
 
 
 def _model_name(short: str, result: Mapping[str, Any], spec: str) -> str:
@@ -137,6 +139,22 @@ def notes(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[st
             if dropped:
                 listed = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
                 out.append(f"{short}, {names[spec]}: {listed}.".replace("\n", " "))
+    return out
+
+
+def begin_warnings(loaded: Mapping[str, Any]) -> list[str]:
+    """One line for every model whose texts began otherwise than it expects, or than its tokenizer begins them."""
+    out = []
+    for spec, details in loaded.items():
+        begin = details.get("begin")
+        if begin is None:
+            continue
+        how, does = ("behind its begin token", "sets none") if begin["expected"] else ("without", "sets one")
+        said = f"a plain text has {begin['bits']}; its tokenizer {does}"
+        if begin["followed"]:
+            out.append(f"{spec} was scored {how}, as its weights expect: {said}.")
+        else:
+            out.append(f"warning: {spec} expects its texts {how}: {said}, so its figures are too high; --bos expected")
     return out
 
 

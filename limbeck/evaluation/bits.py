@@ -1,8 +1,8 @@
 """Bits per byte of models on files: one figure that models with different tokenizers share.
 
 For every file: the sum of -log2 p over all supervised text tokens that have a predictor, divided by the bytes of the
-same tokens. A document's first token has no predictor (unless the tokenizer puts a begin token in front by default) and
-is left out of both sums.
+same tokens. A document's first token has no predictor (unless a begin token stands in front) and is left out of both
+sums.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class EvalOptions:
         precision: ``float32``, ``bfloat16`` or ``float16``; default: float32 on a CPU, bfloat16 on an accelerator.
         device: default: the accelerator if there is one.
         allow_missing: score a model whose folder lacks weights, with random numbers in their place.
+        bos: ``auto``: texts begin as the tokenizer makes them; ``expected``: as the weights are clearly better with.
     """
 
     mode: str = "auto"
@@ -67,6 +68,7 @@ class EvalOptions:
     precision: str | None = None
     device: str | None = None
     allow_missing: bool = False
+    bos: Literal["auto", "expected"] = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -150,7 +152,11 @@ class EvalModel:
                 f"a context of {self.context} tokens is more than {source.spec!r} was made for; "
                 f"give at most {self.limit()}."
             )
-        self.bos_id = self.encoder.bos_id if self.encoder.adds_bos else None
+        self.begin_texts(self.encoder.adds_bos)
+
+    def begin_texts(self, bos: bool) -> None:
+        """Whether texts stand behind the begin token from now on; at first as the tokenizer makes them."""
+        self.bos_id = self.encoder.bos_id if bos else None
 
     def limit(self) -> int:
         """Positions that the model was made for."""
@@ -159,8 +165,8 @@ class EvalModel:
         return int(limit) if isinstance(limit, int) and limit > 0 else 1 << 30
 
     def text(self, text: str) -> Rendering:
-        """A document behind the begin token, where the tokenizer sets one by default."""
-        return self.encoder.encode(text, bos=self.encoder.adds_bos)
+        """A document, behind the begin token or not."""
+        return self.encoder.encode(text, bos=self.bos_id is not None)
 
 
 def pick_device(name: str | None) -> torch.device:

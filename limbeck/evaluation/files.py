@@ -14,10 +14,12 @@ from typing import Any
 
 from limbeck.data.readers import HUB_PREFIX, BadRecord, JsonlReader, expand, format_of
 from limbeck.errors import DataError
+from limbeck.evaluation.begin import begin_bits
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import is_pair, score_pairs
+from limbeck.tokens import Tokenizer
 
 __all__ = ["EvalOptions", "detect_mode", "evaluate", "evaluate_file"]
 
@@ -28,8 +30,9 @@ def evaluate(
     """Score every file (path, glob, folder or ``hf:`` id) by every model, one model in memory at a time.
 
     Returns ``{"models": {spec: {file: {"bpb", "bytes", "documents", "tokens", ...}}}, "files": {file: mode},
-    "settings": {...}}``. Multiple choice adds ``acc`` and ``acc_norm``; preference pairs add ``accuracy``,
-    ``chosen_logprob``, ``rejected_logprob`` and ``margin``.
+    "loaded": {spec: {"context", "stride", "step", "begin"}}, "settings": {...}}``. Multiple choice adds ``acc`` and
+    ``acc_norm``; preference pairs add ``accuracy``, ``chosen_logprob``, ``rejected_logprob`` and ``margin``. ``begin``:
+    see :func:`unlike_tokenizer`.
     """
     options = options or EvalOptions()
     paths = expand(list(files))
@@ -40,10 +43,23 @@ def evaluate(
     for source in sources:
         model = EvalModel(source, options)
         details[source.spec] = {"context": model.context, "stride": model.stride, "step": source.step}
+        if set(modes.values()) != {"chat"}:  # a chat template writes its own beginning
+            details[source.spec]["begin"] = unlike_tokenizer(model, options.bos == "expected")
         results[source.spec] = {path: evaluate_file(model, path, modes[path], options, begin) for path in paths}
         del model
         gc.collect()
     return {"models": results, "files": modes, "loaded": details, "settings": asdict(options)}
+
+
+def unlike_tokenizer(model: EvalModel, follow: bool) -> dict[str, Any] | None:
+    """How the weights expect texts to begin, where the tokenizer does otherwise; ``follow``: score them that way."""
+    tokenizer = Tokenizer.of(model.tokenizer)
+    bits = begin_bits(model.policy, tokenizer)
+    if bits is None or bits.expected in (None, tokenizer.adds_bos):
+        return None
+    if follow:
+        model.begin_texts(bits.expected)
+    return {"expected": bits.expected, "followed": follow, "bits": str(bits)}
 
 
 def detect_mode(path: str, options: EvalOptions) -> str:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from limbeck.cli.evaluation_tables import begin_warnings
 from limbeck.cli.traces import traces_app
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.readers import BadRecord
@@ -420,3 +421,48 @@ def test_paragraphs_can_be_documents(models: dict[str, str], tmp_path: Path) -> 
     assert row["documents"] == 3
     assert row["bytes"] <= size
     assert row["bpb"] == pytest.approx(bits / size, rel=0.05)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_model_whose_texts_begin_otherwise_than_it_expects(
+    wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+    folder = str(_save(tmp_path / "model", 300, 1, bos=True))
+    if wanted:  # the token is there, but is not put in front
+        spec = json.loads((tmp_path / "model" / "tokenizer.json").read_text(encoding="utf-8"))
+        spec["post_processor"] = None
+        (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    begin = EvalModel(find_model(folder), EvalOptions()).encoder.bos_id
+    rows: list[int] = []
+
+    def lost_otherwise(self: tiny.Policy, data: BatchedDataDict) -> BatchedDataDict:
+        rows.append(data.size)
+        right = (data["input_ids"][:, :1] == begin) == wanted
+        return BatchedDataDict({"logprobs": torch.where(right, -1.0, -5.0).expand(data["input_ids"].shape)})
+
+    monkeypatch.setattr(tiny.Policy, "get_logprobs", lost_otherwise)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.TEXTS), encoding="utf-8")
+    plain = evaluate([folder], [str(path)])
+    said = plain["loaded"][folder]["begin"]
+    assert (said["expected"], said["followed"]) == (wanted, False)
+    assert rows[0] == 2, "one short text, twice"
+    (warning,) = begin_warnings(plain["loaded"])
+    assert warning.startswith(f"warning: {folder} expects its texts {'behind' if wanted else 'without'}")
+    assert "--bos expected" in warning
+    right = evaluate([folder], [str(path)], EvalOptions(bos="expected"))
+    old, new = (found["models"][folder][str(path)] for found in (plain, right))
+    assert old["bpb"] / old["tokens"] * old["bytes"] == pytest.approx(5 * new["bpb"] / new["tokens"] * new["bytes"])
+    # behind a begin token a document's first token has a predictor
+    assert new["tokens"] - old["tokens"] == (len(tiny.TEXTS) if wanted else -len(tiny.TEXTS))
+    (note,) = begin_warnings(right["loaded"])
+    assert "as its weights expect" in note
+
+
+def test_a_chat_template_writes_its_own_beginning(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    found = evaluate([models["plain"]], [str(path)])
+    assert "begin" not in found["loaded"][models["plain"]]
