@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from limbeck import __version__
+from limbeck.demo import TEACHER_PACKAGE
 from tests.helpers.environments import ROOT, Environment, copy_sources
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -53,6 +54,19 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         names = set(archive.namelist())
     assert tracked() - names == set()
     assert {name for name in names if not re.match(r"limbeck(-[\d.]+\.dist-info)?/", name)} == set()
+
+
+def test_the_image_copies_what_is_there_and_installs_what_was_built() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+        for name in line.split():
+            assert (ROOT / name).exists(), name
+            assert name in allowed
+    for other in (text, (ROOT / "Makefile").read_text(encoding="utf-8")):
+        assert TEACHER_PACKAGE in other
+    # by its path, for an index may have another package of that name
+    assert re.findall(r"\S*limbeck\S*\[train", text) == ["/tmp/wheels/limbeck-*.whl)[train"]
 
 
 @pytest.mark.slow
