@@ -42,7 +42,7 @@ from limbeck.utils.files import write_atomic
 from limbeck.utils.logger import SAMPLES_NAME, read_metrics
 
 BATCH = 8
-LENGTH = 192
+LENGTH = 320
 HELD_OUT = DEV = 40
 WARM = 5
 

@@ -8,6 +8,7 @@ the standard library. Its first 1,024 tokens count, in rows of 256. Needs limbec
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def main() -> None:
         given.out,
         {
             "versions": versions("bitsandbytes", "gguf"),
-            "command": "python -m benchmarks.quantized",
+            "command": " ".join(["python -m benchmarks.quantized", *sys.argv[1:]]),
             "model": Path(given.model).name,
             "text": name,
             "tokens": len(ids),
