@@ -29,21 +29,27 @@ INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-wa
 # How long `make fuzz` looks for faults, over all of its targets.
 MINUTES ?= 10
 
-.PHONY: demo test test-slow test-all lint unit docs setup machines fuzz wheels release clean
+.PHONY: demo test test-slow test-all lint style types unit docs setup machines fuzz wheels release clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
 
-test: lint unit
+# Types are checked beside the tests: on a new machine that takes one core a minute.
+test: style
+	$(MAKE) -j 2 types unit
 
 test-slow:
 	$(MAKE) unit PICK=slow DIST=loadfile
 
 test-all: test test-slow
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
+
+types: $(READY)
 	"$(BIN)/mypy"
 
 # Threads that wait sleep: with more threads than cores those that spin would hold up the one that works.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import zoo
 from tests.patience import TEST_SECONDS
-from tests.zoo import SLOW_NAMES, ZooError
 
 # On every machine alike tests run on the CPU, kernels in Triton's interpreter. Both hold for a whole process and are
 # chosen before torch and Triton are imported; tests marked gpu have a process of their own (tests/test_gpu_suite.py).
@@ -41,11 +43,13 @@ def _own_threads() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one of the zoo's slow tokenizers are slow ones. Where only the core is installed, tests that need more
-    are skipped (tests/test_core.py)."""
+    """Tests of one of the zoo's slow tokenizers are slow ones. Files that use the zoo come last, so that of two workers
+    one reads most of its tokenizers. Where only the core is installed, tests that need more are skipped
+    (tests/test_core.py)."""
+    items.sort(key=lambda item: isinstance(item, pytest.Function) and _uses_the_zoo(item.module))
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value in SLOW_NAMES for value in parameters):
+        if any(isinstance(value, str) and value in zoo.SLOW_NAMES for value in parameters):
             item.add_marker(pytest.mark.slow)
     if importlib.util.find_spec("torch") is not None:
         return
@@ -54,12 +58,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs limbeck[train]"))
 
 
+@functools.cache
+def _uses_the_zoo(module: ModuleType) -> bool:
+    return any(value is zoo or value is zoo.tokenizer or value is zoo.tokenizer_dir for value in vars(module).values())
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests had to do without real tokenizers, and why, in one line each."""
     reasons: dict[str, int] = {}
     for report in terminalreporter.stats.get("skipped", []):
-        _, found, why = str(report.longrepr[-1] if report.longrepr else "").partition(ZooError.PREFIX)
+        _, found, why = str(report.longrepr[-1] if report.longrepr else "").partition(zoo.ZooError.PREFIX)
         if found:
             reasons[why] = reasons.get(why, 0) + 1
     for why, count in sorted(reasons.items()):
-        terminalreporter.write_line(f"{count} tests skipped, real tokenizers {ZooError.PREFIX}{why}", yellow=True)
+        terminalreporter.write_line(f"{count} tests skipped, real tokenizers {zoo.ZooError.PREFIX}{why}", yellow=True)
