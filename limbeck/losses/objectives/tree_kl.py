@@ -483,6 +483,8 @@ class TreeKL(ProjectedObjective):
             ("teacher", teacher_size, self.teacher_cell, self.student_tree),
         )
         for side, size, cells, tree in sides:
+            if size == cells.numel():
+                continue  # as it is after the first batch: the check below waits for the device
             used = (cells[size:] < self.num_cells) | (tree.place[size : cells.numel()] >= 0)
             if size > cells.numel() or bool(used.any()):
                 raise LossError(
