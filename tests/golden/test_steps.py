@@ -6,6 +6,7 @@ Where a change of numbers is wanted, ``python -m tests.golden.record`` records t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,14 @@ EXACT = setup() == GOLDEN.setup
 PLAYED = [(name, dtype) for name, case in CASES.items() for dtype in case.dtypes]
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLAYED, ids=[stored.key(*pair) for pair in PLAYED])
+def _marks(name: str, dtype: str) -> Any:
+    """Of a step in two types, float64 is the sharper judge and the other one slow."""
+    return pytest.mark.slow if dtype == "float32" and "float64" in CASES[name].dtypes else ()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param(*pair, id=stored.key(*pair), marks=_marks(*pair)) for pair in PLAYED]
+)
 def test_golden(name: str, dtype: str, tmp_path: Path) -> None:
     if not can_play(CASES[name]):
         pytest.skip("Triton's interpreter is not at hand")
