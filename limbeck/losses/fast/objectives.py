@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.losses.blocks import TeacherTerm
-from limbeck.losses.divergences import DivergenceSpec, binary_divergence, divergence_entries
+from limbeck.losses.divergences import DivergenceSpec, divergence_entries
 from limbeck.losses.fast.kernels.boundary import boundary_divergence
 from limbeck.losses.fast.kernels.cells import (
     FORWARD,
@@ -25,6 +25,7 @@ from limbeck.losses.fast.kernels.cells import (
     cell_masses,
     root_sums,
 )
+from limbeck.losses.fast.kernels.chunks import ChunkTerm, chunk_term
 from limbeck.losses.fast.kernels.gradient import Entries, Paired, Projected
 from limbeck.losses.fast.kernels.nodes import below_nodes, node_buckets, student_nodes, teacher_nodes
 from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
@@ -120,41 +121,30 @@ def _padded(values: Tensor, num_lanes: int) -> Tensor:
     return F.pad(values, (0, num_lanes - values.shape[0]))
 
 
-def _chunk_log_probs(block: LaneLogits, lanes: BlockLanes, start: int) -> Tensor:
-    """Chain-rule log-probability of the chunks from `start` on (all of several tokens from `single` on)."""
-    out = block.token_log_probs[start : lanes.chunks].clone()
-    if lanes.multi:
-        extra = block.token_log_probs[lanes.chunks : lanes.chunks + block.side.extras]
-        out[lanes.single - start :] += _segment_sums(extra, block.side).to(out.dtype)
-    return out
+def _teacher_tokens(term: TeacherTerm, lanes: BlockLanes, teacher: LaneLogits | None) -> tuple[Tensor, SideLanes]:
+    """Log-probabilities of the teacher's realised tokens by lane, and its side."""
+    if teacher is not None:
+        return teacher.token_log_probs, teacher.side
+    (signal,), side = term.teacher.signals, lanes.teacher
+    assert isinstance(signal, TopKSignal)
+    assert side is not None
+    return signal.next_logprob.index_select(0, side.rows).float(), side
 
 
 def _chunk_term(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, log_t: Tensor, weight: Tensor, start: int, factor: float
-) -> tuple[Tensor, Tensor]:
-    """(binary divergences of the chunks from `start` on, their gradient with respect to each lane's realised
-    token's log-probability `[L]`); factor: of the term in the total, without the chunks' weights."""
-    with torch.enable_grad():
-        log_s = _chunk_log_probs(student, lanes, start).requires_grad_()
-        rows = binary_divergence(log_s, log_t.to(log_s.dtype), term.objective.spec)
-        (slope,) = torch.autograd.grad((rows * weight[start:]).sum(), log_s)
-    slope = slope * (term.factor * factor)
-    out = slope.new_zeros(student.logits.shape[1])
-    out[start : lanes.chunks] = slope
-    if lanes.multi:
-        extras = student.side.extras
-        out[lanes.chunks : lanes.chunks + extras] = slope.index_select(0, student.side.owner - start)
-    return rows.detach(), out
-
-
-def _teacher_tokens(term: TeacherTerm, lanes: BlockLanes, teacher: LaneLogits | None, start: int) -> Tensor:
-    if teacher is None:
-        (signal,), side = term.teacher.signals, lanes.teacher
-        assert isinstance(signal, TopKSignal)
-        assert side is not None
-        tokens = signal.next_logprob.index_select(0, side.rows).float()
-        teacher = LaneLogits(side, tokens, ColumnStats(tokens, tokens, tokens), tokens)
-    return _chunk_log_probs(teacher, lanes, start)
+    term: TeacherTerm,
+    lanes: BlockLanes,
+    student: LaneLogits,
+    teacher: LaneLogits | None,
+    weight: Tensor,
+    start: int,
+    factor: float,
+) -> ChunkTerm:
+    """`chunk_term` of the chunks from `start` on; factor: of the term in the total, without the chunks' weights."""
+    return chunk_term(
+        (student.token_log_probs, student.side), _teacher_tokens(term, lanes, teacher), weight * (term.factor * factor),
+        term.objective.spec, start, lanes.single, student.logits.shape[1],
+    )  # fmt: skip
 
 
 def boundary(
@@ -164,8 +154,6 @@ def boundary(
     objective, count, num_lanes = term.objective, lanes.chunks, student.logits.shape[1]
     assert isinstance(objective, BoundaryKL)
     tau, chunk_weight = objective.temperature, objective.options.chunk_weight
-    # the realised tokens' teacher logits are read before the divergence overwrites them
-    log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
     tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
     multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
@@ -194,7 +182,7 @@ def boundary(
     result.metrics["unreached_mass"] = (unreached, count)
     chunk_kl = rows.new_zeros(())
     if lanes.multi:
-        chunk_rows, slope = _chunk_term(term, lanes, student, log_t, weight, lanes.single, chunk_weight * tau)
+        chunk_rows, slope = _chunk_term(term, lanes, student, teacher, weight, lanes.single, chunk_weight * tau)
         chunk_kl = (chunk_rows * weight[lanes.single :]).sum()
         result.rows = rows + F.pad(chunk_rows * chunk_weight, (lanes.single, 0))
         result.loss = result.loss + chunk_kl * (chunk_weight * tau**2)
@@ -242,8 +230,8 @@ def chunks_only(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
 ) -> FastOut:
     """`ChunkLikelihood`."""
-    log_t, tau = _teacher_tokens(term, lanes, teacher, 0), term.objective.temperature
-    rows, slope = _chunk_term(term, lanes, student, log_t, weight, 0, tau)
+    tau = term.objective.temperature
+    rows, slope = _chunk_term(term, lanes, student, teacher, weight, 0, tau)
     return FastOut(rows, (rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
 
 
@@ -513,7 +501,6 @@ def trees(
     scale = term.factor * tau
     # both trees are read before the root overwrites the teacher's logits
     parts = _inside(objective, plan, student, teacher, weight, scale, listed=tail is not None)
-    log_t = _teacher_tokens(term, lanes, teacher, lanes.single) if lanes.multi else weight[:0]
     root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau, tail)
     root_kl = (root.rows * weight).sum()
     first_s = objective.student_cell[lanes.student.ids[:count]]
@@ -553,7 +540,7 @@ def trees(
         metrics[name] = (part_kl, part.count)
     if lanes.multi:
         open_weight = weight * plan.open_C
-        rows, slope = _chunk_term(term, lanes, student, log_t, open_weight, lanes.single, options.chunk_weight * tau)
+        rows, slope = _chunk_term(term, lanes, student, teacher, open_weight, lanes.single, options.chunk_weight * tau)
         chunk_kl = (rows * open_weight[lanes.single :]).sum()
         metrics["chunk_kl"] = (chunk_kl, plan.open_C.sum())
         open_rows = rows * plan.open_C[lanes.single :] * options.chunk_weight

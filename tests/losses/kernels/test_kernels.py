@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from limbeck.losses.divergences import Direction, DivergenceSpec, binary_divergence
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels import sorted_l1 as kernel
+from limbeck.losses.fast.kernels.chunks import chunk_term
 from limbeck.losses.fast.kernels.gradient import Factors, Paired, Projected, gradient_reference, scaled, write_gradient
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
 from limbeck.losses.fast.kernels.stats import (
@@ -16,6 +18,7 @@ from limbeck.losses.fast.kernels.stats import (
     project_columns_reference,
 )
 from limbeck.losses.fast.kernels.tables import identity_pairs, projection_tables
+from limbeck.losses.fast.order import SideLanes
 from limbeck.losses.objectives.published import sorted_l1
 from limbeck.losses.vocab.projection import VocabMap
 from tests.losses.cases import make_projection
@@ -166,3 +169,43 @@ def test_scaled(dtype: torch.dtype) -> None:
     x = torch.randn(37, 211)
     factor = torch.tensor(0.37)
     torch.testing.assert_close(scaled(x, factor, dtype), (x * factor).to(dtype))
+
+
+def _side(extra: list[int], chunks: int, single: int) -> SideLanes:
+    """Lanes of chunks of which those from `single` on have so many further tokens."""
+    count, none = torch.tensor(extra), torch.zeros(0, dtype=torch.int64)
+    width, first = chunks + int(count.sum()), count.cumsum(0) - count
+    owner = torch.repeat_interleave(torch.arange(single, chunks), count)
+    return SideLanes(width, width - chunks, False, none, none, owner, first, count, none)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("clip", [None, 0.4])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_chunk_term(direction: Direction, clip: float | None, start: int) -> None:
+    """Against float64 autograd, from nearly certain chunks (1 - p is lost in float32) to hopeless ones."""
+    chunks, single = 7, 3
+    sides = _side([0, 2, 1, 3], chunks, single), _side([1, 0, 4, 1], chunks, single)
+    gen = torch.Generator().manual_seed(1)
+    logs = [-torch.rand(side.width, generator=gen) * 3 for side in sides]
+    logs[0][:3], logs[1][:3] = torch.tensor([-1e-4, -60.0, -0.3]), torch.tensor([-2e-4, -0.5, 0.0])
+    logs[0][3], logs[1][3] = -1e-9, -40.0
+    weight = torch.rand(chunks, generator=gen)
+    spec = DivergenceSpec(direction, beta=0.3, rescale=True, entry_clip=clip)
+    found = chunk_term((logs[0], sides[0]), (logs[1], sides[1]), weight, spec, start, single, padded(sides[0].width))
+    exact = [values.double().requires_grad_() for values in logs]
+    whole = [
+        values[:chunks].index_add(0, side.owner, values[chunks:]) for values, side in zip(exact, sides, strict=True)
+    ]
+    # the floor of a complement is that of the kernel's own type
+    near = [values.clamp(max=-1e-6) + 1e-12 for values in whole]
+    want = binary_divergence(near[0], near[1], spec)[start:]
+    torch.testing.assert_close(found.rows, want.float(), rtol=2e-5, atol=2e-6)
+    (want * weight[start:]).sum().backward()
+    slope = exact[0].grad
+    assert slope is not None
+    lost = whole[0].detach() > -1e-6  # a clamp stops the reference's gradient there
+    kept = ~torch.cat((lost, lost[sides[0].owner]))
+    torch.testing.assert_close(found.slope[: slope.numel()][kept], slope.float()[kept], rtol=2e-5, atol=2e-6)
+    assert float(found.slope[slope.numel() :].abs().sum()) == 0
+    assert bool(found.slope.isfinite().all())

@@ -11,7 +11,7 @@ References: `limbeck.losses.objectives.tree_kl`: `tree_buckets`, `student_node_d
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.divergences import DivergenceSpec
-from limbeck.losses.fast.kernels.cells import FORWARD, JSD, REVERSE, SMALLEST, TINY
+from limbeck.losses.fast.kernels.cells import FORWARD, SMALLEST, TINY
+from limbeck.losses.fast.kernels.chunks import bucket_terms, direction
 from limbeck.losses.fast.kernels.stats import LOG2E
 from limbeck.losses.fast.trees import TreePositions
 from limbeck.losses.objectives.corrected import rest_floor
@@ -107,25 +108,12 @@ def node_buckets(
     return NodeBuckets(mass, prob, ids, lane, logits)
 
 
-# What a bucket adds to the divergence, and its derivative by the logarithm of the student's share.
+# `bucket_terms` of a target that is a mass: exactly 0 where it is the weight, floored where it is the denominator.
 @triton.jit
-def _bucket(log_s, t, beta, rescale, KIND: tl.constexpr):
-    value = -t * log_s
-    slope = -t
-    if KIND == FORWARD:
-        value = tl.where(t > 0, t * (tl.log(tl.maximum(t, SMALLEST)) - log_s), 0.0)
-    if KIND == REVERSE:
-        s = tl.exp(log_s)
-        value = s * (log_s - tl.log(tl.maximum(t, TINY)))
-        slope = value + s
-    if KIND == JSD:
-        s = tl.exp(log_s)
+def _mass_terms(log_s, t, beta, rescale, KIND: tl.constexpr):
+    if KIND != FORWARD:
         t = tl.maximum(t, TINY)
-        log_m = tl.log((1 - beta) * s + beta * t)
-        own = (1 - beta) * s * (log_s - log_m)
-        value = (beta * t * (tl.log(t) - log_m) + own) * rescale
-        slope = own * rescale
-    return value, slope
+    return bucket_terms(log_s, t, tl.log(tl.maximum(t, SMALLEST)), beta, rescale, KIND)
 
 
 # Divergence at one position of the student's tree, and its gradient by the student's logits there. Three passes over
@@ -159,13 +147,13 @@ def _student_kernel(
     if LISTED:
         kept = 1.0 - tl.sum(gone, 0) + SMALLEST
         log_kept = tl.log(kept)
-    value, rest_slope = _bucket(tl.log(rest) - log_kept, end * inv_target, beta, rescale, KIND)
+    value, rest_slope = _mass_terms(tl.log(rest) - log_kept, end * inv_target, beta, rescale, KIND)
     values, slopes = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
         inside = b + place < last
         m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
         f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
-        v, g = _bucket(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
+        v, g = _mass_terms(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
         if LISTED:
             inside = inside & (m > 0)
         values += tl.where(inside, v, 0.0)
@@ -181,7 +169,7 @@ def _student_kernel(
         inside = b + place < last
         m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
         f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
-        v, g = _bucket(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
+        v, g = _mass_terms(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
         slope = g / (f + SMALLEST) - by_rest
         if LISTED:
             slope = tl.where(m > 0, slope, by_kept - by_rest)
@@ -220,7 +208,7 @@ def _teacher_kernel(
     target, total = fine_sum + fine_end, tl.sum(mass, 0) + end
     inv_target = tl.where(target > 0, 1.0 / tl.maximum(target, SMALLEST), 0.0)
     log_total = tl.log(total + SMALLEST)
-    value, end_slope = _bucket(tl.log(end + SMALLEST) - log_total, fine_end * inv_target, beta, rescale, KIND)
+    value, end_slope = _mass_terms(tl.log(end + SMALLEST) - log_total, fine_end * inv_target, beta, rescale, KIND)
     value = tl.where(has_end, value, 0.0)
     end_slope = tl.where(has_end, end_slope, 0.0)
     values, slopes = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
@@ -228,7 +216,7 @@ def _teacher_kernel(
         inside = b + place < last
         m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
         f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
-        v, g = _bucket(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
+        v, g = _mass_terms(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
         if LISTED:
             inside = inside & (f > 0)
         values += tl.where(inside, v, 0.0)
@@ -244,7 +232,7 @@ def _teacher_kernel(
         inside = b + place < last
         m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
         f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
-        v, g = _bucket(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
+        v, g = _mass_terms(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
         slope = (g / (m + SMALLEST) - by_total) * weight
         if LISTED:
             slope = tl.where(f > 0, slope, by_end)
@@ -252,12 +240,6 @@ def _teacher_kernel(
         tl.store(slope_ptr + b + place, slope, mask=inside)
     tl.store(slope_ptr + buckets + i, by_end)
     tl.store(dense_ptr + slot, tl.sum(dense, 0) + by_end * own_end)
-
-
-def _kind(spec: DivergenceSpec) -> dict[str, Any]:
-    rescale = 1 / (spec.beta * (1 - spec.beta)) if spec.kind == "jsd" and spec.rescale else 1.0
-    kind = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}[spec.kind]
-    return {"beta": spec.beta, "rescale": rescale, "KIND": kind}
 
 
 class StudentNodes(NamedTuple):
@@ -279,7 +261,7 @@ def student_nodes(
     if at.count:
         _student_kernel[(at.count,)](
             found.mass, found.fine, at.offset, at.slot, at.coarse_lane, at.fine_lane, weight, rows, values, prob_coef,
-            at.buckets, **_kind(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
+            at.buckets, **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
         )  # fmt: skip
     return StudentNodes(at.by_chunk(rows, weight.numel()), values, prob_coef)
 
@@ -302,7 +284,7 @@ def teacher_nodes(
     if at.count:
         _teacher_kernel[(at.count,)](
             found.mass, found.fine, at.offset, at.slot, at.node, tree.ends, at.coarse_lane, weight, sums[0], slopes,
-            sums[1], at.buckets, **_kind(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
+            sums[1], at.buckets, **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
         )  # fmt: skip
     rows, dense = at.by_chunk(sums, weight.numel())
     return TeacherNodes(rows, slopes, dense)
