@@ -178,6 +178,6 @@ def test_a_demo_that_is_stopped_prints_no_table(
     code, out, said = limbeck("demo", "--out", tmp_path / "demo")
     assert code == (ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_EARLY)
     assert out == ""
-    assert "the demo was stopped before its end" in said
-    assert "the next one begins anew" in said
-    assert "run the same command again" not in said
+    line = f"the demo in {tmp_path / 'demo'} was stopped before its end; run the same command again to go on"
+    assert said.splitlines()[-1] == f"limbeck: {line}"
+    assert "step 16" not in said
