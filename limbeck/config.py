@@ -363,6 +363,8 @@ def _explain_one(model: type[BaseModel], error: Mapping[str, Any], loc: Sequence
     if error["type"] == "missing":
         return f"key {dotted!r} is missing", ""
     message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] in ("model_type", "model_attributes_type"):  # pydantic names the class here
+        message = "expected a section, that is keys with their values"
     if not dotted:
         return "", message
     if is_marked(model, loc, SECRET):

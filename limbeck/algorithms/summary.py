@@ -27,7 +27,7 @@ def _rows(values: Section) -> Iterator[tuple[str, str]]:
     teachers = [values["teacher"]] if values.get("teacher") else values.get("teachers") or []
     for number, own in enumerate(teachers):
         yield f"teacher {number}" if len(teachers) > 1 else "teacher", _teacher(own)
-    yield "loss", _loss(values)
+    yield "loss", _loss(values, bool(teachers))
     data = values.get("data") or values.get("traces") or {}
     yield "data", _data(data)
     yield "length", _lengths(data, policy)
@@ -58,9 +58,11 @@ def _teacher(own: Section) -> str:
     return f"{_model(own)}, behind a server" if own["server"] is not None else _model(own)
 
 
-def _loss(values: Section) -> str:
+def _loss(values: Section, taught: bool) -> str:
     if "loss_fn" in values:
         loss = values["loss_fn"]
+        if not taught or not loss["kl_loss_weight"]:
+            return "cross-entropy alone"
         return f"{loss['kl_loss_weight']:g} x {loss['mode']} + {loss['ce_loss_scale']:g} x cross-entropy"
     loss = values.get("loss") or {}
     return ", ".join(name for name in ("policy", "hint", "preference") if name in loss)

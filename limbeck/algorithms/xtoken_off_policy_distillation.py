@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -174,7 +175,7 @@ def setup(
             seed=config.distillation.seed, student_fingerprint=vocab.fingerprint, teacher_fingerprints=prints
         )
         run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=latest is not None, versions=facts)
-    with stage(f"tables of the loss ({config.loss_fn.mode})"):
+    with stage(f"tables of the loss ({config.loss_fn.mode})") if foreign else nullcontext():
         loss_fn = make_loss(config.loss_fn, student_tokenizer, foreign)
         loss_fn.count_by_class(class_table(vocab))
     conditions = [objective.conditions for objective in loss_fn.objectives]

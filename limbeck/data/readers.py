@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -486,14 +487,15 @@ def _plain_name(path: str) -> str:
     return name[: name.rindex(".")] if name.endswith(COMPRESSED) else name
 
 
-def expand(specs: str | list[str]) -> list[str]:
-    """Files (and hub ids) named by paths, globs and folders, in a fixed order, each once."""
+def expand(specs: str | list[str], *, tell: bool = False) -> list[str]:
+    """Files (and hub ids) named by paths, globs and folders, in a fixed order, each once; ``tell``: warn of others."""
     found: list[str] = []
     for spec in [specs] if isinstance(specs, str) else specs:
         found.extend(_expand_one(os.path.expanduser(package_file(spec))))
     unique = list(dict.fromkeys(found))
-    if len(unique) < len(found):
-        log.warning("%d data files are named more than once and are read once.", len(found) - len(unique))
+    if tell and len(unique) < len(found):
+        twice = ", ".join(name for name, times in Counter(found).items() if times > 1)
+        log.warning("data files that are named more than once are read once: %s", twice)
     if not unique:
         raise DataError("No data file is given; set data.train to a file, a glob, a folder or hf:owner/name.")
     return unique

@@ -165,7 +165,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, paths: str | list[str], options: ReadingConfig | Mapping[str, Any] | None = None) -> None:
         given = resolve(ReadingConfig, options or {})
-        self.paths = expand(paths)
+        self.paths = expand(paths, tell=True)
         self.options = given.model_copy(update={"mode": detect_mode(self.paths[0], given)})
         self.skipped: Counter[str] = Counter()
         self._long: tuple[int, bytes, list[tuple[int, int]]] | None = None

@@ -35,7 +35,7 @@ CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
 # Below this share of the teacher within reach, a loss that drops the rest is no longer the one to use.
 REACHED = 0.9
 DEFAULT_LOSS = "tree_kl"
-SAME_VOCABULARY = "both sides have the same vocabulary, so losses compare token with token and no projection is needed."
+SAME_VOCABULARY = "both sides have the same vocabulary, so losses compare token with token."
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from limbeck.algorithms import xtoken_off_policy_distillation as distillation
 from limbeck.algorithms.build import fitted
 from limbeck.algorithms.caching import cache_teachers
+from limbeck.algorithms.summary import summary
 from limbeck.config import merge, resolve
 from limbeck.data.loader import PartSampler
 from limbeck.errors import ConfigError
@@ -158,3 +159,15 @@ def test_the_share_of_text_that_is_cut_off(stuff: Path, tmp_path: Path, capsys: 
     assert re.search(r"warning: the context cuts off \d\d% of the first 16 records; raise it, or set data", told)
     page = run_page(read_run(tmp_path / "run")).render()
     assert re.search(r"tokens behind such a cut: \d\d% of the text", page)
+
+
+@pytest.mark.parametrize("more", [{"teacher": None}, {"loss_fn": {"kl_loss_weight": 0}}])
+def test_a_run_without_a_divergence_is_not_summed_up_as_one(stuff: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    plain, taught = (runs.resolved(merge(settings(stuff, tmp_path), given)) for given in (more, {}))
+    assert [line.split(None, 1)[1] for line in summary(plain) if line.startswith("loss")] == ["cross-entropy alone"]
+    assert any(line.endswith("x cross-entropy") for line in summary(taught))
+
+
+def test_a_value_in_place_of_a_section_is_told_in_plain_words() -> None:
+    with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section, that is keys with their values$"):
+        resolve(PolicyConfig, {"model_name": "m", "optimizer": 3})

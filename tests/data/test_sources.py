@@ -594,3 +594,15 @@ def test_few_of_many_files_are_open_at_once(tmp_path: Path, suffix: str) -> None
     dataset = RecordDataset(str(tmp_path / f"*.{suffix}"))
     assert [dataset[i]["text"] for i in range(count)] == [f"text {i}" for i in range(count)]
     assert len(os.listdir("/proc/self/fd")) - before <= OPEN_FILES
+
+
+def test_a_file_that_is_named_twice_is_read_once_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8")
+    config = DataConfig(train=[str(path), str(tmp_path / "*.jsonl")])
+    assert config.detected_mode() == "text"
+    assert len(RecordDataset(config.train, config.reading("train")).prepare()) == 2
+    (told,) = caplog.messages
+    assert told == f"data files that are named more than once are read once: {path}"
