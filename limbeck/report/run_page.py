@@ -145,10 +145,10 @@ def _course(title: str, points: Points, *, higher: bool = False, judged: bool = 
         return {"title": title, "value": format_number(first), "below": ""}
     card = {"title": title, "first": format_number(first), "value": format_number(last), "below": ""}
     if first != 0:
-        change = (last - first) / abs(first)
+        change = round((last - first) / abs(first), 3)
         better = change > 0 if higher else change < 0
         kind = "" if change == 0 or not judged else "good" if better else "bad"
-        card |= {"change": f"{change:+.1%}", "kind": kind, "below": f"since step {start:,}"}
+        card |= {"change": f"{change:+.1%}" if change else "no change", "kind": kind, "below": f"since step {start:,}"}
     return card
 
 

@@ -114,6 +114,11 @@ def test_a_teacher_that_is_worse_is_said_first(tmp_path: Path, teacher: float, s
     assert (card["change"], card["kind"]) == ("-27.0%", "" if teacher > 3.45 else "good")
 
 
+def test_a_change_too_small_to_show_is_neither_good_nor_bad(tmp_path: Path) -> None:
+    card = run_page(read_run(write_run(tmp_path / "run", gain=1e-7))).data["cards"][0]
+    assert (card["change"], card["kind"]) == ("no change", "")
+
+
 def test_a_student_that_got_worse_is_said_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", gain=-0.5)
     assert (
