@@ -435,7 +435,7 @@ def _about_headroom(headroom: Report) -> list[Finding]:
         remedy = "loss_fn.gate: hard leaves out chunks at which the teacher is behind"
         text = f"the teacher is behind on {', '.join(name.replace('_', ' ') for name in worse)}"
         found.append(_finding("note", "by class", text, remedy))
-    remedy = "set tokenizer.bos in the run file"
+    remedy = "set policy.tokenizer.bos or teacher.tokenizer.bos in the run file"
     found += [_finding("note", "begin token", note.rstrip("."), remedy) for note in headroom["notes"]]
     return found
 

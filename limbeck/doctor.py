@@ -198,7 +198,10 @@ def _begin(spec: str, tokenizer: Tokenizer) -> list[Finding]:
     if bits.expected is None or bits.expected == tokenizer.adds_bos:
         return [_finding("ok", what, str(bits))]
     wanted = "true" if bits.expected else "false"
-    remedy = f"set tokenizer.bos: {wanted} in the run file; the tokenizer by itself does otherwise"
+    remedy = (
+        f"set policy.tokenizer.bos: {wanted} in the run file (teacher.tokenizer.bos where it teaches); "
+        "the tokenizer by itself does otherwise"
+    )
     return [_finding("note", what, str(bits), remedy)]
 
 
