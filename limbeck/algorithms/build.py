@@ -19,6 +19,7 @@ from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
 from limbeck.tokens.begin import set_begin
 from limbeck.tokens.tokenizer import read_template
+from limbeck.utils.collector import rare_collections
 from limbeck.utils.progress import say
 
 PolicyT = TypeVar("PolicyT", bound=ModelConfig)
@@ -62,6 +63,7 @@ def chat_tokenizer_of(policy: ModelConfig) -> Any:
     return tokenizer
 
 
+@rare_collections()
 def load_tokenizers(config: MasterConfig) -> tuple[Any, list[Any]]:
     """The student's tokenizer and one per teacher."""
     return tokenizer_of(config.policy), [tokenizer_of(t) for t in config.all_teachers]

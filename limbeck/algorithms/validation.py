@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
+from limbeck import __version__
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.monitors import CollapseMonitor
 from limbeck.algorithms.samples import sample_row
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import aligned_chunks
 from limbeck.data.loader import rank_batches
+from limbeck.distributed.comm import Comm
 from limbeck.evaluation.begin import begin_bits
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
@@ -24,6 +27,8 @@ from limbeck.teachers.live import LiveTeacher, key_prefix
 from limbeck.tokens import Tokenizer
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import TraceCollate, TraceDataset
+from limbeck.utils.files import JsonCache, cache_dir, content_hash
+from limbeck.utils.logger import to_means
 from limbeck.utils.metrics import Metrics, Pairs
 from limbeck.utils.timer import Timer
 
@@ -104,6 +109,42 @@ def teacher_bits(
     if "teacher_0_bpb" in metrics:
         metrics["teacher_bpb"] = metrics["teacher_0_bpb"] if len(teachers) > 1 else metrics.pop("teacher_0_bpb")
     return metrics
+
+
+def compared(
+    student: Policy,
+    teachers: Sequence[Teacher],
+    batch: BatchedDataDict,
+    loss_fn: CrossTokenizerDistillationLossFn,
+    timer: Timer,
+    config: MasterConfig,
+) -> dict[str, float]:
+    """Means of :func:`evaluate` and :func:`teacher_bits` on one batch, as :func:`compared_bits` reads them.
+
+    Of loaded models they are kept in the cache folder under what identifies weights, rows and settings, so that a run
+    which is started again does not ask again.
+    """
+
+    def measured() -> dict[str, float]:
+        metrics = evaluate(student, teachers, [batch], loss_fn, timer)
+        return to_means({**metrics, **teacher_bits(student, teachers, [batch])})
+
+    models = [student, *(t.policy for t in teachers if isinstance(t, LiveTeacher) and isinstance(t.policy, Policy))]
+    # several ranks score together, so none of them may find an answer that another does not
+    if Comm.world().size > 1 or len(models) <= len(teachers) or list(loss_fn.parameters()):
+        return measured()
+    rows = {name: value.tolist() for name, value in batch.items() if isinstance(value, Tensor)}
+    widths = [str(next(model.model.parameters()).dtype) for model in models]
+    loss = config.loss_fn.model_dump(mode="json")
+    kept = JsonCache(cache_dir("compared"))
+    key = content_hash([__version__, [model.identity() for model in models], widths, rows, loss])
+    found = kept.get(key)
+    if found and all(type(value) is float for value in found.values()):
+        return found
+    means = measured()
+    with suppress(OSError):  # a cache that cannot be written to costs time and nothing else
+        kept.put(key, means)
+    return means
 
 
 def compared_bits(means: Mapping[str, float]) -> str:

@@ -34,7 +34,7 @@ from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.algorithms.loop import TrainingLoop, announce, is_finished, resume, stored_counters, whole_run
 from limbeck.algorithms.origins import check_origins, model_origins
 from limbeck.algorithms.samples import PromptSamples
-from limbeck.algorithms.validation import compared_bits, evaluate, teacher_bits, wrong_begin
+from limbeck.algorithms.validation import compared, compared_bits, evaluate, teacher_bits, wrong_begin
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.loader import batch_parts
@@ -55,8 +55,9 @@ from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.classes import class_table
 from limbeck.utils.checkpoint import CheckpointManager
+from limbeck.utils.collector import rare_collections
 from limbeck.utils.files import Stamp, stamp_files
-from limbeck.utils.logger import Logger, to_means
+from limbeck.utils.logger import Logger
 from limbeck.utils.progress import Watched, say, stage
 from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
@@ -112,6 +113,7 @@ def _default_off_policy_distillation_save_state() -> OffPolicyDistillationSaveSt
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
 
+@rare_collections()
 def setup(
     master_config: MasterConfig,
     student_tokenizer: object,
@@ -475,9 +477,9 @@ class OffPolicyLoop(TrainingLoop):
             return
         with stage("comparing student and teacher"):
             records = self._records_ahead()
-            batch = self.stored_rows(records)
-            metrics = evaluate(self.student, self.teachers, [batch], self.loss_fn, self.timer)
-            means = to_means({**metrics, **teacher_bits(self.student, self.teachers, [batch])})
+            means = compared(
+                self.student, self.teachers, self.stored_rows(records), self.loss_fn, self.timer, self.config
+            )
         self.timer.reset()
         which = "training record" if len(records) == 1 else f"{len(records)} training records"
         self.logger.print(f"on the first {which}: {compared_bits(means)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from contextlib import nullcontext
@@ -57,6 +58,7 @@ def train_command(
 
             config: Any
             config, run = resolve_run(load_config(run_file, overrides))
+        gc.freeze()  # modules stay until the end: no collection need look at them again
         if first and not quiet:
             shown.say("\n".join(summary(config)))
         folder = Path(config.logger.log_dir)

@@ -250,14 +250,21 @@ def _grouped(owner: IdArray, size: int) -> tuple[npt.NDArray[np.int64], npt.NDAr
 def _how_made(table: IdArray, token_bytes: Sequence[bytes]) -> tuple[IdArray, IdArray, IdArray]:
     """Of the merges that give a token, the one by which the tokenizer makes it from its own text."""
     size = len(token_bytes)
-    left, right, made = ([-1] * size for _ in range(3))
-    rank_of = {(a, b): rank for rank, (a, b, _) in enumerate(table.tolist())}
     order, offsets = _grouped(table[:, 2], size)
-    for token in sorted(np.unique(table[:, 2]).tolist(), key=lambda token: len(token_bytes[token])):
-        ranks = order[offsets[token] : offsets[token + 1]].tolist()
-        for rank in ranks:
-            a, b = int(table[rank, 0]), int(table[rank, 1])
-            if len(ranks) == 1 or not _crossed(rank_of, (left, right, made), a, b, rank):
+    count = np.diff(offsets)
+    once = np.flatnonzero(count == 1)
+    parts = np.full((3, size), -1, np.int64)
+    parts[2, once] = order[offsets[once]]
+    parts[:2, once] = table[parts[2, once], :2].T
+    left, right, made = parts.tolist()
+    merges = table.tolist()
+    rank_of = {(a, b): rank for rank, (a, b, _) in enumerate(merges)}
+    several, ranks_of, starts = np.flatnonzero(count > 1).tolist(), order.tolist(), offsets.tolist()
+    # a token's parts are shorter than it, and decided before it
+    for token in sorted(several, key=lambda token: len(token_bytes[token])):
+        for rank in ranks_of[starts[token] : starts[token + 1]]:
+            a, b, _ = merges[rank]
+            if not _crossed(rank_of, (left, right, made), a, b, rank):
                 left[token], right[token], made[token] = a, b, rank
                 break
     return np.array(left, np.int32), np.array(right, np.int32), np.array(made, np.int32)

@@ -17,6 +17,7 @@ has them; Chinese, Japanese and Korean writing, pieces of its characters include
 _DIGITS = frozenset(string.digits.encode())
 _SPACES = frozenset(string.whitespace.encode())
 _SIGNS = frozenset(string.punctuation.encode())
+_BLANKS_AND_SIGNS = _SPACES | _SIGNS
 _LETTERS = frozenset(string.ascii_letters.encode())
 # first bytes of characters from U+3000 to Hangul, and of full-width forms
 _CJK_LEADS = frozenset({*range(0xE3, 0xEE), 0xEF})
@@ -34,9 +35,9 @@ def text_class(data: bytes) -> str:
         return "digits"
     if _SPACES.issuperset(data):
         return "white_space"
-    if (_SPACES | _SIGNS).issuperset(data):
+    if _BLANKS_AND_SIGNS.issuperset(data):
         return "code"
-    return "cjk" if _is_cjk(data) else "other"
+    return "cjk" if not data.isascii() and _is_cjk(data) else "other"
 
 
 def _is_cjk(data: bytes) -> bool:

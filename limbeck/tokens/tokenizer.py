@@ -63,7 +63,9 @@ def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Toke
     if model.get("merges"):
         # A merge that spells a special token would carry text to its id.
         merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        cut = [(rank, m) for rank, m in enumerate(merges) if {m[0], m[1], m[0] + m[1]} & aliases.keys()]
+        cut = [
+            (rank, m) for rank, m in enumerate(merges) if m[0] + m[1] in aliases or m[0] in aliases or m[1] in aliases
+        ]
         left_out = {rank for rank, _ in cut}
         model["merges"] = [m for rank, m in enumerate(merges) if rank not in left_out] if cut else merges
     if model.get("unk_token") in aliases:

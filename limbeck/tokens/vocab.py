@@ -6,6 +6,7 @@ model families use are listed here; what a tokenizer's own names say fills the g
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -111,6 +112,13 @@ def byte_alphabet() -> dict[str, int]:
     return table
 
 
+@lru_cache(maxsize=1)
+def _byte_codec() -> Any:
+    """`byte_alphabet` as a codec's table, which encodes a whole token at a time."""
+    by_byte = {byte: char for char, byte in byte_alphabet().items()}
+    return codecs.charmap_build("".join(by_byte[byte] for byte in range(256)))
+
+
 def _types(node: Any) -> set[str]:
     """Every ``type`` named in a component of the description."""
     found: set[str] = set()
@@ -142,10 +150,10 @@ def _family(spec: Spec) -> str:
 
 def _display_to_bytes(display: str, family: str) -> bytes:
     if family == "byte_level":
-        table = byte_alphabet()
-        if all(c in table for c in display):
-            return bytes(table[c] for c in display)
-        return display.encode("utf-8")
+        try:
+            return codecs.charmap_encode(display, "strict", _byte_codec())[0]
+        except UnicodeEncodeError:
+            return display.encode("utf-8")
     if family == "sentencepiece":
         byte = _BYTE_TOKEN.fullmatch(display)
         return bytes([int(byte[1], 16)]) if byte else display.replace(_METASPACE, " ").encode("utf-8")

@@ -39,6 +39,21 @@ def test_a_run_without_validation_compares_on_its_first_records(tmp_path: Path) 
     assert "teacher" in err
 
 
+def test_a_run_that_starts_again_does_not_compare_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+    scored: list[int] = []
+    evaluate = validation.evaluate
+    monkeypatch.setattr(validation, "evaluate", lambda *args, **more: scored.append(1) or evaluate(*args, **more))
+    said = []
+    for number, seed in enumerate((1, 1, 2)):
+        run_file = runs.write_run(tmp_path / str(number), distillation={"max_num_steps": 1, "seed": seed})
+        code, _, err = runs.limbeck("train", run_file, "-q")
+        assert code == 0, err
+        said.append(next(line for line in err.splitlines() if "bits per byte" in line))
+    assert said[0] == said[1] != said[2]
+    assert len(scored) == 2
+
+
 def test_on_a_cpu_the_comparison_takes_as_many_records_as_it_may_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
