@@ -202,17 +202,25 @@ class Comm:
         return out.to(parts[0].device)
 
     @torch.no_grad()
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Rows for every rank, `send[r]` of them for rank r, in order of rank; `receive[r]` rows come from rank r."""
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], into: Tensor | None = None
+    ) -> Tensor:
+        """Rows for every rank, `send[r]` of them for rank r, in order of rank; `receive[r]` rows come from rank r.
+
+        `into`: contiguous memory for what comes; not used where this rank is alone."""
         if self.size == 1:
             return rows
         own = self._travelling(rows)
-        out = own.new_empty(sum(receive), *rows.shape[1:])
-        # Tensor-parallel ranks, per block of n rows and direction: each student column travels to the ranks that hold
-        # the teacher columns it maps to, n V_s / T (1 - 1/T) numbers; a reduce-scatter of partial sums over the
-        # teacher's columns would move T times as much.
+        here = into is not None and into.device.type == self.device.type
+        out = into if into is not None and here else own.new_empty(sum(receive), *rows.shape[1:])
+        # Tensor-parallel ranks, per block of n rows and direction. Plain losses: each student column travels to the
+        # ranks that hold the teacher columns it maps to, n V_s / T (1 - 1/T) numbers; a reduce-scatter of partial sums
+        # over the teacher's columns would move T times as much. Kernels: each rank's columns of a block's logits to
+        # the rank that computes the block, as many numbers, and their gradient back.
         dist.all_to_all_single(out, own, list(receive), list(send), group=self._group)
-        return out.to(rows.device)
+        if into is None:
+            return out.to(rows.device)
+        return into if here else into.copy_(out)
 
     @torch.no_grad()
     def broadcast_(self, x: Tensor, source: int = 0) -> Tensor:

@@ -283,6 +283,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         self.needs_first_pass = cfg.dynamic_loss_scaling and cfg.dynamic_scaling_source == "first_pass"
         self.weights = [float(w) for w in weights]
         self.block_rows = cfg.block_rows or PLAIN_BLOCK_ROWS
+        self.vocab_shards = 1  # ranks among which the student's vocabulary is divided; its head tells
         self.register_buffer("class_of_id", None, persistent=False)
         self.scale = DynamicScale(cfg.dynamic_scaling_decay)
         self.guard = JsdGuard(cfg.spec, patience=cfg.jsd_patience)
@@ -360,7 +361,9 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             cut_blocks(tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
             num_samples,
             float(tokens.weight_E.double().sum()),
-            fast.plan_lanes(self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows),
+            fast.plan_lanes(
+                self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows, self.vocab_shards
+            ),
         )
 
     # ---- the loss ----
@@ -384,6 +387,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         terms = self._terms(signals, inputs, head)
         for term in terms:
             term.factor = _over(distil * float(term.factor), counts[f"chunks_{term.index}"])
+        self.vocab_shards = head.axis.comm.size  # of micro-batches that are planned from now on
         lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
         if lanes is None:
             for term in terms:

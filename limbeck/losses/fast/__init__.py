@@ -34,8 +34,8 @@ def triton_available() -> bool:
 
 
 def _is_plain(head: Head) -> bool:
-    """A bare matrix: no bias, no softcap, no scale, no wrapper, not divided among processes."""
-    if head.weight is None or head.module is not None or head.bias is not None or head.axis.sharded:
+    """A bare matrix: no bias, no softcap, no scale, no wrapper; whole, or divided among ranks."""
+    if head.weight is None or head.module is not None or head.bias is not None:
         return False
     return not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES
 
@@ -59,17 +59,19 @@ def plan_lanes(
     tokens: TokenLayout,
     layouts: Sequence[ChunkLayout],
     block_rows: int | None,
+    shards: int = 1,
 ) -> Lanes | None:
-    """The kernels' order of a micro-batch, on the CPU, where they may come to be used."""
+    """The kernels' order of a micro-batch, on the CPU, where they may come to be used. shards: ranks among which the
+    student's vocabulary is divided; each is given as many blocks as any other."""
     here = torch.cuda.is_available() and triton_available()
     if choice == "off" or (choice == "auto" and not here):
         return None
     if not objectives:
-        return lanes_for(("first", "first"), tokens, layouts, None, block_rows)
+        return lanes_for(("first", "first"), tokens, layouts, None, block_rows, shards)
     objective = objectives[0]
     vocab = objective.vocab
     sizes = None if vocab is None else (vocab.student_size, vocab.teacher_size)
-    lanes = lanes_for(objective.lanes, tokens, layouts, sizes, block_rows)
+    lanes = lanes_for(objective.lanes, tokens, layouts, sizes, block_rows, shards)
     if lanes is None or not isinstance(objective, TreeKL):
         return lanes
     return _with_trees(lanes, objective) if objective.has_kernels(topk=False) else None

@@ -83,25 +83,33 @@ def lanes_for(
     layouts: Sequence[ChunkLayout],
     sizes: tuple[int, int] | None,
     block_rows: int | None = None,
+    shards: int = 1,
 ) -> Lanes | None:
     """Lanes of a micro-batch, or None where the kernels do not know this case.
 
     kinds: what stands for a chunk on either side; None: no kernels. sizes: both vocabularies; None without a projection
     (no teacher, or one with the student's vocabulary). block_rows None: as many rows as `LOGIT_BYTES` hold in bfloat16.
+    shards: the number of blocks is a multiple of it, where there are rows enough.
     """
     if kinds is None:
         return None
     if block_rows is None:
         width = sum(sizes) if sizes is not None else 1 << 18
         block_rows = min(max(LOGIT_BYTES // (2 * width) // 1024 * 1024, MIN_ROWS), MAX_ROWS)
-    found = cut_lanes(tokens, layouts, block_rows, *kinds)
+    found = cut_lanes(tokens, layouts, block_rows, *kinds, shards=shards)
     same = bool(layouts) and sizes is None
     several = found is not None and any(lanes.multi for lanes in found.lanes)
     return None if same and several else found
 
 
 def cut_lanes(
-    tokens: TokenLayout, layouts: Sequence[ChunkLayout], block_rows: int, student: Lane, teacher: Lane
+    tokens: TokenLayout,
+    layouts: Sequence[ChunkLayout],
+    block_rows: int,
+    student: Lane,
+    teacher: Lane,
+    *,
+    shards: int = 1,
 ) -> Lanes | None:
     """Blocks of about equal size, at most `block_rows` rows each, with their lanes.
 
@@ -111,7 +119,7 @@ def cut_lanes(
         return None
     rows = int(used_rows(tokens, layouts).sum())
     most = max([rows, *(layout.teacher_rows_Q.numel() for layout in layouts)])
-    parts = max(-(-most // block_rows), 1)
+    parts = max(-(-most // (block_rows * shards)), 1) * shards
     # room for chunks that do not end where an equal share would
     blocks = cut_blocks(tokens, layouts, min(-(-most // parts) + 32, block_rows))
     found = []

@@ -3,6 +3,11 @@
 A block's logits are written once by a matrix product, read by two or three kernels, overwritten by their gradient and
 read by two more products. Besides them only vectors of the length of the rows exist. The weight's gradient is summed
 over blocks in float32 inside the product. Nothing here waits for the device.
+
+Where the vocabulary is divided among T ranks, T blocks are under way together, and each rank is responsible for one of
+them: every rank multiplies its rows of the head with the inputs of all T blocks, the parts travel to the blocks' ranks
+(vocabulary-major, so they only have to lie one behind the other), and each rank goes on alone with whole columns of
+logits. Their gradient travels back the same way. So no kernel knows of ranks, and none of their work is done twice.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from limbeck.losses.fast.kernels.stats import column_stats
 from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, chunk_means
 from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes
 from limbeck.losses.signals import HiddenSignal, compute_dtype
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
@@ -45,8 +51,9 @@ class _Pass:
     def __init__(self, run: BlockRun, lanes: Lanes, hidden: Tensor, needs: Sequence[bool]) -> None:
         assert run.head.weight is not None
         self.work, self.hidden, self.blocks = run, hidden.detach(), lanes.lanes
+        self.size, self.axis = run.head.local_size, run.head.axis
+        self.comm = self.axis.comm
         self.weight = run.head.weight.detach()
-        self.size = run.head.vocab_size
         self.with_grad = any(needs)
         grad_type = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         self.hidden_grad = torch.zeros_like(self.hidden, dtype=grad_type) if needs[0] else None
@@ -59,25 +66,32 @@ class _Pass:
             self.weight_grad[self.size if self.blocks else 0 :] = 0
         self.buffers: dict[str, Tensor] = {}
         self.sums: dict[str, list[tuple[Tensor, Tensor | float]]] = {}
-        self.teacher_weight = self._teacher_weight()
+        self.teacher_weight, self.teacher_axis = self._teacher_weight()
 
     # ---- set-up ----
 
-    def _teacher_weight(self) -> Tensor | None:
-        """The teacher's head, or its rows at P-KL's columns, which are chosen here."""
+    def _teacher_weight(self) -> tuple[Tensor | None, VocabAxis]:
+        """The teacher's head and where its rows lie; or its rows at P-KL's columns, which are chosen here: all ranks
+        have those."""
         if not self.work.terms:
-            return None
+            return None, WHOLE
         (term,) = self.work.terms
         (signal,) = term.teacher.signals
         if not isinstance(signal, HiddenSignal):
-            return None
+            return None, WHOLE
         assert signal.head.weight is not None
-        weight = signal.head.weight.detach()[: signal.vocab_size]
+        axis = signal.head.axis
+        weight = signal.head.weight.detach()[: signal.head.local_size]
         if not term.objective.chooses_ids:
-            return weight
+            return weight, axis
         if term.teacher.vocab_ids_K is None:
             term.teacher.vocab_ids_K = self._top_ids(signal, weight, term)
-        return weight.index_select(0, term.teacher.vocab_ids_K)
+        place, inside = axis.columns(term.teacher.vocab_ids_K)
+        if inside is None:
+            return weight.index_select(0, place), WHOLE
+        rows = weight.index_select(0, place) if weight.shape[0] else weight.new_zeros(place.numel(), weight.shape[1])
+        # tensor-parallel ranks, per micro-batch: the head's rows at the chosen columns
+        return self.comm.sum(rows * inside[:, None]), WHOLE
 
     def _top_ids(self, signal: HiddenSignal, weight: Tensor, term: TeacherTerm) -> Tensor:
         """`PKL.choose_ids` on vocabulary-major blocks."""
@@ -89,22 +103,53 @@ class _Pass:
             # a repeated row changes no maximum, and keeps the width a multiple of what products like
             some = torch.cat((some, some[-1:].expand(padded(some.numel()) - some.numel())))
             inputs = signal.hidden.detach().index_select(0, some).to(weight.dtype)
-            best = torch.maximum(best, self._product("teacher", weight, inputs).amax(1).float())
+            logits = torch.mm(weight, inputs.t(), out=self._memory("teacher", weight, weight.shape[0], len(inputs)))
+            best = torch.maximum(best, logits.amax(1).float())
         # context-parallel ranks, per micro-batch: one number per teacher token; all must choose the same ones
-        best = self.work.comm.max(best)
+        best = signal.head.axis.joined(self.work.comm.max(best))
         return best.topk(min(term.objective.options.vocab_topk, best.numel())).indices.sort().values
 
-    # ---- one side of a block ----
+    # ---- one side of a group of blocks, one for each rank ----
 
-    def _product(self, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
-        """Logits `[V, L]` of inputs `[num_lanes, h]`, in memory that all blocks share; one more row follows them."""
-        numel, rows = weight.shape[0] * inputs.shape[0], weight.shape[0] + 1
-        if name not in self.buffers or self.buffers[name].numel() < rows * inputs.shape[0]:
+    def _memory(self, name: str, like: Tensor, rows: int, lanes: int) -> Tensor:
+        """`[rows, lanes]` in memory that all blocks share; one more row follows."""
+        if name not in self.buffers or self.buffers[name].numel() < (rows + 1) * lanes:
             widest = max(max(b.student.padded, b.teacher.padded if b.teacher else 0) for b in self.blocks)
             self.buffers.pop(name, None)
-            self.buffers[name] = weight.new_empty(rows * max(inputs.shape[0], widest))
-        out = self.buffers[name][:numel].view(weight.shape[0], inputs.shape[0])
-        return torch.mm(weight, inputs.t(), out=out)
+            self.buffers[name] = like.new_empty((rows + 1) * max(lanes, widest))
+        return self.buffers[name][: rows * lanes].view(rows, lanes)
+
+    def _product(self, name: str, weight: Tensor, inputs: Sequence[Tensor], axis: VocabAxis) -> Tensor:
+        """Logits `[V, L]` of this rank's block. weight `[V_local, h]`; inputs `[L, h]` of every rank's block, or of
+        this one's alone where it has all rows of the head."""
+        if not axis.sharded:
+            return torch.mm(weight, inputs[0].t(), out=self._memory(name, weight, weight.shape[0], len(inputs[0])))
+        widths = self._widths(inputs)
+        parts = self._memory(f"parts in {weight.dtype}", weight, weight.shape[0], sum(widths)).view(-1)
+        sizes = [weight.shape[0] * lanes for lanes in widths]
+        for part, own in zip(parts.split(sizes), inputs, strict=False):
+            torch.mm(weight, own.t(), out=part.view(weight.shape[0], len(own)))
+        counts, lanes = axis.counts(0), widths[self.comm.rank]
+        logits = self._memory(name, weight, sum(counts), lanes)
+        # tensor-parallel ranks, per group of blocks: each block's logits to its rank, (T - 1) / T of them over the wire
+        self.comm.all_to_all(parts, sizes, [count * lanes for count in counts], logits.view(-1))
+        return logits
+
+    def _widths(self, inputs: Sequence[Tensor]) -> list[int]:
+        """Lanes of every rank's block; 0 where it has none."""
+        return [len(own) for own in inputs] + [0] * (self.comm.size - len(inputs))
+
+    def _returned(self, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients `[V_local, L]` of all blocks of a group, from that of this rank's block `[V, L]`."""
+        if not self.axis.sharded:
+            return [grad]
+        widths = self._widths(inputs)
+        into = self._memory(f"parts in {grad.dtype}", grad, self.size, sum(widths)).view(-1)
+        sizes = [self.size * lanes for lanes in widths]
+        counts = [count * grad.shape[1] for count in self.axis.counts(0)]
+        # tensor-parallel ranks, per group of blocks: as many numbers as their logits
+        parts = self.comm.all_to_all(grad.view(-1), counts, sizes, into).split(sizes)
+        return [part.view(self.size, lanes) for part, lanes in zip(parts[: len(inputs)], widths, strict=False)]
 
     def _inputs(self, hidden: Tensor, side: SideLanes, block: BlockLanes, dtype: torch.dtype) -> Tensor:
         """Hidden states of the columns `[num_lanes, h]`; zeros in padding."""
@@ -116,11 +161,9 @@ class _Pass:
             out[block.single : block.chunks] = chunk_means(extra.to(compute_dtype(dtype)), side)
         return out
 
-    def _side(
-        self, name: str, weight: Tensor, inputs: Tensor, side: SideLanes, tau: float, *, whole: bool = True
-    ) -> LaneLogits:
-        """Logits and statistics of one side; whole: every token has its row, so realised tokens can be looked up."""
-        logits = self._product(name, weight, inputs)
+    def _side(self, logits: Tensor, side: SideLanes, tau: float, *, whole: bool = True) -> LaneLogits:
+        """One side's logits with their statistics; whole: every token has its row, so realised tokens can be looked
+        up."""
         stats = column_stats(logits, tau)
         tokens = stats.lse.new_zeros(0)
         if whole:
@@ -133,21 +176,54 @@ class _Pass:
 
     def run(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
-        for number, block in enumerate(self.blocks):
-            total = total + self._block(block, first=number == 0)
+        for start in range(0, len(self.blocks), self.comm.size):
+            total = total + self._group(self.blocks[start : start + self.comm.size], first=start == 0)
+        if self.hidden_grad is not None:
+            self.hidden_grad = self.axis.total(self.hidden_grad)
         self._metrics()
+        # tensor-parallel ranks, per micro-batch: the loss of the blocks of each
+        return self.comm.sum(total)
+
+    def _group(self, group: Sequence[BlockLanes], *, first: bool) -> Tensor:
+        """Loss of this rank's block of a group, and all blocks' gradients."""
+        inputs = [self._inputs(self.hidden, block.student, block, self.weight.dtype) for block in group]
+        logits = self._product("student", self.weight[: self.size], inputs, self.axis)
+        teacher = self._teacher_logits(group)
+        total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
+        if self.comm.rank < len(group):
+            total = self._block(group[self.comm.rank], logits, teacher)
+        if self.with_grad:
+            grads = self._returned(logits, inputs)
+            for number, (block, own, grad) in enumerate(zip(group, inputs, grads, strict=True)):
+                self._through_head(block, own, grad, first=first and number == 0)
         return total
 
-    def _block(self, block: BlockLanes, *, first: bool) -> Tensor:
+    def _teacher_logits(self, group: Sequence[BlockLanes]) -> Tensor | None:
+        """Of this rank's block; None: the teacher has no head here, or no chunk in any block."""
+        if self.teacher_weight is None or not any(block.chunks for block in group):
+            return None
+        (signal,) = self.work.terms[0].teacher.signals
+        assert isinstance(signal, HiddenSignal)
+        hidden, inputs = signal.hidden.detach(), []
+        for number, block in enumerate(group):
+            if block.teacher is None or (number != self.comm.rank and not self.teacher_axis.sharded):
+                inputs.append(hidden.new_empty(0, hidden.shape[1], dtype=self.teacher_weight.dtype))
+            else:
+                inputs.append(self._inputs(hidden, block.teacher, block, self.teacher_weight.dtype))
+        if not self.teacher_axis.sharded:
+            inputs = inputs[self.comm.rank : self.comm.rank + 1] or inputs[:1]
+        return self._product("teacher", self.teacher_weight, inputs, self.teacher_axis)
+
+    def _block(self, block: BlockLanes, logits: Tensor, teacher: Tensor | None) -> Tensor:
+        """Loss of one block; its gradient replaces the logits `[V, L]`. teacher: its logits `[U, L_t]`."""
         term = self.work.terms[0] if self.work.terms and block.chunks else None
         tau = 1.0 if term is None else term.objective.temperature
-        inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
-        student = self._side("student", self.weight[: self.size], inputs, block.student, tau)
+        student = self._side(logits, block.student, tau)
         total, ce = self._cross_entropy(block, student, tau)
-        num_lanes = inputs.shape[0]
+        num_lanes = logits.shape[1]
         prob_coef, label_coef = pad(torch.stack((ce, -ce)), (0, num_lanes - ce.shape[0]))
         one = prob_coef if tau != 1.0 else None
-        out = None if term is None else self._distil(term, block, student)
+        out = None if term is None else self._distil(term, block, student, teacher)
         if out is not None and term is not None:
             total = total + out.loss.double() * term.factor
         if not self.with_grad:
@@ -170,7 +246,6 @@ class _Pass:
                 assert isinstance(out.slope, Projected)
                 assert out.kept_coef is not None
                 write_entries(student.logits, lse, student.stats.lse, factors, tau, out.slope, entries, out.kept_coef)
-        self._through_head(block, inputs, student.logits, first=first)
         return total
 
     def _cross_entropy(self, block: BlockLanes, student: LaneLogits, tau: float) -> tuple[Tensor, Tensor]:
@@ -190,14 +265,14 @@ class _Pass:
                 self._add("", classes.sums("ce_loss", ids, -log_p * block.ce_weight, block.ce_weight))
         return loss.double() * self.work.token_factor, block.ce_weight * self.work.token_factor
 
-    def _distil(self, term: TeacherTerm, block: BlockLanes, student: LaneLogits) -> FastOut:
+    def _distil(
+        self, term: TeacherTerm, block: BlockLanes, student: LaneLogits, teacher_logits: Tensor | None
+    ) -> FastOut:
         assert block.teacher is not None
-        teacher, (signal,) = None, term.teacher.signals
-        if isinstance(signal, HiddenSignal):
-            assert self.teacher_weight is not None
-            inputs = self._inputs(signal.hidden.detach(), block.teacher, block, self.teacher_weight.dtype)
+        teacher = None
+        if teacher_logits is not None:
             whole, tau = not term.objective.chooses_ids, term.objective.temperature
-            teacher = self._side("teacher", self.teacher_weight, inputs, block.teacher, tau, whole=whole)
+            teacher = self._side(teacher_logits, block.teacher, tau, whole=whole)
         weight = student.stats.lse.new_ones(block.chunks)
         if term.chunk_weight_C is not None:
             weight = term.chunk_weight_C.index_select(0, block.order_C).float()
@@ -239,11 +314,30 @@ class _Pass:
         flat = [value for value, _ in pairs] + [count for _, count in pairs if isinstance(count, Tensor)]
         wide = torch.stack(flat).double().unbind() if flat else ()
         values, counts = iter(wide[: len(pairs)]), iter(wide[len(pairs) :])
+        found = {}
         for name, entries in self.sums.items():
             total = _sum([next(values) for _ in entries])
             known = sum(count for _, count in entries if not isinstance(count, Tensor))
             unknown = [next(counts) for _, count in entries if isinstance(count, Tensor)]
-            self.work.metrics[name] = (total, _sum(unknown) if unknown else torch.full_like(total, known))
+            found[name] = (total, _sum(unknown) if unknown else torch.full_like(total, known))
+        self.work.metrics.update(self._over_ranks(found))
+
+    def _over_ranks(self, found: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sums over the blocks of all ranks."""
+        ranks = range(self.comm.size)
+        if self.comm.size == 1:
+            return found
+        own = [self.blocks[rank :: self.comm.size] for rank in ranks]
+        kinds = {(any(b.tokens for b in blocks), any(b.chunks for b in blocks)) for blocks in own}
+        names = sorted(found)
+        if len(kinds) > 1:
+            # rare: a micro-batch so small that some rank has no block with chunks or tokens, and cannot know the names
+            names = self.comm.all_names(names)
+        zero = torch.zeros(2, dtype=torch.float64, device=self.hidden.device)
+        pairs = [torch.stack(found[name]) if name in found else zero for name in names]
+        # tensor-parallel ranks, per micro-batch: two numbers per metric
+        total = self.comm.sum(torch.stack(pairs)) if pairs else zero[:0]
+        return {name: (pair[0], pair[1]) for name, pair in zip(names, total, strict=True)}
 
 
 def _sum(values: list[Tensor]) -> Tensor:

@@ -31,8 +31,17 @@ class VocabAxis:
     """The axis of a process that holds all columns."""
 
     sharded = False
+    comm: Comm = Comm.alone()
     bounds: tuple[tuple[int, int], ...] = ()
     """Of a sharded axis: the columns of every rank, half open."""
+
+    def counts(self, size: int) -> list[int]:
+        """Columns of every rank of a vocabulary of `size`."""
+        return [end - start for start, end in self.bounds] or [size]
+
+    def joined(self, part: Tensor) -> Tensor:
+        """Values `[V_local, ...]` of all shards, one behind the other, without gradient."""
+        return part
 
     def place(self, size: int) -> tuple[int, int]:
         """Columns `[start, end)` of a vocabulary of `size` that are here."""
@@ -154,6 +163,13 @@ class ShardedAxis(VocabAxis):
     def total(self, part: Tensor) -> Tensor:
         # tensor-parallel ranks, per block: one number per row (or per row and chosen column)
         return self.comm.sum_same_loss(part)
+
+    def joined(self, part: Tensor) -> Tensor:
+        counts = self.counts(self.size)
+        room = max(counts) - part.shape[0]
+        # tensor-parallel ranks, per micro-batch: one number per column
+        parts = self.comm.gather(F.pad(part, (0, 0) * (part.ndim - 1) + (0, room)))
+        return torch.cat([own[:count] for own, count in zip(parts, counts, strict=True)])
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         out: Tensor = _LogSoftmax.apply(logits, self)
