@@ -153,10 +153,8 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
             row["seconds_to_the_first_step"] = round(ends[0] - started, 1)
             if kind == "small":
                 bare = bare_step(parts)
-                row |= {
-                    "bare_step_ms": round(bare * 1e3, 1),
-                    "over_the_bare_step": round(row["ms"] / 1e3 / bare - 1, 4),
-                }
+                row["bare_tokens_per_s"] = round(bare)
+                row["behind_the_bare_step"] = round(1 - row["tokens_per_s"] / bare, 4)
     return row
 
 
