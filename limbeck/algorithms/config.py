@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from limbeck import short_forms
+from limbeck.algorithms.engine import EngineConfig
 from limbeck.algorithms.monitors import MonitorConfig
 from limbeck.algorithms.rewards import RewardConfig
 from limbeck.algorithms.rollouts import GuardConfig
 from limbeck.algorithms.samples import SamplesConfig
-from limbeck.algorithms.served_sampler import EngineConfig
 from limbeck.config import FREE
 from limbeck.data.sources import DataConfig
 from limbeck.distributed.launch import ClusterConfig
@@ -210,7 +210,7 @@ class OnPolicyConfig(SamplingConfig):
     ``continuous``, where one that ends makes room for the next at once, on a copy of the weights; ``auto``: the second
     on a GPU with a flash kernel and a model that is not split, otherwise the first."""
     engine: EngineConfig | None = None
-    """Sample behind a server instead of in this process."""
+    """Sample by vLLM, or in processes of a Ray cluster, instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
     """Signs that end a run which runs away with its own text."""
     monitor_chunks: int = Field(default=256, ge=0, json_schema_extra=FREE)
@@ -229,7 +229,7 @@ class OnPolicyConfig(SamplingConfig):
             raise ValueError("on_policy.loss_fn uses the projections of loss_fn; give projection keys there")
         if self.policy_gradient is not None and self.loss_fn.model_fields_set:
             raise ValueError("on_policy.loss_fn and on_policy.policy_gradient are both given; use one of them")
-        if self.engine is not None and self.sampler != "auto":
+        if self.engine is not None and self.engine.ray is None and self.sampler != "auto":
             raise ValueError("on_policy.sampler and on_policy.engine are both given; use one of them")
         if self.reward is not None and self.samples_per_prompt < 2:
             raise ValueError("a reward counts against the other samples of its prompt; set samples_per_prompt above 1")

@@ -24,10 +24,13 @@ from limbeck.algorithms import run_folder
 from limbeck.algorithms import xtoken_off_policy_distillation as off_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers, reading_of, teacher_lengths
 from limbeck.algorithms.config import OnPolicyConfig, OnPolicyMasterConfig
+from limbeck.algorithms.engine import EngineSampler
 from limbeck.algorithms.loop import is_finished, whole_run
+from limbeck.algorithms.ray_sampler import RaySampler
 from limbeck.algorithms.rewards import make_reward
 from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData, balanced
 from limbeck.algorithms.served_sampler import ServedSampler
+from limbeck.algorithms.vllm_sampler import VllmSampler
 from limbeck.align import TokenAligner
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import ContinuationCollator
@@ -114,11 +117,7 @@ def setup(
     anchor = None if own.anchor is None else _anchor(config, student)
     guard = RunawayGuard(own.guard)
     reward = None if own.reward is None else make_reward(own.reward)
-    sampler: Sampler
-    if own.engine is not None:
-        sampler = ServedSampler(own.engine, own, rows.end_ids, vocab.size)
-    else:
-        sampler = make_local_sampler(student, own.sampler, own, rows.end_ids, vocab)
+    sampler = _sampler(config, student, rows.end_ids, vocab)
     teachers = off_policy.as_teachers(teacher)
     for server in teachers:
         if isinstance(server, ServerTeacher):
@@ -149,6 +148,16 @@ def setup(
         checkpointer,
         state,
     )
+
+
+def _sampler(config: OnPolicyMasterConfig, student: Policy, end_ids: Sequence[int], vocab: ByteVocab) -> Sampler:
+    own, engine = config.on_policy, config.on_policy.engine
+    if engine is None:
+        return make_local_sampler(student, own.sampler, own, end_ids, vocab)
+    if engine.ray is not None:
+        return RaySampler(engine, own, own.sampler, end_ids, patience=config.cluster.timeout)
+    kind = VllmSampler if engine.vllm is not None else ServedSampler
+    return kind(engine, own, end_ids, vocab.size)
 
 
 def _sampled_loss(
@@ -257,6 +266,7 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         dims = self.student.dims
         # ranks that write together wait for each other inside the model
         together = Comm.alone() if dims.is_sharded else dims.data
+        engine = self.rollouts.sampler if isinstance(self.rollouts.sampler, EngineSampler) else None
         with self.timer.time("sample"):
             self.rollouts.sampler.sync(self.student, step)
             with together.fail_together():
@@ -264,13 +274,15 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
             written = balanced(written, dims.data)
             with together.fail_together():
                 self.rollout = rollout = self.rollouts.collate(written)
-            if isinstance(self.rollouts.sampler, ServedSampler):
-                rollout.metrics.add(self._engine_figures(rollout, self.rollouts.sampler))
+            if engine is not None:
+                rollout.metrics.add(self._engine_figures(rollout, engine))
         if self.student.dims.owns_records:
             for counts in rollout.batch["dropped"]:
                 self.dropped.update(counts)
         # data-parallel ranks, per step: some figures of what was written
         figures, _ = rollout.metrics.reduced(self.student.dims.data)
+        if engine is not None:
+            engine.check_gap(figures.means().get("sample/engine_gap", 0.0))
         result = trainer.step(self.channels(batch, rollout), self.timer).as_dict()
         if self.anchor is not None:
             self.anchor.after_step()
@@ -279,7 +291,7 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         result["metrics"] |= {name: (value, 1.0) for name, value in ratios.items()}
         return result
 
-    def _engine_figures(self, rollout: Rollout, engine: ServedSampler) -> Mapping[str, Pair]:
+    def _engine_figures(self, rollout: Rollout, engine: EngineSampler) -> Mapping[str, Pair]:
         """How old the engine's weights are, and how far its log-probabilities are from the trainer's."""
         few = slice(0, ENGINE_ROWS)
         names = ("input_ids", "input_lengths")

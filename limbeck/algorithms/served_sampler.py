@@ -8,46 +8,25 @@ The folder is written before the first answer and every ``sync_period`` steps, a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
-
+from limbeck.algorithms.engine import Answer, EngineConfig, EngineSampler
 from limbeck.distributed.comm import Comm
 from limbeck.errors import ServerError
-from limbeck.models.generate import Sample, Sampler, SamplingConfig
-from limbeck.models.language_model import LanguageModel
+from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import Policy
-from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
+from limbeck.teachers.server.client import ServerClient, ServerFailure
 
 
-class EngineConfig(BaseModel):
-    """A server that samples for the student."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    server: ServerConfig
-    """The server, its address up to and including ``/v1``."""
-    weights: str
-    """Folder that the server serves, on a disk that both see; it is overwritten with the student's weights."""
-    sync_period: int = Field(default=1, ge=1)
-    """Steps between two hand-overs of weights: answers are at most so many steps less one old."""
-
-
-class ServedSampler(Sampler):
-    """Continuations from a server. Ranks that share rows ask once.
+class ServedSampler(EngineSampler):
+    """Continuations from a server.
 
     Args:
         end_ids: tokens that end an answer.
         vocab_size: tokens that the student has; the server must answer no other.
-
-    Attributes:
-        staleness: steps that the served weights are behind.
     """
 
     def __init__(
@@ -59,27 +38,20 @@ class ServedSampler(Sampler):
         *,
         client: ServerClient | None = None,
     ) -> None:
-        self.config, self.sampling, self.end_ids, self.vocab_size = config, sampling, list(end_ids), vocab_size
-        self.client = client or ServerClient(config.server)
-        root = config.server.model_copy(update={"url": config.server.url.removesuffix("/v1")})
+        super().__init__(config)
+        assert config.server is not None
+        self.server, self.sampling, self.end_ids, self.vocab_size = config.server, sampling, list(end_ids), vocab_size
+        self.client = client or ServerClient(self.server)
+        root = self.server.model_copy(update={"url": self.server.url.removesuffix("/v1")})
         self._control = ServerClient(root)
-        self._synced: int | None = None
-        self._model: str | None = config.server.model
-        self._readers = Comm.alone()
-        self.staleness = 0
+        self._model: str | None = self.server.model
 
-    def sync(self, model: LanguageModel, step: int) -> None:
-        """Hand the weights over where they are due. Collective."""
-        assert isinstance(model, Policy)
-        self._readers = model.dims.rows
-        if self._synced is not None and step - self._synced < self.config.sync_period:
-            self.staleness = step - self._synced
-            return
+    def hand_over(self, model: Policy) -> None:
+        assert self.config.weights is not None
         model.save_checkpoint(self.config.weights)
         with Comm.world().fail_together():
             if Comm.world().rank == 0:
                 self._reload()
-        self._synced, self.staleness = step, 0
 
     def _reload(self) -> None:
         for path, body in (("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})):
@@ -99,24 +71,11 @@ class ServedSampler(Sampler):
                 f"the server {client.url} that samples does not answer ({failure}); mend it and start the run again"
             ) from failure
 
-    def sample(self, prompts: Sequence[Tensor], *, n: int = 1, seed: int | Sequence[int] = 0) -> list[Sample]:
-        """See ``Sampler.sample``. A server's seeds are its own: the same one writes the same only as far as it says."""
-        seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
+        with ThreadPoolExecutor(max_workers=self.server.concurrency) as pool:
+            return list(pool.map(lambda i: self._one(prompts[i], n, seeds[i]), range(len(prompts))))
 
-        def ask() -> bytes:
-            with ThreadPoolExecutor(max_workers=self.config.server.concurrency) as pool:
-                found = pool.map(lambda i: self._one(prompts[i].tolist(), n, seeds[i]), range(len(prompts)))
-                return json.dumps(list(found)).encode()
-
-        # ranks that read the same rows, per step: the answers, so that they learn from the same ones
-        answers = json.loads(self._readers.first_only(ask))
-        return [
-            Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs), ended)
-            for number, choices in enumerate(answers)
-            for ids, log_probs, ended in choices
-        ]
-
-    def _one(self, prompt: list[int], n: int, seed: int) -> list[tuple[list[int], list[float], bool]]:
+    def _one(self, prompt: list[int], n: int, seed: int) -> list[Answer]:
         sampling = self.sampling
         body = {
             "model": self._name(),
@@ -144,7 +103,7 @@ class ServedSampler(Sampler):
             raise ServerError(f"the server {self.client.url} gave {_size(choices)} answers to a prompt; expected {n}")
         return [self._choice(choice, prompt) for choice in choices]
 
-    def _choice(self, choice: Any, prompt: list[int]) -> tuple[list[int], list[float], bool]:
+    def _choice(self, choice: Any, prompt: list[int]) -> Answer:
         where = f"the server {self.client.url}"
         if not isinstance(choice, dict) or not isinstance(choice.get("token_ids"), list):
             raise ServerError(

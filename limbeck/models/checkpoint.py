@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from limbeck.distributed.comm import Comm
 from limbeck.errors import CheckpointError
 from limbeck.losses.contract import State
-from limbeck.models.causal import is_lora
+from limbeck.models.causal import is_lora, unwrap
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import merged_model
 from limbeck.models.trainer import Trainer
@@ -121,6 +121,22 @@ def save_policy(
         save_weights(model.model, weights_path, model.tokenizer, tokenizer_path, state=whole)
     if optimizer_path is not None:
         save_state(optimizer_path, FROZEN if trainer is None else trainer.state_dict())
+
+
+def whole_weights(model: LanguageModel) -> dict[str, Tensor]:
+    """All weights by the plain causal model's names, adapters merged, each once, in main memory of rank 0; none on the
+    others. Collective."""
+    whole = model.sharding.full_state()
+    if Comm.world().rank != 0:
+        return {}
+    if is_lora(model.model):
+        whole = merged_model(model.model, whole).state_dict()
+    named = unwrap(model.model).state_dict() if whole is None else whole
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in named.items():
+        # tied weights are one tensor under two names
+        found.setdefault(value.data_ptr(), (name, value))
+    return {name: value.detach().cpu().contiguous() for name, value in found.values()}
 
 
 def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from limbeck.algorithms.dispatch import resolve_and_run
-from limbeck.algorithms.served_sampler import EngineConfig, ServedSampler
+from limbeck.algorithms.engine import EngineConfig
+from limbeck.algorithms.served_sampler import ServedSampler
 from limbeck.errors import ServerError
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy

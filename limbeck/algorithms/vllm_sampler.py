@@ -1,0 +1,93 @@
+"""vLLM in this process. It reads the student's weights from a folder, as a server would."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from limbeck.algorithms.engine import Answer, EngineConfig, EngineSampler
+from limbeck.distributed.comm import Comm
+from limbeck.errors import ConfigError, LimbeckError
+from limbeck.models.generate import SamplingConfig
+from limbeck.models.policy import Policy
+
+
+class VllmSampler(EngineSampler):
+    """Continuations by ``vllm.LLM``, which is made at the first hand-over: the folder holds the student from then on.
+
+    Args:
+        end_ids: tokens that end an answer.
+        vocab_size: tokens that the student has; the engine must answer no other.
+    """
+
+    def __init__(self, config: EngineConfig, sampling: SamplingConfig, end_ids: Sequence[int], vocab_size: int) -> None:
+        super().__init__(config)
+        self.sampling, self.end_ids, self.vocab_size = sampling, list(end_ids), vocab_size
+        # the engine's own process would read its functions by pickle, and hold a second context of the GPU
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            self._vllm: Any = import_module("vllm")
+        except ImportError as error:
+            raise ConfigError(
+                "on_policy.engine.vllm needs vLLM in this environment; pip install vllm, or leave on_policy.engine out"
+            ) from error
+        self._engine: Any = None
+
+    def hand_over(self, model: Policy) -> None:
+        assert self.config.weights is not None
+        model.save_checkpoint(self.config.weights)
+        # rank 0 has written
+        Comm.world().barrier()
+        if model.dims.rows.rank != 0:
+            return
+        try:
+            if self._engine is None:
+                options = {"dtype": str(model.precision).removeprefix("torch."), **(self.config.vllm or {})}
+                self._engine = self._vllm.LLM(model=self.config.weights, **options)
+                return
+            self._engine.collective_rpc("reload_weights")
+            self._engine.reset_prefix_cache()
+        except Exception as error:  # the engine raises whatever its parts raise
+            raise _failure("does not take the student's weights over", error) from error
+
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
+        own = self.sampling
+        asked = [
+            self._vllm.SamplingParams(
+                n=n,
+                max_tokens=own.max_new_tokens,
+                temperature=own.temperature,
+                top_p=own.top_p,
+                seed=seed % 2**31,
+                stop_token_ids=self.end_ids,
+                stop=own.stop or None,
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+                detokenize=bool(own.stop),
+                logprobs=0,
+            )
+            for seed in seeds
+        ]
+        try:
+            found = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        except Exception as error:  # as above
+            raise _failure("does not sample", error) from error
+        return [[self._answer(one) for one in request.outputs] for request in found]
+
+    def _answer(self, one: Any) -> Answer:
+        ids = list(one.token_ids)
+        odd = [i for i in ids if not 0 <= i < self.vocab_size]
+        if odd:
+            raise LimbeckError(f"vLLM sampled token {odd[0]}, but the student has {self.vocab_size}")
+        said = [float(place[i].logprob) for i, place in zip(ids, one.logprobs, strict=True)]
+        if not all(math.isfinite(value) for value in said):
+            raise LimbeckError("vLLM gave log-probabilities that are none for tokens that it sampled")
+        return ids, said, one.finish_reason == "stop"
+
+
+def _failure(what: str, error: Exception) -> LimbeckError:
+    said = " ".join(str(error).split())[:200]
+    return LimbeckError(f"vLLM {what} ({type(error).__name__}: {said})")
