@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu/loss.py [--projection W.safetensors] [--profile] [--products]
     PYTHONPATH=. python benchmarks/gpu/loss.py --pairs .carry/english .carry/japanese [--quick]
+    PYTHONPATH=. python benchmarks/gpu/loss.py --fp8-head [--profile]      # an experiment: row boundary_kl_fp8_head
 
 Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json. With
 `--pairs`, folders of `prepare.py`: only `tree_kl` on their texts, rows `tree_kl_NAME` and `tree_kl_cheap_NAME`.
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ from benchmarks.gpu.common import (
 from benchmarks.gpu.published import Published
 from limbeck.data.layout import padded_row_start
 from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses.vocab.axis import VocabAxis
+from limbeck.models.fp8 import quantize_rows
 
 PAIR_WIDTHS = {"english": (2048, 2560), "japanese": (2048, 2560)}
 """Hidden sizes of student and teacher by folder: Llama-3.2-1B from Qwen3-4B, SmolLM2-1.7B from Gemma-3-4B."""
@@ -240,6 +244,57 @@ def measure_pair(folder: Path, *, plain: bool, profiled: bool) -> None:
             traceback.print_exc()
 
 
+@contextmanager
+def fp8_teacher_head(problem: Problem) -> Iterator[None]:
+    """With the teacher's logits from a product in fp8, one scale for each row of its head and each of its tokens."""
+    from limbeck.losses.fast.walk import _Pass
+
+    stored, scale = quantize_rows(problem.t_weight)
+    plain = _Pass._product
+
+    def product(self: Any, name: str, weight: Tensor, inputs: Sequence[Tensor], axis: VocabAxis) -> Tensor:
+        if name != "teacher":
+            return plain(self, name, weight, inputs, axis)
+        values, own = quantize_rows(inputs[0])
+        rows = weight.shape[0]
+        out = self._memory(name, weight, rows, len(inputs[0]))
+        left, right = (stored[:rows], scale[:rows]), (values.t(), own.t())
+        torch._scaled_mm(
+            left[0], right[0], scale_a=left[1], scale_b=right[1], out_dtype=out.dtype, use_fast_accum=True, out=out
+        )
+        return out
+
+    _Pass._product = product  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Pass._product = plain  # type: ignore[method-assign]
+
+
+def measure_fp8_head(problem: Problem, *, profiled: bool) -> None:
+    """Time of boundary_kl with the teacher's head in fp8, and how far loss and gradients move."""
+    run = problem.step("boundary_kl")
+
+    def results() -> tuple[float, Tensor, Tensor]:
+        loss = float(run())
+        assert problem.hidden.grad is not None
+        assert problem.weight.grad is not None
+        return loss, problem.hidden.grad.clone(), problem.weight.grad.clone()
+
+    row: dict[str, Any] = {"bfloat16_ms": round(measure(run, repeat=20).ms, 2)}
+    wanted = results()
+    with fp8_teacher_head(problem):
+        found = measure(run, repeat=20)
+        moved = results()
+        if profiled:
+            profile(run, "boundary_kl, teacher's head in fp8")
+    row |= {"ms": round(found.ms, 2), "extra_gib": round(found.extra, 2), "loss": moved[0], "bfloat16_loss": wanted[0]}
+    for name, a, b in zip(("hidden_grad", "weight_grad"), moved[1:], wanted[1:], strict=True):
+        row[f"{name}_moved"] = float((a.float() - b.float()).norm() / b.float().norm())
+    print(f"boundary_kl_fp8_head: {row}", flush=True)
+    save_row("boundary_kl_fp8_head", row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--projection", help="stored projection of Llama-3.2 -> Qwen3; default: a random one")
@@ -247,6 +302,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--quick", action="store_true", help="no comparisons")
     parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--fp8-head", action="store_true", help="the teacher's head in fp8; nothing else then")
     parser.add_argument("--pairs", nargs="+", type=Path, default=(), help="folders of prepare.py; nothing else then")
     args = parser.parse_args()
     for folder in args.pairs:
@@ -258,6 +314,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, projection {projection.teacher_fingerprint}")
     problem = Problem(16_384, projection)
     print(f"inputs take {torch.cuda.memory_allocated() / GIB:.2f} GiB")
+    if args.fp8_head:
+        measure_fp8_head(problem, profiled=args.profile)
+        return
     products = measure(problem.products, repeat=20)
     floor = products.ms
     print(f"four matrix products, 16384 rows: {products}", flush=True)

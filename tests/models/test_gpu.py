@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.loss import synchronisations
+from limbeck.models.fp8 import lacking, quantize_rows, reference_product, scaled_product
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
@@ -39,6 +40,27 @@ def test_float32_equals_the_cpu(layout):
 def test_bfloat16_is_close(layout):
     expected = losses("cpu")
     assert losses("cuda", precision="bfloat16", **LAYOUTS[layout]) == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["fixed", "packed", "compiled"])
+def test_a_teacher_in_fp8_is_close(layout):
+    settings = config(QWEN3, precision="fp8", **LAYOUTS[layout])
+    teacher = Policy(settings, tokenizer(340), device="cuda", seed=1, init_optimizer=False)
+    assert teacher.body.layers[0].mlp.up_proj.native == (lacking(torch.device("cuda")) is None)
+    found = losses("cuda", precision="bfloat16", source=LiveTeacher(teacher), **LAYOUTS[layout])
+    assert found == pytest.approx(losses("cpu"), rel=3e-2)
+
+
+@pytest.mark.parametrize(("rows", "inside", "out"), [(1, 16, 16), (17, 48, 80), (300, 576, 1536), (33, 2560, 1040)])
+def test_fp8_products_of_the_device_are_the_reference(rows, inside, out):
+    if lacking(torch.device("cuda")) is not None:
+        pytest.skip("needs a device that multiplies fp8")
+    x, w = (torch.randn(n, inside, device="cuda", dtype=torch.bfloat16) for n in (rows, out))
+    factors = (*quantize_rows(x), *quantize_rows(w))
+    wanted = reference_product(*factors, torch.float32)
+    for fast_sums, tolerance in ((False, 2e-2), (True, 4e-2)):
+        found = scaled_product(*factors, torch.bfloat16, fast_sums=fast_sums).float()
+        assert float((found - wanted).norm() / wanted.norm()) < tolerance
 
 
 def test_a_cache_from_the_gpu_serves_the_cpu(tmp_path):
