@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from limbeck.models.language_model import next_tokens
 from limbeck.teachers.cache import CacheReader
 from limbeck.teachers.cache.format import load_head
 from limbeck.teachers.live import key_prefix
+
+READERS = 4
+"""Documents of a micro-batch that are looked up side by side: checking and copying one lets the others go on, and
+hidden states of one after the other would take about as long as a student's forward pass on a GPU."""
 
 
 class CachedTeacher(Teacher):
@@ -52,10 +57,15 @@ class CachedTeacher(Teacher):
         starts = lengths.cumsum(0) - lengths
         build = _TopKRows if self.reader.spec.kind == "topk" else _HiddenRows
         rows = build(self.reader, int(lengths.sum()))
-        for sample, (start, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            # rows that count for nothing (fillers, masked samples) need not be in the cache
-            if n >= 2 and bool(counted[sample]):
-                rows.put(start, ids[sample, :n].numpy())
+        # rows that count for nothing (fillers, masked samples) need not be in the cache
+        wanted = [
+            (start, ids[sample, :n].numpy())
+            for sample, (start, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
+            if n >= 2 and bool(counted[sample])
+        ]
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(lambda document: rows.put(*document), wanted):
+                pass
         real = torch.arange(ids.shape[1]) < lengths[:, None]
         return rows.signal(self, ids[real], next_tokens(ids, lengths)[real], starts, device)
 

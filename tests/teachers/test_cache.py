@@ -2,7 +2,9 @@ import json
 import multiprocessing
 import pickle
 import struct
+import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -385,6 +387,24 @@ def test_several_processes_read_at_once_and_readers_travel(tmp_path):
     for worker in workers:
         worker.join()
     check(pickle.loads(pickle.dumps(CacheReader(tmp_path))), range(20))
+
+
+def test_threads_look_up_beginnings_at_once(tmp_path):
+    docs = [document(number, n=300) for number in range(8)]
+    with CacheWriter(tmp_path, SPEC) as writer:
+        for doc in docs:
+            writer.add(**doc)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            reader = CacheReader(tmp_path)
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(lambda doc, reader=reader: reader.get(doc["ids"][:200]), docs))
+            for got, doc in zip(found, docs, strict=True):
+                assert np.array_equal(got.topk_ids, doc["topk_ids"][:199])
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_hidden_states_are_kept_bit_for_bit(tmp_path):

@@ -422,10 +422,11 @@ class CacheReader:
         if not fits:
             return None
         if self._prefixes is None:
-            self._prefixes = {}
+            found: dict[str, list[str]] = {}
             for known, entry in self._entries.items():
                 for short in entry.prefixes:
-                    self._prefixes.setdefault(short, []).append(known)
+                    found.setdefault(short, []).append(known)
+            self._prefixes = found  # whole: other threads may be looking
         for candidate in self._prefixes.get(document_key(ids[: fits[-1]])[:16], []):
             entry = self._entries[candidate]
             if entry.n > len(ids) and np.array_equal(self._read(candidate)["ids"][: len(ids)], ids):
