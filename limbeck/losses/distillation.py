@@ -378,7 +378,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         sum / count is per batch.
         """
         device = hidden_RH.device
-        if self.num_teachers and self.scale.distillation.device != device:
+        if self.scale.distillation.device != device:
             self.to(device)
         inputs = inputs.to(device)
         differing = self._check(hidden_RH, head, signals, inputs)
