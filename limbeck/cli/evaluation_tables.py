@@ -154,7 +154,8 @@ def begin_warnings(loaded: Mapping[str, Any]) -> list[str]:
         if begin["followed"]:
             out.append(f"{spec} was scored {how}, as its weights expect: {said}.")
         else:
-            out.append(f"warning: {spec} expects its texts {how}: {said}, so its figures are too high; --bos expected")
+            advice = "so its figures are too high; add --bos expected"
+            out.append(f"warning: {spec} expects its texts {how}: {said}, {advice}")
     return out
 
 

@@ -172,6 +172,9 @@ class ShardIterator(Iterator[int]):
 class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
     """A stateful data loader whose processes fail in one sentence: torch hands on their tracebacks as text."""
 
+    def check_worker_number_rationality(self) -> None:
+        """torch's advice where there are more processes than cores; ``data.num_workers`` stands."""
+
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from super().__iter__()

@@ -173,3 +173,8 @@ def test_a_killed_worker_is_one_sentence(path: str) -> None:
     loader = Loader(make_dataset(path), batch_size=2, num_workers=1, collate_fn=_die)
     with pytest.raises(DataError, match=r"^a process that reads data was ended from outside \(DataLoader worker"):
         list(loader)
+
+
+def test_more_processes_than_cores_are_no_matter_for_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    Loader(range(4), num_workers=1000)
+    assert [str(w.message) for w in recwarn if "worker processes" in str(w.message)] == []
