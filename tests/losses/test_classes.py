@@ -10,6 +10,7 @@ from limbeck.data.layout import aligned_chunks
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.blocks import CHUNK_KINDS
 from limbeck.tokens.classes import TEXT_CLASSES
+from tests.helpers import tiny
 from tests.helpers.interpreter import interpreter_fault
 from tests.losses.cases import make_models, run
 from tests.losses.test_tree_kl import COARSE, FINE, projection_of, text_batch
@@ -53,3 +54,12 @@ def test_the_classes_add_up(fast_path: str, mode: str, monkeypatch: pytest.Monke
     _, trained = run(loss_fn, batch, models)
     assert "ce_loss/digits" not in trained
     assert "teacher_0/kl_loss/one_to_one" not in trained
+
+
+def test_tables_follow_the_rows_to_their_device_without_a_teacher_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_fn = CrossTokenizerDistillationLossFn({}, projections=[])
+    loss_fn.scale.to("meta")  # as if the rows were elsewhere
+    moved: list[torch.device] = []
+    monkeypatch.setattr(loss_fn, "to", moved.append)
+    tiny.student().train(tiny.batch(), loss_fn, teachers=[], eval_mode=True)
+    assert set(moved) == {torch.device("cpu")}

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from benchmarks.gpu.loss import synchronisations
+from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.fp8 import lacking, quantize_rows, reference_product, scaled_product
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
+from limbeck.tokens import ByteVocab
+from limbeck.tokens.classes import class_table
 from tests.helpers.tiny import QWEN3, batch, config, loss_fn, tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,6 +64,18 @@ def test_fp8_products_of_the_device_are_the_reference(rows, inside, out):
     for fast_sums, tolerance in ((False, 2e-2), (True, 4e-2)):
         found = scaled_product(*factors, torch.bfloat16, fast_sums=fast_sums).float()
         assert float((found - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_cross_entropy_alone_is_validated_by_class():
+    found = {}
+    for device in ("cpu", "cuda"):
+        policy = Policy(config(), tokenizer(300), device=device, seed=0, init_optimizer=False)
+        alone = CrossTokenizerDistillationLossFn({}, projections=[])
+        alone.count_by_class(class_table(ByteVocab.from_tokenizer(policy.tokenizer)))
+        metrics = policy.train(batch(), alone, teachers=[], eval_mode=True)["metrics"]
+        found[device] = {name: float(total) for name, (total, _) in metrics.items() if name.startswith("ce_loss")}
+    assert len(found["cpu"]) > 2
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)
 
 
 def test_a_cache_from_the_gpu_serves_the_cpu(tmp_path):
