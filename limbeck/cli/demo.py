@@ -63,7 +63,8 @@ def _chosen(folder: Path, steps: int, documents: int) -> Path:
 def _print_demo(result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title="bits per byte on held-out text (lower is better)", title_justify="left")
+    console().print("bits per byte on held-out text (lower is better)", style="bold")
+    table = Table()
     table.add_column("student")
     table.add_column("bits per byte", justify="right")
     for name, key in (

@@ -56,12 +56,16 @@ def package_file(spec: str | Path) -> str:
 
 
 def model_path(spec: str | Path) -> str:
-    """Where the model that ``spec`` names lies: of a run folder the weights of its newest checkpoint; see also
-    ``package_file``. Hub ids, files and other folders stay as they are."""
+    """Where the model that ``spec`` names lies: of a run folder the weights of its newest checkpoint, of a folder with
+    a GGUF file and no ``config.json`` that file; see also ``package_file``. All else stays as it is.
+    """
     text = package_file(spec)
     folder = Path(text).expanduser()
-    if not (folder / "config.yaml").is_file() or (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
         return text
+    if not (folder / "config.yaml").is_file():
+        packed = list(folder.glob("*.gguf"))
+        return str(packed[0]) if len(packed) == 1 else text
     steps = [path for path in (folder / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdigit()]
     if not steps:
         raise ConfigError(f"{text!r} is a run folder without a checkpoint, so there is no model in it yet")

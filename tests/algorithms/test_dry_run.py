@@ -97,3 +97,13 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path, stuff: Pa
     (tmp_path / "config.json").write_text("{}")
     assert model_path(tmp_path) == str(tmp_path)
     assert model_path("owner/name") == "owner/name"
+
+
+def test_a_folder_with_a_gguf_file_alone_stands_for_it(tmp_path: Path) -> None:
+    (tmp_path / "m.Q4_1.gguf").touch()
+    assert model_path(tmp_path) == str(tmp_path / "m.Q4_1.gguf")
+    (tmp_path / "m.Q8_0.gguf").touch()
+    assert model_path(tmp_path) == str(tmp_path), "none of several is chosen"
+    (tmp_path / "m.Q8_0.gguf").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    assert model_path(tmp_path) == str(tmp_path)
