@@ -25,7 +25,7 @@ def test_the_classes_add_up(fast_path: str, mode: str, monkeypatch: pytest.Monke
     if fast_path == "force":
         if (fault := interpreter_fault()) is not None:
             pytest.skip(fault)
-        monkeypatch.setattr("limbeck.losses.fast.kernels.cells.SEGMENTS", 128)
+        monkeypatch.setattr("limbeck.losses.fast.kernels.nodes.SEGMENTS", 128)
     batch = text_batch(PAIR, samples=3)
     models = make_models(batch, FINE.size, COARSE.size, dtype=torch.float32)
     options = {"mode": mode, "fast_path": fast_path, "temperature": 1.5}

@@ -190,9 +190,10 @@ def test_masses_of_cells() -> None:
     side = found.teacher
     masses = cell_masses(logits, lse, side)
     want = torch.zeros(objective.num_cells + 1, logits.shape[1]).index_add(0, objective.teacher_cell, probs)
-    for cell in range(objective.num_cells):
-        source, place = int(side.source[cell]), int(side.place[cell])
+    for number, cell in enumerate(objective.teacher_cell[found.row.long()].tolist()):
+        source, place = int(side.source[number]), int(side.place[number])
         assert (source >= 0) != (place >= 0)
+        assert number >= found.simple or source == int(found.row[number])
         got = probs[source] if source >= 0 else masses[place]
         torch.testing.assert_close(got, want[cell], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(masses[side.rows - 1], want[-1], rtol=1e-5, atol=1e-7)

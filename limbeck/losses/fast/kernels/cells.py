@@ -68,41 +68,124 @@ def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
     return value, residual
 
 
+# One cell's part of a lane's sums; where some is False it has none. Returns R, and the sums.
+@triton.jit
+def _with_cell(
+    q, p, cell, some, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    q = tl.where(some, q, 0.0)
+    p = tl.where(some, p, 0.0)
+    if CONDITIONED:
+        # cells of which the student has nothing left leave the target
+        p = tl.where(q > 0, p, 0.0)
+    target += p
+    mass += q
+    if LISTED:
+        # cells that the list does not name share the rest's bucket
+        q = tl.where(p > 0, q, 0.0)
+    compared += q
+    arg_s = tl.where(q > best_s, cell, arg_s)
+    best_s = tl.maximum(best_s, q)
+    arg_t = tl.where(p > best_t, cell, arg_t)
+    best_t = tl.maximum(best_t, p)
+    residual = q
+    if KIND != SUMS:
+        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND)
+        if LISTED:
+            own = tl.where(p > 0, own, 0.0)
+            residual = tl.where(p > 0, residual - rest, 0.0)
+        value += tl.where(some, own, 0.0)
+        dot += tl.where(some, q * residual, 0.0)
+    return residual, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t
+
+
+# The probability of one token.
+@triton.jit
+def _token(x_ptr, token, lanes, col, some, scale, base):
+    x = tl.load(x_ptr + token.to(tl.int64) * lanes + col, mask=some, other=float("-inf")).to(tl.float32)
+    return tl.exp2(x * scale - base)
+
+
 # Reads both sides' masses of every cell once and writes R over one row of the teacher's logits for each. Over cells,
 # whose two rows of memory neighbouring lanes read whole wherever their tokens lie. Programs split the cells, since
-# there are too few tiles of lanes to fill a GPU; their parts are added outside. Two cells at a time: their loads are
-# under way together, and the store of one would hold up the other's. r_ptr is t_ptr, by a type whose range R needs; a
-# row that is written belongs to this cell alone, so no other cell reads it later.
+# there are too few tiles of lanes to fill a GPU; their parts are added outside. The first `simple` cells have one token
+# on either side, and are most: their loads need no sums, and four of them are under way together; of the others two.
+# Stores come last, since each would hold up the loads behind it. r_ptr is t_ptr, by a type whose range R needs; a row
+# that is written belongs to this cell alone, so no other cell reads it later.
 @triton.jit
 def _root_kernel(
     s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr, rest_ptr,
     source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
-    number, lanes_s, lanes_t, width, per_split, inv_tau, beta,
+    simple, number, lanes_s, lanes_t, width, per_simple, per_other, inv_tau, beta,
     KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
-    start = tl.program_id(1) * per_split
-    end = tl.minimum(start + per_split, number)
     scale = inv_tau * LOG2E
     base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
     base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
     rest = base_s
     if LISTED:
         rest = tl.load(rest_ptr + col, mask=inside, other=0.0)
-    inv_target, inv_norm = base_s, base_s
+    inv_t, inv_n = base_s, base_s
     if KIND > FORWARD:
-        inv_target = 1.0 / tl.load(target_ptr + col, mask=inside, other=1.0)
-        inv_norm = 1.0 / tl.load(norm_ptr + col, mask=inside, other=1.0)
+        inv_t = 1.0 / tl.load(target_ptr + col, mask=inside, other=1.0)
+        inv_n = 1.0 / tl.load(norm_ptr + col, mask=inside, other=1.0)
     target = tl.zeros([BN], tl.float32)
     mass = tl.zeros([BN], tl.float32)
     compared = tl.zeros([BN], tl.float32)
     value = tl.zeros([BN], tl.float32)
     dot = tl.zeros([BN], tl.float32)
-    best_s = tl.full([BN], -1.0, tl.float32)
-    best_t = tl.full([BN], -1.0, tl.float32)
+    top_s = tl.full([BN], -1.0, tl.float32)
+    top_t = tl.full([BN], -1.0, tl.float32)
     arg_s = tl.zeros([BN], tl.int32)
     arg_t = tl.zeros([BN], tl.int32)
+    start = tl.program_id(1) * per_simple
+    end = tl.minimum(start + per_simple, simple)
+    for i in range(start, end, 4):
+        last = end - 1
+        i1 = tl.minimum(i + 1, last)
+        i2 = tl.minimum(i + 2, last)
+        i3 = tl.minimum(i + 3, last)
+        some1 = inside & (i + 1 < end)
+        some2 = inside & (i + 2 < end)
+        some3 = inside & (i + 3 < end)
+        row0 = tl.load(source_t_ptr + i)
+        row1 = tl.load(source_t_ptr + i1)
+        row2 = tl.load(source_t_ptr + i2)
+        row3 = tl.load(source_t_ptr + i3)
+        q0 = _token(s_ptr, tl.load(source_s_ptr + i), lanes_s, col, inside, scale, base_s)
+        q1 = _token(s_ptr, tl.load(source_s_ptr + i1), lanes_s, col, some1, scale, base_s)
+        q2 = _token(s_ptr, tl.load(source_s_ptr + i2), lanes_s, col, some2, scale, base_s)
+        q3 = _token(s_ptr, tl.load(source_s_ptr + i3), lanes_s, col, some3, scale, base_s)
+        p0 = _token(t_ptr, row0, lanes_t, col, inside, scale, base_t)
+        p1 = _token(t_ptr, row1, lanes_t, col, some1, scale, base_t)
+        p2 = _token(t_ptr, row2, lanes_t, col, some2, scale, base_t)
+        p3 = _token(t_ptr, row3, lanes_t, col, some3, scale, base_t)
+        r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
+        r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q1, p1, i1, some1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
+        r2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q2, p2, i2, some2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
+        r3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q3, p3, i3, some3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
+        if KIND != SUMS:
+            tl.store(r_ptr + row0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
+            tl.store(r_ptr + row1.to(tl.int64) * lanes_t + col, r1.to(r_ptr.dtype.element_ty), mask=some1)
+            tl.store(r_ptr + row2.to(tl.int64) * lanes_t + col, r2.to(r_ptr.dtype.element_ty), mask=some2)
+            tl.store(r_ptr + row3.to(tl.int64) * lanes_t + col, r3.to(r_ptr.dtype.element_ty), mask=some3)
+    start = simple + tl.program_id(1) * per_other
+    end = tl.minimum(start + per_other, number)
     for i in range(start, end, 2):
         j = tl.minimum(i + 1, end - 1)
         also = inside & (i + 1 < end)
@@ -118,37 +201,15 @@ def _root_kernel(
         place1 = tl.load(place_t_ptr + j)
         p0 = mass_of(t_ptr, sum_t_ptr, source0, place0, lanes_t, col, width, scale, base_t)
         p1 = mass_of(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
-        q1 = tl.where(also, q1, 0.0)
-        p1 = tl.where(also, p1, 0.0)
-        if CONDITIONED:
-            # cells of which the student has nothing left leave the target
-            p0 = tl.where(q0 > 0, p0, 0.0)
-            p1 = tl.where(q1 > 0, p1, 0.0)
-        target += p0 + p1
-        mass += q0 + q1
-        if LISTED:
-            # cells that the list does not name share the rest's bucket
-            q0 = tl.where(p0 > 0, q0, 0.0)
-            q1 = tl.where(p1 > 0, q1, 0.0)
-        compared += q0 + q1
-        arg_s = tl.where(q0 > best_s, i, arg_s)
-        best_s = tl.maximum(best_s, q0)
-        arg_s = tl.where(q1 > best_s, j, arg_s)
-        best_s = tl.maximum(best_s, q1)
-        arg_t = tl.where(p0 > best_t, i, arg_t)
-        best_t = tl.maximum(best_t, p0)
-        arg_t = tl.where(p1 > best_t, j, arg_t)
-        best_t = tl.maximum(best_t, p1)
+        r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
+        r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
+            q1, p1, j, also, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
+            KIND, CONDITIONED, LISTED,
+        )  # fmt: skip
         if KIND != SUMS:
-            v0, r0 = _cell(q0, p0, inv_target, inv_norm, beta, KIND)
-            v1, r1 = _cell(q1, p1, inv_target, inv_norm, beta, KIND)
-            if LISTED:
-                v0 = tl.where(p0 > 0, v0, 0.0)
-                v1 = tl.where(p1 > 0, v1, 0.0)
-                r0 = tl.where(p0 > 0, r0 - rest, 0.0)
-                r1 = tl.where(p1 > 0, r1 - rest, 0.0)
-            value += v0 + tl.where(also, v1, 0.0)
-            dot += q0 * r0 + tl.where(also, q1 * r1, 0.0)
             row0 = tl.load(row_ptr + i).to(tl.int64)
             row1 = tl.load(row_ptr + j).to(tl.int64)
             tl.store(r_ptr + row0 * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
@@ -160,8 +221,8 @@ def _root_kernel(
     tl.store(out_ptr + 2 * part + out, compared, mask=inside)
     tl.store(out_ptr + 3 * part + out, value, mask=inside)
     tl.store(out_ptr + 4 * part + out, dot, mask=inside)
-    tl.store(out_ptr + 5 * part + out, best_s, mask=inside)
-    tl.store(out_ptr + 6 * part + out, best_t, mask=inside)
+    tl.store(out_ptr + 5 * part + out, top_s, mask=inside)
+    tl.store(out_ptr + 6 * part + out, top_t, mask=inside)
     tl.store(arg_ptr + out, arg_s, mask=inside)
     tl.store(arg_ptr + part + out, arg_t, mask=inside)
 
@@ -189,7 +250,7 @@ def root_sums(
     not compared, and R of the others is what it is beyond that of the rest's bucket.
     """
     student, teacher = logits
-    number = tables.row.numel()
+    simple, number = tables.simple, tables.row.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
     splits = splits_for(number)
     sums = torch.empty(7, splits, width, dtype=torch.float32, device=student.device)
@@ -199,8 +260,8 @@ def root_sums(
     listed = lse[0] if rest is None else F.pad(rest, (0, width - chunks))
     _root_kernel[(-(-width // WIDE), splits)](
         student, teacher, residual, *masses, *lse, *known, listed, tables.student.source, tables.student.place,
-        tables.teacher.source, tables.teacher.place, tables.row, sums, arg, number, student.shape[1], teacher.shape[1],
-        width, -(-number // splits), 1 / temperature, beta,
+        tables.teacher.source, tables.teacher.place, tables.row, sums, arg, simple, number, student.shape[1],
+        teacher.shape[1], width, -(-simple // splits), -(-(number - simple) // splits), 1 / temperature, beta,
         KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     target, mass, compared, value, dot = sums[:5, :, :chunks].sum(1)

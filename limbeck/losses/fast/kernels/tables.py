@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -177,12 +177,14 @@ class SideCells:
 
 @dataclass(frozen=True)
 class CellTables:
-    """Both sides' cells. `row` `[cells]`: the teacher token over whose logits a cell's R is written; `index` `[1, V]`:
-    that row for each student token, -1 for tokens in no cell, `index_rest`: the row behind the teacher's vocabulary for
-    those; one entry of weight 1 for each student token."""
+    """Both sides' cells, the first `simple` of them with one token on either side. `row` `[cells]`: the teacher token
+    over whose logits a cell's R is written; `index` `[1, V]`: that row for each student token, -1 for tokens in no
+    cell, `index_rest`: the row behind the teacher's vocabulary for those; one entry of weight 1 for each student
+    token."""
 
     student: SideCells
     teacher: SideCells
+    simple: int
     row: Tensor
     index: Tensor
     index_rest: Tensor
@@ -206,10 +208,18 @@ def _cell_tables(student: Tensor, teacher: Tensor, cells: int, device: torch.dev
     row = order[first]
     index = torch.cat((row, torch.tensor([-1])))[student]
     index_rest = index.masked_fill(index < 0, teacher.numel())
-    tables = {"row": row, "index": index[None], "index_rest": index_rest[None], "entries": torch.ones_like(student)}
+    sides = _side_cells(student, cells, device), _side_cells(teacher, cells, device)
+    simple = (sides[0].source.cpu() >= 0) & (sides[1].source.cpu() >= 0)
+    place = simple.int().argsort(descending=True, stable=True)
+    tables = {
+        "row": row[place],
+        "index": index[None],
+        "index_rest": index_rest[None],
+        "entries": torch.ones_like(student),
+    }
     return CellTables(
-        _side_cells(student, cells, device),
-        _side_cells(teacher, cells, device),
+        *(replace(side, source=side.source[place.to(device)], place=side.place[place.to(device)]) for side in sides),
+        simple=int(simple.sum()),
         weight=torch.ones(1, student.numel(), device=device),
         **{name: value.to(device, torch.int32).contiguous() for name, value in tables.items()},
     )
