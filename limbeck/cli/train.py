@@ -37,6 +37,7 @@ def train_command(
     Example: limbeck train cpu_smoke distillation.max_num_steps=5
     """
     from limbeck.cli.progress import display
+    from limbeck.utils.collector import rare_collections
 
     overrides = [*(["logger.profile_steps=10"] if profile else []), *(overrides or [])]
     if dry_run:
@@ -48,7 +49,7 @@ def train_command(
     first = os.environ.get("RANK", "0") == "0"
     stopped: StoppedEarly | None = None
     with display(lines=True, quiet=quiet) as shown:
-        with shown.stage("starting") if first else nullcontext():
+        with shown.stage("starting") if first else nullcontext(), rare_collections():
             from limbeck.algorithms.dispatch import resolve_run
             from limbeck.algorithms.summary import summary
             from limbeck.config import load_config

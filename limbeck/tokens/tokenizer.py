@@ -55,19 +55,21 @@ def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Toke
     spec["added_tokens"] = [{**a, "content": aliases.get(a["content"], a["content"])} for a in added]
     model = dict(spec["model"])
     vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {aliases.get(token, token): i for token, i in vocab.items()}
-    else:
-        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
     cut: CutMerges = []
-    if model.get("merges"):
-        # A merge that spells a special token would carry text to its id.
-        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        cut = [
-            (rank, m) for rank, m in enumerate(merges) if m[0] + m[1] in aliases or m[0] in aliases or m[1] in aliases
-        ]
-        left_out = {rank for rank, _ in cut}
-        model["merges"] = [m for rank, m in enumerate(merges) if rank not in left_out] if cut else merges
+    if not isinstance(vocab, dict):
+        model["vocab"] = [[aliases.get(piece, piece), score] for piece, score in vocab]
+    elif not aliases.keys().isdisjoint(vocab):
+        model["vocab"] = {aliases.get(token, token): i for token, i in vocab.items()}
+        if model.get("merges"):
+            # A merge that spells a special token would carry text to its id.
+            merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+            cut = [
+                (rank, m)
+                for rank, m in enumerate(merges)
+                if m[0] + m[1] in aliases or m[0] in aliases or m[1] in aliases
+            ]
+            left_out = {rank for rank, _ in cut}
+            model["merges"] = [m for rank, m in enumerate(merges) if rank not in left_out] if cut else merges
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
     spec.update(model=model, post_processor=None, truncation=None, padding=None)
