@@ -145,14 +145,11 @@ def test_the_layers_of_a_teacher_and_nothing_else() -> None:
 
 
 def test_a_teacher_says_nearly_the_same() -> None:
-    wanted, found = (policy.get_logprobs(DATA)["logprobs"] for policy in (teacher("float32"), teacher()))
+    # parameters of one type, for random ones may depend on it
+    plain, few = teacher("float32"), teacher(param_dtype="float32")
+    assert few.model.dtype == torch.float32  # so it runs under autocast
+    wanted, found = (policy.get_logprobs(DATA)["logprobs"] for policy in (plain, few))
     assert 0 < float((wanted - found).abs().max()) < 0.02
-
-
-def test_parameters_in_float32_run_under_autocast() -> None:
-    few = teacher(param_dtype="float32")
-    assert few.model.dtype == torch.float32
-    assert few.get_hidden(DATA, prefix="").isfinite().all()
 
 
 def test_packed_rows_are_allowed() -> None:

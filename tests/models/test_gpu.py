@@ -47,7 +47,7 @@ def test_bfloat16_is_close(layout):
 
 @pytest.mark.parametrize("layout", ["fixed", "packed", "compiled"])
 def test_a_teacher_in_fp8_is_close(layout):
-    settings = config(QWEN3, precision="fp8", **LAYOUTS[layout])
+    settings = config(QWEN3, precision="fp8", param_dtype="float32", **LAYOUTS[layout])
     teacher = Policy(settings, tokenizer(340), device="cuda", seed=1, init_optimizer=False)
     assert teacher.body.layers[0].mlp.up_proj.native == (lacking(torch.device("cuda")) is None)
     found = losses("cuda", precision="bfloat16", source=LiveTeacher(teacher), **LAYOUTS[layout])
