@@ -18,7 +18,7 @@ from tests.patience import TEST_SECONDS
 def test_everything_marked_gpu() -> None:
     hidden = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTEST_XDIST_WORKER")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rfs", "--tb=short"]
     done = subprocess.run(
         command,
         env={**environment, "LIMBECK_TEST_GPU": "1"},

@@ -79,7 +79,7 @@ def _partial_kernel(
         top = tl.maximum(top, x3)
         # one rescaling per four loads: the exponential unit is what this loop waits for
         base = top * LOG2E
-        total = total * tl.exp2(old * LOG2E - base)
+        total = total * tl.exp2((old - top) * LOG2E)
         total += tl.exp2(x0 * LOG2E - base) + tl.exp2(x1 * LOG2E - base)
         total += tl.exp2(x2 * LOG2E - base) + tl.exp2(x3 * LOG2E - base)
         if SCALED:
