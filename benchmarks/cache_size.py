@@ -1,4 +1,4 @@
-"""Bytes per token of a teacher cache, measured on files: k = 64, 128, 512 and hidden states of size 2,560.
+"""Bytes per token of a teacher cache, measured on files: k = 50, 64, 128, 512 and hidden states of size 2,560.
 
     python -m benchmarks.cache_size            # writes benchmarks/cache_size.json
 
@@ -19,6 +19,7 @@ from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, estimate
 
 DOCUMENTS, LENGTH = 24, 1024
 CASES: list[dict[str, Any]] = [
+    {"teacher": "Qwen3-4B", "kind": "topk", "vocab_size": 151_669, "k": 50},
     {"teacher": "Qwen3-4B", "kind": "topk", "vocab_size": 151_669, "k": 64},
     {"teacher": "Qwen3-4B", "kind": "topk", "vocab_size": 151_669, "k": 128},
     {"teacher": "Qwen3-4B", "kind": "topk", "vocab_size": 151_669, "k": 512},
