@@ -2,14 +2,17 @@
 
 A prompt is the beginning of a text, or a conversation up to an answer; each side renders it for itself, with its own
 template. The student's ids are never tokenised again: a teacher gets the bytes that they spell, in its own tokens, and
-chunks are found by bytes as for stored text. What cannot be compared is counted.
+chunks are found by bytes as for stored text. An answer with tool calls that the student's template would write in these
+very bytes is read by each teacher as its own template writes it, and compared by the names, keys and values of the
+calls. What cannot be compared is counted.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,14 @@ from limbeck.data.sources import flatten_documents
 from limbeck.errors import DataError, LimbeckError, TemplateError
 from limbeck.tokens import Rendering
 from limbeck.tokens.chat import render_chat
+from limbeck.tokens.chat.calls import written_calls
 from limbeck.tokens.chat.placement import insert_hint, probe_placement
-from limbeck.tokens.rendering import IntArray, Segment
+from limbeck.tokens.rendering import CallField, IntArray, Segment
 from limbeck.tokens.vocab import is_end
 
 _BLANKS = b" \t"
+_ABOUT = ("tools", "template_kwargs", "hint")
+_THOUGHT = re.compile(r"<think>\n(.*?)\n</think>\n*", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +46,7 @@ class Prompt:
             teachers that read the student's ids.
         messages: of the conversation; empty for a text.
         weight: what its rows count.
+        record: what else its record says about the conversation: tools, template_kwargs, hint.
     """
 
     idx: int
@@ -47,6 +54,7 @@ class Prompt:
     teachers: tuple[Rendering | None, ...] = ()
     messages: Sequence[dict[str, Any]] = ()
     weight: float = 1.0
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def data(self) -> bytes:
@@ -56,14 +64,15 @@ class Prompt:
     def as_json(self) -> dict[str, Any]:
         """For another process; see `from_json`."""
         teachers = [None if theirs is None else _packed(theirs) for theirs in self.teachers]
-        own = {"idx": self.idx, "weight": self.weight, "messages": list(self.messages)}
+        own = {"idx": self.idx, "weight": self.weight, "messages": list(self.messages), "record": dict(self.record)}
         return {**own, "student": _packed(self.student), "teachers": teachers}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Prompt:
         """What `as_json` gave; nothing in a prompt is a target, so that targets and segments stay behind."""
         teachers = tuple(None if theirs is None else _unpacked(theirs) for theirs in value["teachers"])
-        return cls(value["idx"], _unpacked(value["student"]), teachers, value["messages"], value["weight"])
+        own = value["messages"], value["weight"], value["record"]
+        return cls(value["idx"], _unpacked(value["student"]), teachers, *own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +83,26 @@ class Continuation:
     prompt: Prompt
     ids: IntArray
     ended: bool
+
+
+@dataclass(frozen=True)
+class _Calling:
+    """An answer with tool calls: the message that it is, and its parts and their fields, by bytes of the answer."""
+
+    message: dict[str, Any]
+    segments: tuple[Segment, ...]
+    fields: tuple[CallField, ...]
+
+    def placed(self, start: int, ends: IntArray, first: int) -> tuple[list[Segment], tuple[CallField, ...]]:
+        """The parts in a row whose answer begins at byte ``start`` and with token ``first``; ends: of its tokens."""
+        begins = np.concatenate([[start], ends[first:-1]]) if len(ends) > first else ends[first:]
+        found = []
+        for s in self.segments:
+            a, b = start + s.start, start + s.end
+            low = first + int(np.searchsorted(begins, a, side="left"))
+            high = max(low, first + int(np.searchsorted(ends[first:], b, side="right")))
+            found.append(replace(s, start=a, end=b, token_start=low, token_end=high))
+        return found, tuple(replace(f, start=start + f.start, end=start + f.end) for f in self.fields)
 
 
 class ContinuationCollator:
@@ -132,7 +161,9 @@ class ContinuationCollator:
                 dropped["cut_messages"] += len(asked) - len(messages)
             sides = self.collator.teachers
             teachers = tuple(None if s is None else _header(s, record, self._told(s, record, messages)) for s in sides)
-            return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)))
+            about: Mapping[str, Any] = record
+            more = {name: about[name] for name in _ABOUT if about.get(name)}
+            return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)), more)
         except LimbeckError as error:
             self.collator.refuse(record, error, dropped)
             return None
@@ -227,8 +258,10 @@ class ContinuationCollator:
         reach = min((len(r.source) - start for r, start in filter(None, sides)), default=len(body))
         if reach < len(body):
             counts["unspelled_bytes"] += len(body) - reach
-        mine = self._student(prompt, ids, size, reach, stops=stops)
-        compared = stops and reach == len(body) and self.compare_stops
+        compared = stops and reach == len(body)
+        calling = self._calling(prompt, body, counts) if compared and prompt.messages else None
+        compared &= self.compare_stops
+        mine = self._student(prompt, ids, size, reach, stops=stops, calling=calling)
         theirs: list[Rendering | None] = []
         for i, (side, end_id) in enumerate(zip(sides, self.teacher_ends, strict=True)):
             if self.same_ids[i] and stops:
@@ -236,12 +269,86 @@ class ContinuationCollator:
             if side is None:
                 theirs.append(None)
                 continue
+            own = None if calling is None or self.same_ids[i] else self._rewritten(i, prompt, calling, counts)
+            if own is not None:
+                theirs.append(own)
+                continue
             text = mine.segments[0]
             if compared and end_id is None:
                 counts["stop_without_partner"] += 1
             end = end_id if compared else None
-            theirs.append(_with_segment(side[0], side[1], text.end - text.start, end))
+            if calling is None:
+                theirs.append(_with_segments(side[0], [_text(side[0], side[1], text.end - text.start)], (), end))
+            else:
+                header = prompt.teachers[i]
+                assert header is not None
+                theirs.append(_with_segments(side[0], *calling.placed(side[1], side[0].ends, len(header)), end))
         return mine, theirs
+
+    def _calling(self, prompt: Prompt, body: bytes, counts: Counter[str]) -> _Calling | None:
+        """The message that an answer with tool calls is, where the student's template writes it in these very bytes;
+        of other calls a teacher reads the bytes that the student wrote."""
+        if all(same or side is None for same, side in zip(self.same_ids, self.collator.teachers, strict=True)):
+            return None
+        text = body.decode("utf-8", "replace")
+        calls = [
+            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(written_calls(text))
+        ]
+        if not calls:
+            return None
+        size, number = len(prompt.data), len(prompt.messages)
+        for message in self._readings(prompt, text, calls):
+            whole = _answered(self.collator.student, prompt.record, prompt.messages, message)
+            if whole is None:
+                continue
+            ends = [s.start for s in whole.segments if s.kind == "eot"]
+            if not ends or whole.source[: ends[-1]] != prompt.data + body:
+                continue
+            own = [s for s in whole.segments if s.message == number and s.kind != "eot" and s.start >= size]
+            shifted = tuple(replace(s, message=0, start=s.start - size, end=s.end - size) for s in own)
+            fields = (replace(f, message=0, start=f.start - size, end=f.end - size) for f in whole.fields)
+            return _Calling(message, shifted, tuple(fields))
+        counts["calls_in_student_markup"] += 1
+        return None
+
+    def _readings(self, prompt: Prompt, text: str, calls: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Messages that an answer may be: these calls, with what stands in front of them as content and reasoning."""
+        thought = _THOUGHT.match(text)
+        for more in ({"reasoning_content": thought[1].strip("\n")}, {}) if thought else ({},):
+            bare = {"role": "assistant", "content": "", **more, "tool_calls": calls}
+            yield bare
+            rest = text[thought.end() :] if thought and more else text
+            alone = _answered(self.collator.student, prompt.record, prompt.messages, bare)
+            markup = [] if alone is None else [s for s in alone.segments if s.kind == "tool_call"]
+            if alone is None or not markup:
+                continue
+            written = alone.source[markup[0].start : markup[-1].end].decode("utf-8", "replace").lstrip()
+            at = rest.rfind(written)
+            if at > 0:
+                contents = dict.fromkeys((rest[:at].rstrip("\n"), rest[:at].rstrip()))
+                yield from ({**bare, "content": content} for content in contents)
+
+    def _rewritten(self, number: int, prompt: Prompt, calling: _Calling, counts: Counter[str]) -> Rendering | None:
+        """The conversation with the answer as a teacher's own template writes it; None where it cannot."""
+        side = self.collator.teachers[number]
+        assert side is not None
+        told = self._told(side, prompt.record, list(prompt.messages))
+        whole = _answered(side, prompt.record, told, calling.message)
+        if whole is None or not any(s.kind == "tool_call" for s in whole.segments):
+            counts["calls_in_student_markup"] += 1
+            return None
+        segments = tuple(replace(s, message=0) for s in whole.segments)
+        fields = tuple(replace(f, message=0) for f in whole.fields)
+        ends = [s for s in segments if s.kind == "eot"]
+        if self.compare_stops and not ends:
+            counts["stop_without_partner"] += 1
+        target = whole.target.copy()
+        if not self.compare_stops:
+            for s in ends:
+                target[s.token_start : s.token_end] = False
+            segments = tuple(s for s in segments if s.kind != "eot")
+        return replace(whole, segments=segments, fields=fields, target=target, dropped={})
 
     def _read(self, side: Side, prompt: Prompt, body: bytes, number: int, ids: IntArray) -> tuple[Rendering, int]:
         """A teacher's rendering of prompt and answer, and the byte of its source at which the answer begins.
@@ -260,12 +367,18 @@ class ContinuationCollator:
             answer = encoder.encode_bytes(body)
         return Rendering.joined([header, answer]), len(header.source)
 
-    def _student(self, prompt: Prompt, ids: IntArray, size: int, reach: int, *, stops: bool) -> Rendering:
+    def _student(
+        self, prompt: Prompt, ids: IntArray, size: int, reach: int, *, stops: bool, calling: _Calling | None
+    ) -> Rendering:
         start, first = len(prompt.data), len(prompt.student)
         ends = start + np.cumsum(self.vocab.byte_len[ids])
         inside = int(np.searchsorted(ends[:size], start + reach, side="right"))
         end = int(ends[inside - 1]) if inside else start
+        row = np.concatenate([prompt.student.ends, ends])
         segments = [Segment(0, "text", start, end, first, first + inside)]
+        fields: tuple[CallField, ...] = ()
+        if calling is not None:
+            segments, fields = calling.placed(start, row[: first + size], first)
         if stops and inside == size and self.compare_stops:
             segments.append(Segment(0, "eot", end, end, first + size, first + size + 1))
         target = np.ones(len(ids), dtype=bool)
@@ -275,12 +388,13 @@ class ContinuationCollator:
             target &= ~self.vocab.special[ids]
         return Rendering(
             np.concatenate([prompt.student.ids, ids]),
-            np.concatenate([prompt.student.ends, ends]),
+            row,
             prompt.data + self.vocab.join(ids.tolist()),
             np.concatenate([prompt.student.exact, np.ones(len(ids), dtype=bool)]),
             np.concatenate([prompt.student.special, self.vocab.special[ids]]),
             np.concatenate([np.zeros(first, dtype=bool), target]),
             tuple(segments),
+            fields=fields,
         )
 
     def _is_blank(self, token: int) -> bool:
@@ -349,18 +463,43 @@ def _end_id(side: Side, mode: str) -> int | None:
     return ends[-1] if ends else side.encoder.eos_id
 
 
-def _with_segment(rendering: Rendering, start: int, size: int, end_id: int | None) -> Rendering:
-    """A rendering whose target is ``size`` bytes from byte ``start`` on, and an end token where one is given."""
+def _answered(
+    side: Side, record: Mapping[str, Any], messages: Sequence[dict[str, Any]], answer: dict[str, Any]
+) -> Rendering | None:
+    """A conversation with its last answer as a side writes it, whose parts are the segments; None where it cannot."""
+    try:
+        return render_chat(
+            side.tokenizer,
+            [*messages, answer],
+            tools=record.get("tools"),
+            template=side.template,
+            template_kwargs={**side.template_kwargs, **(record.get("template_kwargs") or {})},
+            name=side.name,
+            train_on="last",
+        )
+    except LimbeckError:
+        return None
+
+
+def _text(rendering: Rendering, start: int, size: int) -> Segment:
+    """``size`` bytes from byte ``start`` on."""
     begins = np.concatenate([[0], rendering.ends[:-1]]) if len(rendering) else rendering.ends
     first = int(np.searchsorted(begins, start, side="left"))
     last = max(first, int(np.searchsorted(rendering.ends, start + size, side="right")))
-    segments = [Segment(0, "text", start, start + size, first, last)]
+    return Segment(0, "text", start, start + size, first, last)
+
+
+def _with_segments(
+    rendering: Rendering, segments: Sequence[Segment], fields: tuple[CallField, ...], end_id: int | None
+) -> Rendering:
+    """A rendering whose targets are these segments, and an end token where one is given."""
     target = np.zeros(len(rendering), dtype=bool)
-    target[first:last] = True
+    for s in segments:
+        target[s.token_start : s.token_end] = True
     if end_id is None:
-        return replace(rendering, target=target, segments=tuple(segments), fields=(), dropped={})
-    at = len(rendering)
-    segments.append(Segment(0, "eot", start + size, start + size, at, at + 1))
+        return replace(rendering, target=target, segments=tuple(segments), fields=fields, dropped={})
+    at, byte = len(rendering), segments[-1].end
+    end = Segment(0, "eot", byte, byte, at, at + 1)
     true = np.ones(1, dtype=bool)
     return replace(
         rendering,
@@ -369,7 +508,7 @@ def _with_segment(rendering: Rendering, start: int, size: int, end_id: int | Non
         exact=np.concatenate([rendering.exact, true]),
         special=np.concatenate([rendering.special, true]),
         target=np.concatenate([target, true]),
-        segments=tuple(segments),
-        fields=(),
+        segments=(*segments, end),
+        fields=fields,
         dropped={},
     )

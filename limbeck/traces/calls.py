@@ -1,60 +1,14 @@
-"""Tool calls in a text that a model wrote, whatever syntax its template taught it."""
+"""Tool calls in a text that a model wrote, as those of a trace."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any
-
+from limbeck.tokens.chat.calls import written_calls
 from limbeck.traces.schema import ToolCall
-
-_NAMED_BLOCK = re.compile(r"([\w.:-]+)\s*```(?:json)?\s*(?=\{)")
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """The calls in an answer, in order; empty where none parses.
-
-    Understood are JSON objects with a ``name`` and ``arguments`` or ``parameters`` (an object, or one written as a
-    string) anywhere in the text, a name in front of a fenced JSON object, and functions with parameters in tags.
-    """
-    found: list[tuple[int, str, dict[str, Any]]] = []
-    decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError):
-            at = text.find("{", at + 1)
-            continue
-        named = _NAMED_BLOCK.search(text, max(0, at - 200), at + 1)
-        if (call := _from_object(value)) is not None:
-            found.append((at, *call))
-        elif named is not None and named.end() == at and isinstance(value, dict):
-            found.append((at, named[1], value))
-        at = text.find("{", end)
-    for match in _FUNCTION.finditer(text):
-        arguments = {key: _value(written) for key, written in _PARAMETER.findall(match[2])}
-        found.append((match.start(), match[1], arguments))
+    """The calls in an answer, in order; empty where none parses; see `written_calls`."""
     return [
         ToolCall(id=f"call_{number}", name=name, arguments=arguments)
-        for number, (_, name, arguments) in enumerate(sorted(found, key=lambda call: call[0]))
+        for number, (name, arguments) in enumerate(written_calls(text))
     ]
-
-
-def _from_object(value: Any) -> tuple[str, dict[str, Any]] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = _value(arguments)
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def _value(written: str) -> Any:
-    """The JSON value that a text spells; the text itself where it spells none."""
-    try:
-        return json.loads(written)
-    except (json.JSONDecodeError, RecursionError):
-        return written

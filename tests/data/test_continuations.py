@@ -14,6 +14,7 @@ from limbeck.data.continuations import Continuation, ContinuationCollator, Promp
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.errors import DataError
 from limbeck.tokens import Tokenizer
+from tests import zoo
 from tests.helpers.tokenizers import TEXTS, tiny, workshop
 
 STUDENT, TEACHER = Tokenizer.of(tiny(300)), Tokenizer.of(tiny(340))
@@ -200,3 +201,90 @@ def test_no_rows_are_a_batch_too() -> None:
     batch = rows().batch([])
     assert batch.size == 0
     assert torch.equal(batch["input_lengths"], torch.zeros(0, dtype=torch.int64))
+
+
+# -- tool calls --------------------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Weather of a place.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+}
+CALLED = {
+    "qwen3": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>',
+    "llama3_2": '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 3}}',
+}
+ENDS = {"qwen3": "<|im_end|>", "llama3_2": "<|eot_id|>"}
+
+
+class Calls:
+    """An answer with a tool call, sampled by one family and read by others."""
+
+    def __init__(self, student: str, teachers: list[str], **more: Any) -> None:
+        self.student = zoo.tokenizer(student)
+        collator = CrossTokenizerCollator(
+            student_tokenizer=self.student,
+            teacher_tokenizer=[zoo.tokenizer(name) for name in teachers],
+            ctx_length_student=700,
+            ctx_length_teacher=700,
+            mode="chat",
+            chunks_as="layout",
+        )
+        self.made = ContinuationCollator(collator, prompt_tokens=8, max_new_tokens=128, **more)
+        self.end = self.student.convert_tokens_to_ids(ENDS[student])
+
+    def batch(self, answer: str, **record: Any) -> Any:
+        talk = [{"role": "user", "content": "How is the weather in Zürich?"}, {"role": "assistant", "content": "."}]
+        tools = [{"type": "function", "function": WEATHER}]
+        (asked,), _ = self.made.prompts([{"messages": talk, "tools": tools, "idx": 0, **record}])
+        # as it comes from another rank
+        asked = Prompt.from_json(json.loads(json.dumps(asked.as_json())))
+        ids = np.append(Tokenizer.of(self.student).encode(answer).ids, self.end)
+        batch = self.made.batch([Continuation(asked, ids, ended=True)])
+        size = len(asked.student)
+        assert batch["input_ids"][0, size : size + len(ids)].tolist() == ids.tolist()
+        return batch
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "llama3_2"), ("llama3_2", "qwen3")])
+def test_a_teacher_reads_a_call_in_its_own_markup_and_is_asked_about_its_fields(student: str, teacher: str) -> None:
+    calls = Calls(student, [teacher])
+    plain = {"template_kwargs": {"enable_thinking": False}}
+    batch = calls.batch(CALLED[student], **plain)
+    read = zoo.tokenizer(teacher).decode(batch["teacher_input_ids"][0, : batch["teacher_input_lengths"][0]])
+    assert read.rstrip("\n").endswith(CALLED[teacher] + ENDS[teacher])
+    texts = chunk_texts(batch, calls.made)
+    assert all(mine == theirs for mine, theirs in texts)
+    said = b"".join(mine for mine, _ in texts)
+    for part in (b"get_weather", b"city", "Zürich".encode(), b"days", b"3"):
+        assert part in said
+    # what only one side writes is not compared
+    assert not any(word in said for word in (b"arguments", b"parameters", b"tool_call"))
+    assert texts[-1] == (b"", b"")
+    assert set(batch["dropped"][0]) == {"blank_chunks"}
+
+
+def test_reasoning_and_content_in_front_of_a_call_are_told_from_it() -> None:
+    calls = Calls("qwen3", ["llama3_2"])
+    for front in ("<think>\nI need it.\n</think>\n\n", "<think>\nI need it.\n</think>\n\nLet me see.\n"):
+        batch = calls.batch(front + CALLED["qwen3"])
+        # this teacher's template writes neither
+        assert batch["dropped"][0]["segment_missing"] >= 1
+        assert "calls_in_student_markup" not in batch["dropped"][0]
+        assert b"get" in b"".join(mine for mine, _ in chunk_texts(batch, calls.made))
+
+
+def test_a_call_that_no_template_writes_is_read_as_it_is_and_counted() -> None:
+    calls = Calls("qwen3", ["llama3_2"])
+    batch = calls.batch(CALLED["qwen3"].replace(", ", ","), template_kwargs={"enable_thinking": False})
+    assert batch["dropped"][0]["calls_in_student_markup"] == 1
+    assert (b"</tool_call>", b"</tool_call>") in chunk_texts(batch, calls.made)
+
+
+def test_a_teacher_with_the_students_tokenizer_reads_its_ids_beside_one_with_other_markup() -> None:
+    calls = Calls("qwen3", ["llama3_2", "qwen3"], compare_stops=False)
+    batch = calls.batch(CALLED["qwen3"], template_kwargs={"enable_thinking": False})
+    first, second = batch["chunks_0"], batch["chunks_1"]
+    assert second.num_chunks > first.num_chunks > 10
+    assert second.student_ids_M.tolist() == second.teacher_ids_Q.tolist()
+    assert calls.end not in second.student_ids_M.tolist() + first.student_ids_M.tolist()
