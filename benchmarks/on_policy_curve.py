@@ -92,10 +92,11 @@ def write_tokenizer(folder: Path, name: str, size: int) -> str:
 def model(tokenizer: str, shape: dict[str, Any], weights: Path | None = None) -> dict[str, Any]:
     """A section of a run file: random weights, or those of a folder."""
     if weights is not None:
-        return {"model_name": str(weights), "tokenizer": {"name": tokenizer}}
+        return {"model_name": str(weights), "tokenizer": {"name": tokenizer}, "precision": "float32"}
     heads = {"num_key_value_heads": shape["num_attention_heads"], "max_position_embeddings": 64}
     overrides = {"model_type": "llama", **shape, **heads, "tie_word_embeddings": False, "initializer_range": 0.1}
-    return {"init": "random", "tokenizer": {"name": tokenizer}, "model_overrides": overrides}
+    own = {"tokenizer": {"name": tokenizer}, "precision": "float32"}
+    return {"init": "random", **own, "model_overrides": overrides}
 
 
 def run(folder: Path, name: str, values: dict[str, Any], *, steps: int, period: int, rows: int, rate: float) -> Path:
@@ -123,7 +124,7 @@ def weights(run_dir: Path, step: int) -> Path:
 def right(folder: Path, tokenizer: str, held_out: list[tuple[str, str]]) -> float:
     """Share of problems that a model answers right as a whole, with the end where it belongs."""
     own = load_tokenizer(tokenizer)
-    made = LanguageModel({"model_name": str(folder)}, own)
+    made = LanguageModel({"model_name": str(folder), "precision": "float32"}, own)
     vocab = ByteVocab.from_tokenizer(own)
     end = [i for i, role in vocab.roles.items() if role == "eos"]
     greedy = SamplingConfig(max_new_tokens=ANSWER + 2, temperature=0, batch_size=512)
