@@ -1,6 +1,6 @@
 """Draws the results of `suite.py`: mean and spread over seeds, by domain and by class of token.
 
-PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/results.jsonl > benchmarks/quality/RESULTS.md
+PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl > benchmarks/quality/RESULTS.md
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def table(rows: Iterable[Row], figures: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     print(Path(__file__).with_name("reading.md").read_text(), end="")
-    rows = [json.loads(line) for line in parser.parse_args().results.read_text().splitlines()]
+    rows = [json.loads(line) for path in parser.parse_args().results for line in path.read_text().splitlines()]
     for pair, (student, teacher) in PAIRS.items():
         own = [row for row in rows if row["pair"] == pair]
         if not own:
