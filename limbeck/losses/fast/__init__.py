@@ -46,11 +46,13 @@ def _can_read(signal: Signal) -> bool:
 
 def _can_do(term: TeacherTerm) -> bool:
     """One teacher that the kernels can read, with fixed weights, and an objective that they know."""
-    signals = term.teacher.signals
-    gated = term.objective.options.gate != "none"
-    if gated or len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
+    signals, objective = term.teacher.signals, term.objective
+    # a gate asks for the probability of every realised token, at temperature 1
+    open_gate = objective.options.gate == "none"
+    gate_known = objective.lanes == ("first", "first") and objective.temperature == 1.0
+    if not (open_gate or gate_known) or len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
         return False
-    return _can_read(signals[0]) and term.objective.has_kernels(topk=signals[0].is_topk)
+    return _can_read(signals[0]) and objective.has_kernels(topk=signals[0].is_topk)
 
 
 def plan_lanes(

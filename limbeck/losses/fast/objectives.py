@@ -35,7 +35,7 @@ from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, project_columns
 from limbeck.losses.fast.kernels.tables import cell_tables, identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
 from limbeck.losses.fast.trees import TreePlan
-from limbeck.losses.objectives.base import Objective
+from limbeck.losses.objectives.base import Objective, advantage_gate
 from limbeck.losses.objectives.corrected import (
     BoundaryKL,
     ChunkLikelihood,
@@ -90,8 +90,16 @@ class FastOut:
     lse: Tensor | None = field(default=None)  # in place of the student's own, where lanes stand for means
 
 
-FastObjective = Callable[[TeacherTerm, BlockLanes, LaneLogits, "LaneLogits | None", Tensor], FastOut]
-"""(term, lanes, student, teacher (None: a top-k list), weight of each chunk `[C]`) -> `FastOut`."""
+@dataclass(frozen=True)
+class ChunkWeights:
+    """Of each chunk `[C]`: in the metrics of parts, and in the loss, where a gate may lower it."""
+
+    counted: Tensor
+    gated: Tensor
+
+
+FastObjective = Callable[[TeacherTerm, BlockLanes, LaneLogits, "LaneLogits | None", ChunkWeights], FastOut]
+"""(term, lanes, student, teacher (None: a top-k list), weights of the chunks) -> `FastOut`."""
 
 
 def _segment_sums(values: Tensor, side: SideLanes) -> Tensor:
@@ -131,6 +139,13 @@ def _teacher_tokens(term: TeacherTerm, lanes: BlockLanes, teacher: LaneLogits | 
     return signal.next_logprob.index_select(0, side.rows).float(), side
 
 
+def chunk_gate(term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None) -> Tensor:
+    """`Objective.gate` `[C]`, where the temperature is 1 and every token has a lane of its own."""
+    sides = (student.token_log_probs, student.side), _teacher_tokens(term, lanes, teacher)
+    logs = [log[: lanes.chunks].index_add(0, side.owner, log[lanes.chunks :][: side.extras]) for log, side in sides]
+    return advantage_gate(logs[1] - logs[0], term.objective.options.gate)
+
+
 def _chunk_term(
     term: TeacherTerm,
     lanes: BlockLanes,
@@ -148,17 +163,18 @@ def _chunk_term(
 
 
 def boundary(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`BoundaryKL`: whole distributions (forward), or a top-k list (any direction)."""
     objective, count, num_lanes = term.objective, lanes.chunks, student.logits.shape[1]
     assert isinstance(objective, BoundaryKL)
+    weight, gated = weights.counted, weights.gated
     tau, chunk_weight = objective.temperature, objective.options.chunk_weight
     tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
     multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
     if teacher is None:
-        rows, right, unreached, residual, prob_coef = _top_k(term, objective.vocab, lanes, student, multi_mass, weight)
+        rows, right, unreached, residual, prob_coef = _top_k(term, objective.vocab, lanes, student, multi_mass, gated)
         slope_coef = residual.new_ones(count, dtype=torch.float32) / tau
     else:
         out = boundary_divergence(
@@ -166,12 +182,12 @@ def boundary(
         )
         rows, unreached = out.rows, (1 - out.kept).sum()
         right = (out.argmax == teacher.stats.argmax[:count]).sum()
-        slope_coef = weight * (term.factor * tau)
+        slope_coef = gated * (term.factor * tau)
         prob_coef, residual = slope_coef * out.student_term, out.ratio
     owner = torch.arange(num_lanes, dtype=torch.int32, device=lse.device).clamp(max=max(count - 1, 0))
     result = FastOut(
         rows,
-        (rows * weight).sum() * tau**2,
+        (rows * gated).sum() * tau**2,
         {"boundary_kl": ((rows * weight).sum(), count), "proj_accuracy": (right, count)},
         _padded(slope_coef, num_lanes),
         _padded(prob_coef, num_lanes),
@@ -182,10 +198,11 @@ def boundary(
     result.metrics["unreached_mass"] = (unreached, count)
     chunk_kl = rows.new_zeros(())
     if lanes.multi:
-        chunk_rows, slope = _chunk_term(term, lanes, student, teacher, weight, lanes.single, chunk_weight * tau)
+        chunk_rows, slope = _chunk_term(term, lanes, student, teacher, gated, lanes.single, chunk_weight * tau)
         chunk_kl = (chunk_rows * weight[lanes.single :]).sum()
         result.rows = rows + F.pad(chunk_rows * chunk_weight, (lanes.single, 0))
-        result.loss = result.loss + chunk_kl * (chunk_weight * tau**2)
+        chunk_loss = (chunk_rows * gated[lanes.single :]).sum()
+        result.loss = result.loss + chunk_loss * (chunk_weight * tau**2)
         result.prob_coef -= slope
         result.label_coef += slope
     result.metrics["chunk_kl"] = (chunk_kl, float(lanes.multi))
@@ -227,21 +244,22 @@ def _top_k(
 
 
 def chunks_only(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`ChunkLikelihood`."""
-    tau = term.objective.temperature
+    tau, weight = term.objective.temperature, weights.gated
     rows, slope = _chunk_term(term, lanes, student, teacher, weight, 0, tau)
     return FastOut(rows, (rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
 
 
 def p_kl(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`PKL`, forward; the teacher's logits hold only its ids K."""
     objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert isinstance(objective, PKL)
     assert teacher is not None
+    weight = weights.gated
     ids_K = term.teacher.vocab_ids_K
     assert ids_K is not None
     tau, tables, side = objective.temperature, projection_tables(objective.vocab), student.side
@@ -272,11 +290,12 @@ def p_kl(
 
 
 def pairs(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`CommonKL` (gold, H-KL), forward, and `SameVocabulary`, forward."""
     objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert teacher is not None
+    weight = weights.gated
     common = objective.pairs if isinstance(objective, CommonKL) else None
     if common is None:
         tables = identity_pairs(student.logits.shape[0], student.logits.device)
@@ -488,7 +507,7 @@ def _inside(
 
 
 def trees(
-    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weight: Tensor
+    term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`TreeKL`: any direction; unconditioned, or the cheap form; whole distributions, or a top-k list."""
     objective, count, plan, tail = term.objective, lanes.chunks, lanes.trees, None
@@ -498,10 +517,10 @@ def trees(
         teacher, tail = _listed(term, lanes, objective.teacher_cell.numel())
     options, tau = objective.options, objective.temperature
     num_lanes = student.logits.shape[1]
-    scale = term.factor * tau
+    scale, weight, gated = term.factor * tau, weights.counted, weights.gated
     # both trees are read before the root overwrites the teacher's logits
-    parts = _inside(objective, plan, student, teacher, weight, scale, listed=tail is not None)
-    root = _root(objective, plan, student, teacher, weight * scale * options.root_weight, tau, tail)
+    parts = _inside(objective, plan, student, teacher, gated, scale, listed=tail is not None)
+    root = _root(objective, plan, student, teacher, gated * scale * options.root_weight, tau, tail)
     root_kl = (root.rows * weight).sum()
     first_s = objective.student_cell[lanes.student.ids[:count]]
     first_t = objective.teacher_cell[teacher.side.ids[:count]]
@@ -518,7 +537,7 @@ def trees(
     }
     result = FastOut(
         root.rows * options.root_weight,
-        root_kl * options.root_weight,
+        (root.rows * gated).sum() * options.root_weight,
         metrics,
         _padded(root.slope_coef, num_lanes),
         _padded(root.prob_coef, num_lanes),
@@ -531,7 +550,7 @@ def trees(
     for name, part in parts.items():
         part_kl = (part.rows * weight).sum()
         result.rows = result.rows + part.rows * part.weight
-        result.loss = result.loss + part_kl * part.weight
+        result.loss = result.loss + (part.rows * gated).sum() * part.weight
         result.prob_coef += part.prob_coef
         if root.barred is not None and name == "inner_teacher_kl":
             own = part.entries
@@ -539,13 +558,13 @@ def trees(
         result.entries.append(part.entries)
         metrics[name] = (part_kl, part.count)
     if lanes.multi:
-        open_weight = weight * plan.open_C
-        rows, slope = _chunk_term(term, lanes, student, teacher, open_weight, lanes.single, options.chunk_weight * tau)
+        open_weight, open_gated = weight * plan.open_C, gated * plan.open_C
+        rows, slope = _chunk_term(term, lanes, student, teacher, open_gated, lanes.single, options.chunk_weight * tau)
         chunk_kl = (rows * open_weight[lanes.single :]).sum()
         metrics["chunk_kl"] = (chunk_kl, plan.open_C.sum())
         open_rows = rows * plan.open_C[lanes.single :] * options.chunk_weight
         result.rows = result.rows + F.pad(open_rows, (lanes.single, 0))
-        result.loss = result.loss + chunk_kl * options.chunk_weight
+        result.loss = result.loss + (rows * open_gated[lanes.single :]).sum() * options.chunk_weight
         result.prob_coef = result.prob_coef - slope
         result.label_coef = result.label_coef + slope
     result.loss = result.loss * tau**2

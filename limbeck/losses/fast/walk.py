@@ -24,7 +24,14 @@ from limbeck.losses.blocks import BlockRun, TeacherTerm, asked_for, chunk_kind_s
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.kernels.stats import column_stats
-from limbeck.losses.fast.objectives import FAST_OBJECTIVES, FastOut, LaneLogits, chunk_means
+from limbeck.losses.fast.objectives import (
+    FAST_OBJECTIVES,
+    ChunkWeights,
+    FastOut,
+    LaneLogits,
+    chunk_gate,
+    chunk_means,
+)
 from limbeck.losses.fast.order import BlockLanes, Lanes, SideLanes
 from limbeck.losses.signals import HiddenSignal, compute_dtype
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
@@ -276,10 +283,15 @@ class _Pass:
         weight = student.stats.lse.new_ones(block.chunks)
         if term.chunk_weight_C is not None:
             weight = term.chunk_weight_C.index_select(0, block.order_C).float()
-        out = FAST_OBJECTIVES[type(term.objective)](term, block, student, teacher, weight)
+        weights = ChunkWeights(weight, weight)
+        if term.objective.options.gate != "none":
+            gate = chunk_gate(term, block, student, teacher)
+            weights = ChunkWeights(weight, weight * gate)
+            self._add(f"{term.name}/", {"gate": (gate.sum(), block.chunks)})
+        out = FAST_OBJECTIVES[type(term.objective)](term, block, student, teacher, weights)
         self._add(f"{term.name}/", {"kl": (out.loss, block.chunks), **out.metrics})
         if (classes := self.work.classes) is not None:
-            ids, rows = block.student.ids[: block.chunks], out.rows * weight * term.objective.temperature**2
+            ids, rows = block.student.ids[: block.chunks], out.rows * weights.gated * term.objective.temperature**2
             self._add(f"{term.name}/", classes.sums("kl_loss", ids, rows, weight))
             counts = block.student.count_C, block.teacher.count_C
             self._add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, rows, weight))

@@ -97,6 +97,13 @@ def test_boundary_kl_on_odd_shapes(seed: int) -> None:
     assert_same(both({"mode": "boundary_kl"}, batch, seed=seed, v_s=sizes[0], v_t=sizes[1]), 2e-6)
 
 
+@pytest.mark.parametrize(("mode", "gate", "kind"), [("boundary_kl", "soft", "topk"), ("boundary_kl", "hard", "hidden"),
+                                                   ("alm", "soft", "hidden")])  # fmt: skip
+def test_gates(mode: str, gate: str, kind: str) -> None:
+    options = {"mode": mode, "gate": gate, "kl_loss_weight": 0.7}
+    assert_same(both(options, make_batch(samples=4, seed=5), kind=kind), 2e-5)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 def test_top_k_lists(direction: str) -> None:
     options = {"mode": "boundary_kl", "direction": direction}

@@ -136,6 +136,13 @@ def test_narrow_types_within_their_rounding(dtype: torch.dtype, name: str, condi
     compare(PAIRS[name], 2e-2, dtype=dtype, condition=condition)
 
 
+@pytest.mark.parametrize(("name", "gate", "kind"), zip(BOTH_WAYS, ["soft", "hard"], ["hidden", "topk"], strict=True))
+def test_gates(name: str, gate: str, kind: str) -> None:
+    metrics = compare(PAIRS[name], 2e-5, gate=gate, kind=kind)
+    share, count = metrics["teacher_0/gate"]
+    assert 0 < float(share) < float(count)
+
+
 def test_large_logits_in_float16() -> None:
     compare((FINE, COARSE), 2e-2, dtype=torch.float16, spread=6.0)
 

@@ -174,6 +174,10 @@ class SideCells:
     long_row: Tensor
     long_offset: Tensor
 
+    def in_order(self, cells: Tensor) -> SideCells:
+        """The same with the cells in another order."""
+        return replace(self, source=self.source[cells], place=self.place[cells])
+
 
 @dataclass(frozen=True)
 class CellTables:
@@ -210,19 +214,17 @@ def _cell_tables(student: Tensor, teacher: Tensor, cells: int, device: torch.dev
     index_rest = index.masked_fill(index < 0, teacher.numel())
     sides = _side_cells(student, cells, device), _side_cells(teacher, cells, device)
     simple = (sides[0].source.cpu() >= 0) & (sides[1].source.cpu() >= 0)
-    place = simple.int().argsort(descending=True, stable=True)
+    cell_order = simple.int().argsort(descending=True, stable=True)
     tables = {
-        "row": row[place],
+        "row": row[cell_order],
         "index": index[None],
         "index_rest": index_rest[None],
         "entries": torch.ones_like(student),
     }
-    return CellTables(
-        *(replace(side, source=side.source[place.to(device)], place=side.place[place.to(device)]) for side in sides),
-        simple=int(simple.sum()),
-        weight=torch.ones(1, student.numel(), device=device),
-        **{name: value.to(device, torch.int32).contiguous() for name, value in tables.items()},
-    )
+    found = {name: value.to(device, torch.int32).contiguous() for name, value in tables.items()}
+    own, other = (side.in_order(cell_order.to(device)) for side in sides)
+    weight = torch.ones(1, student.numel(), device=device)
+    return CellTables(own, other, simple=int(simple.sum()), weight=weight, **found)
 
 
 def _side_cells(cell: Tensor, cells: int, device: torch.device) -> SideCells:
