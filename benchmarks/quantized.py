@@ -1,4 +1,4 @@
-"""What a teacher loses in 8 and 4 bits: bytes of its weights, its cross-entropy, its divergence from full precision.
+"""What a teacher loses in few bits: bytes of its weights, its cross-entropy, its divergence from full precision.
 
     python -m benchmarks.quantized [MODEL] [--text FILE]
 
@@ -21,6 +21,14 @@ from limbeck.models.policy import Policy
 from limbeck.tokens import load_tokenizer
 
 ROWS, WIDTH = 4, 256
+KINDS: dict[str, dict[str, str]] = {
+    "none": {"precision": "float32"},
+    "bfloat16": {"precision": "bfloat16"},
+    "fp8": {"precision": "fp8"},
+    "8bit": {"precision": "float32", "quantization": "8bit"},
+    "4bit": {"precision": "float32", "quantization": "4bit"},
+}
+"""Settings by name; on a CPU fp8 is computed by its reference."""
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -48,9 +56,8 @@ def main() -> None:
     data: BatchedDataDict = BatchedDataDict(input_ids=rows, input_lengths=torch.full((ROWS,), WIDTH))
     whole: torch.Tensor | None = None
     found: dict[str, dict[str, Any]] = {}
-    for kind in ("none", "8bit", "4bit"):
-        settings = {"model_name": given.model, "quantization": kind}
-        policy = Policy(settings, tokenizer, name=kind, init_optimizer=False)
+    for kind, settings in KINDS.items():
+        policy = Policy({"model_name": given.model, **settings}, tokenizer, name=kind, init_optimizer=False)
         log_p = log_probs(policy, data)
         whole = log_p if whole is None else whole
         found[kind] = {

@@ -8,8 +8,8 @@
   rounding of their inputs. Row `fp8_products`, milliseconds of 36 layers.
 - cost: KL to the same model in bfloat16 and agreement of the most likely token, of a real model on real text (with
   bfloat16's own distance from float32 beside it) and of random weights of Qwen3-4B's shape. Rows `fp8_cost_*`.
-- curve: 200 steps of a small random student from the real model in bfloat16, in fp8, and in bfloat16 with loss blocks
-  of another size, which shows what rounding alone does to a run. `fp8_curve.csv` and a picture.
+- curve: 200 steps of a small random student from the real model in bfloat16, in fp8, and in float32, which shows what
+  bfloat16's own rounding does to a run. `fp8_curve.csv` and a picture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ READ_ONCE = ("q", "o", "gate", "down")
 """Maps whose inputs are rounded: k, v and up read the same as q and gate."""
 STUDENT = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-LENGTH, DOCUMENTS, HELD_OUT = 512, 16, 16
+HELD_OUT = 16
+"""Rows at the end of the text that no student sees."""
 
 
 def device() -> str:
@@ -145,19 +146,15 @@ def of_real_model(args: argparse.Namespace, batch: BatchedDataDict) -> None:
 def curves(args: argparse.Namespace, batches: list[BatchedDataDict], held_out: BatchedDataDict, size: int) -> None:
     """Loss of a student at every step, by the teacher's precision."""
     found: dict[str, list[float]] = {}
-    for name, precision, blocks in (
-        ("bfloat16", "bfloat16", None),
-        ("fp8", "fp8", None),
-        ("bfloat16_again", "bfloat16", 1536),
-    ):
+    for name in ("bfloat16", "fp8", "float32"):
         student = Policy(
             {"init": "random", "model_overrides": {**STUDENT, **(TINY if args.tiny else {}), "vocab_size": size},
-             "precision": "float32" if args.tiny else "bfloat16", "train_micro_batch_size": DOCUMENTS,
+             "precision": "bfloat16" if device() == "cuda" else "float32", "train_micro_batch_size": args.documents,
              "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "weight_decay": 0.0}}},
             None, device=device(), seed=1,
         )  # fmt: skip
-        teacher = LiveTeacher(frozen(precision, **real_or_tiny(args)))
-        loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "block_rows": blocks}, projections=[None])
+        teacher = LiveTeacher(frozen(name, **real_or_tiny(args)))
+        loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl"}, projections=[None])
         found[name] = [
             float(student.train(batches[i % len(batches)], loss_fn, teachers=[teacher])["loss"])
             for i in range(args.steps)
@@ -184,13 +181,13 @@ def draw() -> None:
     with CSV.open() as file:
         rows = list(csv.DictReader(file))
     steps = [int(r["step"]) for r in rows]
-    plain, few, again = ([float(r[name]) for r in rows] for name in ("bfloat16", "fp8", "bfloat16_again"))
+    plain, few, wide = ([float(r[name]) for r in rows] for name in ("bfloat16", "fp8", "float32"))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
     left.plot(steps, plain, label="teacher in bfloat16", linewidth=3, alpha=0.4)
     left.plot(steps, few, label="teacher in fp8", linewidth=1)
     left.set(xlabel="step", ylabel="loss")
     left.legend()
-    for curve, label in ((again, "bfloat16, other blocks"), (few, "fp8")):
+    for curve, label in ((wide, "float32"), (few, "fp8")):
         right.plot(steps, [abs(f - p) / p for f, p in zip(curve, plain, strict=True)], linewidth=1, label=label)
     right.set(xlabel="step", ylabel="difference from bfloat16", yscale="log")
     right.legend()
@@ -210,11 +207,11 @@ def real_or_tiny(args: argparse.Namespace) -> dict[str, Any]:
 def rows_of_text(args: argparse.Namespace) -> tuple[Tensor, int]:
     """Ids [rows, length] and the number of different ids: of the text, or random ones."""
     if args.model is None:
-        return torch.randint(0, TINY["vocab_size"], (3 * DOCUMENTS, 24)), TINY["vocab_size"]
+        return torch.randint(0, TINY["vocab_size"], (2 * args.documents + HELD_OUT, 24)), TINY["vocab_size"]
     tokenizer = load_tokenizer(args.model)
     text = args.text.read_text(encoding="utf-8", errors="ignore")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return ids[: ids.numel() // LENGTH * LENGTH].reshape(-1, LENGTH), len(tokenizer)
+    return ids[: ids.numel() // args.length * args.length].reshape(-1, args.length), len(tokenizer)
 
 
 def as_batch(ids: Tensor) -> BatchedDataDict:
@@ -241,6 +238,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text for it")
     parser.add_argument("--only", nargs="*", default=["products", "cost", "curve"])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a document")
+    parser.add_argument("--documents", type=int, default=16, help="documents of a step")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -256,7 +255,7 @@ def main() -> None:
         parser.error("cost and curve need --model and --text")
     ids, size = rows_of_text(args)
     held_out = as_batch(ids[-HELD_OUT:])
-    batches = [as_batch(rows) for rows in ids[:-HELD_OUT].split(DOCUMENTS) if rows.shape[0] == DOCUMENTS]
+    batches = [as_batch(rows) for rows in ids[:-HELD_OUT].split(args.documents) if len(rows) == args.documents]
     parts: dict[str, Callable[[], None]] = {
         "random": lambda: of_random_weights(args),
         "real": lambda: of_real_model(args, held_out),
