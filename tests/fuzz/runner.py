@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -108,6 +109,9 @@ def _how_it_ended(code: int | None) -> str:
 
 def _work(target: Target, todo: Any, out: Any) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if (torch := sys.modules.get("torch")) is not None:
+        # threads do not survive a fork, and a computation by several would wait for them for ever
+        torch.set_num_threads(1)
     # what a case says is of no interest, only how it ends
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
