@@ -259,7 +259,8 @@ def main() -> None:
         place = Place(args.folder, args.student or str(minimind()), args.teacher)
         write_splits(place, args.budgets, args.tiny)
         begun = time.time()
-        for documents in dict.fromkeys(size for _, size in args.budgets):
+        taught = any(ARMS[arm] is not None for arm in args.arms)
+        for documents in dict.fromkeys(size for _, size in args.budgets if taught):
             print(f"the teacher has read {documents} documents: {cache(place, documents):.0f} CPU seconds", flush=True)
         jobs = [
             Job(arm, lr, *budget, seed)
