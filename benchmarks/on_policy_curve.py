@@ -183,10 +183,10 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=120)
     arguments.add_argument("--teacher-steps", type=int, default=600)
     arguments.add_argument(
-        "--start-steps", type=int, default=200, help="of the student, at most: until it is right on 10%%"
+        "--start-steps", type=int, default=200, help="of the student, at most: until it is right on 5%%"
     )
     arguments.add_argument("--rows", type=int, default=256, help="problems per step")
-    arguments.add_argument("--rate", type=float, default=3e-4, help="learning rate of the arms")
+    arguments.add_argument("--rate", type=float, default=1e-4, help="learning rate of the arms")
     arguments.add_argument("--start-rate", type=float, default=3e-3, help="learning rate of both models before")
     arguments.add_argument("--tiny", action="store_true", help="everything small, for a CPU")
     args = arguments.parse_args()
@@ -198,7 +198,7 @@ def main() -> None:
     count = {"teacher": args.teacher_steps, "student": args.start_steps}
     looks = {"teacher": 1, "student": 2 if args.tiny else 20}
     aims = {
-        side: Starts(names[side], shapes[side], held_out, steps, steps // looks[side], 0.1)
+        side: Starts(names[side], shapes[side], held_out, steps, steps // looks[side], 0.05)
         for side, steps in count.items()
     }
     made = {side: trained(folder, side, own, rows=args.rows, rate=args.start_rate) for side, own in aims.items()}

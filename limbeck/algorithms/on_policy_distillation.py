@@ -284,12 +284,24 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         if engine is not None:
             engine.check_gap(figures.means().get("sample/engine_gap", 0.0))
         result = trainer.step(self.channels(batch, rollout), self.timer).as_dict()
+        if not dims.data.any(batch.stored is not None or self._compares(rollout)):
+            # what no teacher could read was not learnt from, whatever the anchor said about it
+            result["global_valid_toks"] = 0.0
         if self.anchor is not None:
             self.anchor.after_step()
         result["metrics"] = {**result["metrics"], **figures.pairs()}
         ratios = self.guard.observe(figures.means())
         result["metrics"] |= {name: (value, 1.0) for name, value in ratios.items()}
         return result
+
+    def _compares(self, rollout: Rollout) -> bool:
+        """Whether this rank has anything of a step's samples to learn from."""
+        own = self.config.on_policy
+        if own.reward is not None or (own.policy_gradient is None and own.loss_fn.ce_loss_scale):
+            return True
+        chunks = [rollout.batch.get(f"chunks_{i}") for i in range(len(self.teachers))]
+        # a teacher with the student's tokens has no chunks, and reads them all
+        return any(one is None or one.num_chunks > 0 for one in chunks)
 
     def _engine_figures(self, rollout: Rollout, engine: EngineSampler) -> Mapping[str, Pair]:
         """How old the engine's weights are, and how far its log-probabilities are from the trainer's."""

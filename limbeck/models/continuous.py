@@ -124,14 +124,11 @@ class ContinuousSampler(LocalSampler):
     def _in_batches(self, rows: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         if not rows:
             return []
-        new = self.config.max_new_tokens
         found: dict[int, Any] = {}
         every = (torch.cat(list(dice)) * 2**_BITS).long().tolist()
-        with self._running(max(len(row) for row in rows) + new) as manager:
-            # long prompts first: what is left at the end is short
-            for row in sorted(range(len(rows)), key=lambda row: -len(rows[row])):
-                ids = rows[row].tolist()
-                manager.add_request(ids, f"{row}", new, dice=every[row], prompt_size=len(ids))
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        # a new engine draws random numbers, which those of the run must not feel
+        with torch.random.fork_rng(devices), self._running(rows, every) as manager:
             while len(found) < len(rows):
                 one = manager.get_result(timeout=1)
                 if one is None and not manager.is_running():
@@ -146,9 +143,10 @@ class ContinuousSampler(LocalSampler):
         ]
 
     @contextmanager
-    def _running(self, longest: int) -> Iterator[Any]:
-        """The engine at work, with a cache for rows of ``longest`` tokens; it is kept until there are longer ones."""
-        needed = self.config.batch_size * -(-longest // PAGE)
+    def _running(self, rows: Sequence[Tensor], dice: Sequence[list[int]]) -> Iterator[Any]:
+        """The engine at work on rows, each with its numbers; its cache is kept until there are longer rows."""
+        new = self.config.max_new_tokens
+        needed = self.config.batch_size * -(-(max(len(row) for row in rows) + new) // PAGE)
         if self._manager is not None and needed > self._blocks:
             self._manager.destroy()
             self._manager = None
@@ -156,6 +154,13 @@ class ContinuousSampler(LocalSampler):
             self._blocks = 1 << (needed - 1).bit_length()
             self._manager = self._make(self._blocks)
         manager = self._manager
+        # all are there when it starts: which of them share a pass, and with that the last bits of what is written, must
+        # not depend on how fast they come
+        manager.background_thread_status.clear()
+        # long prompts first: what is left at the end is short
+        for row in sorted(range(len(rows)), key=lambda row: -len(rows[row])):
+            ids = rows[row].tolist()
+            manager.add_request(ids, f"{row}", new, dice=dice[row], prompt_size=len(ids))
         manager.start()
         try:
             yield manager

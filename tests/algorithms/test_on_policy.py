@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from limbeck.algorithms import on_policy_distillation as on_policy
 from limbeck.algorithms.build import load_datasets, load_tokenizers
@@ -24,6 +27,7 @@ from limbeck.algorithms.rollouts import (
     sample_seed,
 )
 from limbeck.errors import ConfigError, DataError, LossError
+from limbeck.models import continuous
 from limbeck.models.generate import Sample
 from tests.gates import Gate, Place
 from tests.helpers.runs import (
@@ -39,6 +43,7 @@ from tests.helpers.runs import (
 )
 
 STEPS = 4
+needs_engine = pytest.mark.skipif(not continuous.SUPPORTED, reason="the installed transformers has another engine")
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +248,9 @@ def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None
 
 
 @pytest.mark.slow
-def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_path: Path) -> None:
-    own = {"fraction": 0.75, "samples_per_prompt": 2, "anchor": {"kind": "ema"}}
+@pytest.mark.parametrize("sampler", ["generate", pytest.param("continuous", marks=needs_engine)])
+def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_path: Path, sampler: str) -> None:
+    own = {"fraction": 0.75, "samples_per_prompt": 2, "batch_size": 3, "anchor": {"kind": "ema"}, "sampler": sampler}
     values = run_file(folder, tmp_path / "whole", own, policy={"model_overrides": {"attention_dropout": 0.1}})
     path = write_run_file(tmp_path / "run.yaml", values)
     assert limbeck("train", path, "-q")[0] == 0
@@ -258,6 +264,25 @@ def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_pat
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert weight_bytes(tmp_path / "killed", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
     assert leftovers(tmp_path / "killed") == []
+
+
+def write_digits_alone(folder: Path) -> str:
+    """A tokenizer that knows nothing but digits; its folder."""
+    made = Tokenizer(BPE({digit: i for i, digit in enumerate("0123456789")}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_can_read_none_of_the_students_bytes_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    teacher = {"tokenizer": {"name": write_digits_alone(tmp_path / "digits")}}
+    values = run_file(folder, tmp_path / "run", {}, teacher=teacher)
+    values["distillation"] |= {"max_num_epochs": 1, "max_num_steps": 1000}
+    with pytest.raises(DataError, match=r"nothing was learnt from in \d+ prompts \(left out: .*unspelled_bytes"):
+        resolve_and_run(values)
+    assert (tmp_path / "run" / "dropped.json").exists()
 
 
 def shortest(asked: Any, answer: str) -> float:

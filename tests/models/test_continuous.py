@@ -109,6 +109,17 @@ def test_a_narrow_engine_keeps_its_positions(model: Policy) -> None:
 
 
 @needs_engine
+def test_the_engine_draws_no_random_number_of_the_run_and_repeats_its_bits(model: Policy) -> None:
+    before = torch.get_rng_state()
+    config = SamplingConfig(max_new_tokens=4, batch_size=3)
+    kept = ContinuousSampler(model, config)
+    found = [kept.sample(PROMPTS[i:], n=2, seed=3) for i in (0, 1)]
+    assert torch.equal(torch.get_rng_state(), before)
+    fresh = ContinuousSampler(model, config).sample(PROMPTS[1:], n=2, seed=3)
+    assert [s.log_probs_T.tolist() for s in fresh] == [s.log_probs_T.tolist() for s in found[1]]
+
+
+@needs_engine
 def test_new_weights_are_handed_over() -> None:
     made = student()
     config = SamplingConfig(max_new_tokens=4)
