@@ -8,7 +8,8 @@ on it with a tokenizer that joins a space and a digit, a smaller student of sing
 student, teacher, problems and rate go through the training loop on stored text (`off`, fraction 0), on what the student
 writes itself (`on`, fraction 1) and on half of each. The figure is the share of held-out problems whose greedy answer
 is right as a whole, over the student tokens that were trained on. A run that was stopped goes on where it was when the
-script is called again. Writes ``benchmarks/on_policy_curve.json``.
+script is called again. Writes ``benchmarks/on_policy_curve.json``; the stored one is of a CPU, with ``--rows 64
+--teacher-steps 300 --start-steps 200 --steps 36 --arms off on``.
 """
 
 from __future__ import annotations
@@ -216,13 +217,12 @@ def main() -> None:
             "algorithm": "on_policy_distillation",
             "policy": model(names["student"], shapes["student"], starts["student"]),
             "teacher": model(names["teacher"], shapes["teacher"], starts["teacher"]),
-            "loss_fn": {"mode": "boundary_kl", "ce_loss_scale": 0.0},
+            "loss_fn": {"ce_loss_scale": 0.0},
             "on_policy": {
                 "fraction": ARMS[arm],
                 "prompt_tokens": PROMPT,
                 "max_new_tokens": ANSWER + 2,
                 "batch_size": args.rows,
-                "loss_fn": {"mode": "boundary_kl", "direction": "reverse"},
             },
         }
         found = run(folder, arm, values, steps=args.steps, period=period, rows=args.rows, rate=args.rate)
