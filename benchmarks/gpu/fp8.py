@@ -9,7 +9,7 @@
 - cost: KL to the same model in bfloat16 and agreement of the most likely token, of a real model on real text (with
   bfloat16's own distance from float32 beside it) and of random weights of Qwen3-4B's shape. Rows `fp8_cost_*`.
 - curve: 200 steps of a small random student from the real model in bfloat16, in fp8, and in float32, which shows what
-  bfloat16's own rounding does to a run. `fp8_curve.csv` and a picture.
+  bfloat16's own rounding does to a run. `fp8_curve.csv`, `fp8_curve.json` and a picture.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import copy
 import csv
 import functools
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common import record
 from benchmarks.gpu.common import save_row
 from benchmarks.gpu.step import SHAPES, TINY, timed
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -146,6 +148,7 @@ def of_real_model(args: argparse.Namespace, batch: BatchedDataDict) -> None:
 def curves(args: argparse.Namespace, batches: list[BatchedDataDict], held_out: BatchedDataDict, size: int) -> None:
     """Loss of a student at every step, by the teacher's precision."""
     found: dict[str, list[float]] = {}
+    ends: dict[str, dict[str, float]] = {}
     for name in ("bfloat16", "fp8", "float32"):
         student = Policy(
             {"init": "random", "model_overrides": {**STUDENT, **(TINY if args.tiny else {}), "vocab_size": size},
@@ -159,12 +162,12 @@ def curves(args: argparse.Namespace, batches: list[BatchedDataDict], held_out: B
             float(student.train(batches[i % len(batches)], loss_fn, teachers=[teacher])["loss"])
             for i in range(args.steps)
         ]
-        print(f"{name}: loss {found[name][-1]:.4f}, held-out text {nats(student, held_out):.5f} nats", flush=True)
-        row = {"loss": found[name][-1], "held_out_nats": nats(student, held_out), "steps": args.steps}
-        if device() == "cuda" and not args.tiny:
-            save_row(f"fp8_curve_{name}", row)
+        ends[name] = {"loss": round(found[name][-1], 4), "held_out_nats": round(nats(student, held_out), 5)}
+        print(f"{name}: {ends[name]}", flush=True)
     if args.tiny:
         return
+    told = {"command": " ".join(["python benchmarks/gpu/fp8.py", *sys.argv[1:]]), "model": Path(args.model).name}
+    record(CSV.with_suffix(".json"), {**told, "after_the_last_step": ends})
     with CSV.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *found])
