@@ -123,4 +123,11 @@ def test_random_mixtures_yield_no_special_id(data: st.DataObject) -> None:
         return
     harmless = [{**m, "content": "x"} for m in messages]
     tokenizer = zoo.tokenizer(name)
-    assert special_ids(name, render_chat(tokenizer, messages)) == special_ids(name, render_chat(tokenizer, harmless))
+    try:
+        found = render_chat(tokenizer, messages)
+    except TemplateError:
+        # a template that parts thinking from the answer leaves nothing of an answer that is an empty thought
+        thoughts = [m["content"] for m in messages if m["role"] == "assistant" and "</think>" in m["content"]]
+        assert any(not t.replace("<think>", "").replace("</think>", "").strip() for t in thoughts)
+        return
+    assert special_ids(name, found) == special_ids(name, render_chat(tokenizer, harmless))
