@@ -211,11 +211,11 @@ def test_every_string_of_a_trace_is_reached() -> None:
     assert redact_trace(clean) == (clean, Counter())
 
 
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=3), x)
-    )
-)
+# names without the letters of pwd, key, sid, jwt and other short names of secrets
+NAMES = st.text(st.characters(exclude_characters="cjkpsCJKPS"), max_size=3)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(NAMES, x)))
 def test_values_without_secrets_keep_their_structure(value: object) -> None:
     assert json.dumps(redact_value(value)) == json.dumps(value)
 
