@@ -26,7 +26,11 @@ if os.environ.get("LIMBECK_TEST_GPU") != "1":
 os.environ.setdefault("PYTEST_TIMEOUT", f"{TEST_SECONDS:g}")
 
 # How long an example takes says something about the machine, not about the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# the same examples on every machine; new ones where they are looked for
+RANDOM = "LIMBECK_TEST_RANDOM" in os.environ
+settings.register_profile(
+    "any machine", deadline=None, derandomize=not RANDOM, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
