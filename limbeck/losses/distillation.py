@@ -46,7 +46,7 @@ from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdG
 from limbeck.losses.fast import FastPath
 from limbeck.losses.fast.order import Lanes
 from limbeck.losses.objectives import OBJECTIVES, Objective, ObjectiveOptions, SameVocabulary
-from limbeck.losses.objectives.base import Condition, Gate
+from limbeck.losses.objectives.base import ChunkTerms, Condition, Gate
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
@@ -92,6 +92,10 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
     allow_inexact: bool = Field(False, description="other objectives: keep chunks whose bytes differ")
     chunk_weight: float = Field(1.0, description="boundary_kl, tree_kl: factor of the chunk term")
+    chunk_terms: ChunkTerms = Field(
+        "open",
+        description="tree_kl: which chunks have it: open, those that no tree spells to the end; all of several tokens",
+    )
     root_weight: float = Field(1.0, description="tree_kl: factor of the comparison of cells at a chunk's start")
     inner_student_weight: float = Field(1.0, description="tree_kl: factor of the parts inside teacher tokens")
     inner_teacher_weight: float = Field(1.0, description="tree_kl: factor of the parts inside student tokens")
@@ -211,6 +215,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             temperature=self.temperature,
             spec=self.spec,
             chunk_weight=self.chunk_weight,
+            chunk_terms=self.chunk_terms,
             vocab_topk=self.vocab_topk,
             uncommon_topk=self.uncommon_topk,
             learnable=self.learnable_projection,

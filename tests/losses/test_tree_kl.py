@@ -245,6 +245,30 @@ def test_weights_choose_the_parts(name: str) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["coarser teacher", "finer teacher", "random 5"])
+def test_all_chunks_of_several_tokens_may_have_a_chunk_term(name: str) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=6)
+    models = models_of(batch, pair)
+    several = [chunk for chunk in chunks_of(batch) if len(chunk[1]) + len(chunk[2]) > 2]
+    log_s = torch.log_softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
+    logits = models.teacher_hidden[0] @ models.teacher_weight[0].t()
+    log_t = torch.log_softmax(logits, -1).view(*teacher_ids(batch).shape, -1)
+    want = torch.zeros((), dtype=torch.float64)
+    for b, s, t in several:
+        q = sum(log_s[b, i - 1, batch["input_ids"][b, i]] for i in s).exp()
+        p = sum(log_t[b, i - 1, teacher_ids(batch)[b, i]] for i in t).exp()
+        want = want + p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    off = dict.fromkeys(("root_weight", "inner_student_weight", "inner_teacher_weight"), 0.0)
+    loss, metrics = run(build(pair, chunk_terms="all", **off), batch, models)
+    torch.testing.assert_close(loss, want / len(chunks_of(batch)), rtol=1e-7, atol=1e-9)
+    for mine, theirs in zip(gradients(loss, models), gradients(want / len(chunks_of(batch)), models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+    assert float(metrics["teacher_0/chunk_kl"][1]) == len(several)
+    _, usual = run(build(pair), batch, models)
+    assert float(usual["teacher_0/chunk_kl"][1]) < len(several)
+
+
 @pytest.mark.parametrize("block_rows", [1, 4, 1000])
 @pytest.mark.parametrize("name", ["coarser teacher", "finer teacher", "random 5"])
 def test_terminal_nodes_read_the_row_behind_the_chunk(name: str, block_rows: int) -> None:

@@ -533,7 +533,7 @@ def trees(
         "first_kl": (zero, 0.0),
         "inner_student_kl": (zero, 0.0),
         "inner_teacher_kl": (zero, 0.0),
-        "chunk_kl": (zero, plan.open_C.sum()),
+        "chunk_kl": (zero, plan.has_term_C.sum()),
     }
     result = FastOut(
         root.rows * options.root_weight,
@@ -558,13 +558,13 @@ def trees(
         result.entries.append(part.entries)
         metrics[name] = (part_kl, part.count)
     if lanes.multi:
-        open_weight, open_gated = weight * plan.open_C, gated * plan.open_C
-        rows, slope = _chunk_term(term, lanes, student, teacher, open_gated, lanes.single, options.chunk_weight * tau)
-        chunk_kl = (rows * open_weight[lanes.single :]).sum()
-        metrics["chunk_kl"] = (chunk_kl, plan.open_C.sum())
-        open_rows = rows * plan.open_C[lanes.single :] * options.chunk_weight
-        result.rows = result.rows + F.pad(open_rows, (lanes.single, 0))
-        result.loss = result.loss + (rows * open_gated[lanes.single :]).sum() * options.chunk_weight
+        term_weight, term_gated = weight * plan.has_term_C, gated * plan.has_term_C
+        rows, slope = _chunk_term(term, lanes, student, teacher, term_gated, lanes.single, options.chunk_weight * tau)
+        chunk_kl = (rows * term_weight[lanes.single :]).sum()
+        metrics["chunk_kl"] = (chunk_kl, plan.has_term_C.sum())
+        term_rows = rows * plan.has_term_C[lanes.single :] * options.chunk_weight
+        result.rows = result.rows + F.pad(term_rows, (lanes.single, 0))
+        result.loss = result.loss + (rows * term_gated[lanes.single :]).sum() * options.chunk_weight
         result.prob_coef = result.prob_coef - slope
         result.label_coef = result.label_coef + slope
     result.loss = result.loss * tau**2

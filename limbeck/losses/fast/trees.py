@@ -71,12 +71,12 @@ class BarredTokens:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A block's chunks in the order of their lanes. open_C: float, 1 where neither tree spells the chunk to its end;
+    """A block's chunks in the order of their lanes. has_term_C: float, 1 where the chunk has a chunk term;
     barred: teacher tokens and student tokens that leave the roots, None without a condition."""
 
     student: TreePositions
     teacher: TreePositions
-    open_C: Tensor
+    has_term_C: Tensor
     barred: tuple[BarredTokens, BarredTokens] | None
 
 
@@ -90,7 +90,7 @@ def plan_trees(
     student_tree, teacher_tree = objective.host_trees
     inner_s, done_s = inside_student(student_tree, chunks)
     inner_t, done_t = inside_teacher(teacher_tree, chunks)
-    open_C = chunks.multi_C & ~done_s & ~done_t
+    has_term_C = objective.has_chunk_term(chunks, done_s, done_t)
     barred = None
     if objective.conditions is not None:
         by_student, by_teacher = objective.barred(chunks)
@@ -100,7 +100,7 @@ def plan_trees(
     return TreePlan(
         _positions(student_tree, inner_s, chunks.student_first_C, lane_C, starts[0]),
         _positions(teacher_tree, inner_t, chunks.teacher_first_C, lane_C, starts[1]),
-        open_C[order].float(),
+        has_term_C[order].float(),
         barred,
     )
 

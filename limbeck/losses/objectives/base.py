@@ -25,6 +25,7 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 Condition = Literal["none", "cheap", "exact"]
 Gate = Literal["none", "hard", "soft"]
+ChunkTerms = Literal["open", "all"]
 Lane = Literal["first", "mean"]
 """What stands for a chunk in the kernels' order: the row of its first token, or the mean of its rows."""
 
@@ -162,6 +163,7 @@ class ObjectiveOptions:
     temperature: float = 1.0
     spec: DivergenceSpec = field(default_factory=DivergenceSpec)
     chunk_weight: float = 1.0
+    chunk_terms: ChunkTerms = "open"
     vocab_topk: int = 8192
     uncommon_topk: int = 8192
     learnable: bool = False

@@ -14,7 +14,8 @@ The parts, for a chunk of student tokens s_1..s_n and teacher tokens t_1..t_m (f
   behind the chunk is compared like those inside it: the token could have gone on, and has ended.
 - **first level** (off by default): where a cell is deeper than one link, which group of its tokens, by the first token
   of their spelling. Not quite the same event on both sides, so not with conditioning.
-- **chunk**: binary divergence of the realised chunk's probability where neither tree spells the chunk to its end.
+- **chunk**: binary divergence of the realised chunk's probability where neither tree spells the chunk to its end, or of
+  every chunk of several tokens.
 
 Along the student tree the expectation of the parts over the teacher's tokens is KL(p_T || Q_S) with Q_S the probability
 that the student spells the token and stops there, up to cells that are deeper than one link.
@@ -619,8 +620,8 @@ class TreeKL(ProjectedObjective):
         first_C, deep_count = self._first_level(chunks, probs_CV, probs_CU, axes)
 
         log_s, log_t = chunk_log_probs(student, chunks, teacher, tau)
-        open_C = (chunks.multi_C & ~done_s & ~done_t).to(log_s.dtype)
-        chunk_C = binary_divergence(log_s, log_t, self.spec) * open_C
+        has_term_C = self.has_chunk_term(chunks, done_s, done_t).to(log_s.dtype)
+        chunk_C = binary_divergence(log_s, log_t, self.spec) * has_term_C
         rows_C = (
             options.root_weight * root.rows_C
             + options.inner_student_weight * student_C
@@ -641,11 +642,15 @@ class TreeKL(ProjectedObjective):
             inner_teacher_kl=(chunks.weighted(teacher_C).sum(), number(float(inner_t.count))),
             terminal_kl=(chunks.weighted(terminal_C).sum(), number(float(ended_count))),
             first_kl=(chunks.weighted(first_C).sum(), number(float(deep_count))),
-            chunk_kl=(chunks.weighted(chunk_C).sum(), open_C.sum()),
+            chunk_kl=(chunks.weighted(chunk_C).sum(), has_term_C.sum()),
             lost_mass=(root.lost_C.sum(), count),
             proj_accuracy=(root.right, count),
             **metrics,
         )
+
+    def has_chunk_term(self, chunks: ChunkBlock, done_s: Tensor, done_t: Tensor) -> Tensor:
+        """bool `[C]`. done_s, done_t: the student's and the teacher's tree spell the chunk to its end."""
+        return chunks.multi_C if self.options.chunk_terms == "all" else chunks.multi_C & ~done_s & ~done_t
 
     def barred(self, chunks: ChunkBlock) -> tuple[BarredLists, BarredLists]:
         """What the student's and the teacher's last tokens rule out at the roots: the sides' own tokens, or in the

@@ -143,6 +143,12 @@ def test_gates(name: str, gate: str, kind: str) -> None:
     assert 0 < float(share) < float(count)
 
 
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_chunk_terms_of_all_chunks(name: str) -> None:
+    metrics = compare(PAIRS[name], chunk_terms="all", gate="soft")
+    assert float(metrics["teacher_0/chunk_kl"][1]) > float(compare(PAIRS[name])["teacher_0/chunk_kl"][1])
+
+
 def test_large_logits_in_float16() -> None:
     compare((FINE, COARSE), 2e-2, dtype=torch.float16, spread=6.0)
 
