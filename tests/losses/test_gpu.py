@@ -62,16 +62,20 @@ def test_device_equals_cpu(mode: str, kind: str, dtype: torch.dtype, tolerance: 
         assert float((a.cpu().double() - b).norm() / b.norm()) < tolerance
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"condition": "cheap"}, {"gate": "soft"}, {"gate": "soft", "chunk_terms": "all"}]
+)
 @pytest.mark.parametrize("name", ["coarser teacher", "finer teacher"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
-def test_tree_kl_by_kernels_equals_the_cpu(name: str, condition: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_tree_kl_by_kernels_equals_the_cpu(
+    name: str, settings: dict[str, str], dtype: torch.dtype, tolerance: float
+) -> None:
     pair = PAIRS[name]
     batch = text_batch(pair, samples=5)
     cpu = make_models(batch, pair[0].size, pair[1].size, dtype=dtype)
     found = []
     for device, models in (("cpu", cpu), ("cuda", on_device(cpu, dtype))):
-        cfg = {"mode": "tree_kl", "condition": condition, "fast_path": "force" if device == "cuda" else "off"}
+        cfg = {"mode": "tree_kl", **settings, "fast_path": "force" if device == "cuda" else "off"}
         fn = CrossTokenizerDistillationLossFn(cfg, projections=[projection_of(pair)])
         inputs = fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
         here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
