@@ -64,6 +64,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "p_kl": {"mode": "p_kl"},
     "gold": {"mode": "gold"},
     "h_kl": {"mode": "h_kl"},
+    "strict": {"mode": "strict"},
+    "strict_full": {"mode": "strict", "strict_topk": None},
+    "strict_rest_forward": {"mode": "strict", "strict_topk": None, "strict_rest": True, "direction": "forward"},
+    "strict_span_.25": {"mode": "strict", "span_weight": 0.25},
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 

@@ -54,7 +54,7 @@ from limbeck.projection import Projection
 from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.utils.metrics import Metrics, Pair
 
-LossMode = Literal["tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
+LossMode = Literal["tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict"]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
 
@@ -108,7 +108,12 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     gate: Gate = Field(
         "none", description="count a chunk by the teacher's advantage on the realised text: hard, above 0; soft"
     )
-    direction: Direction = Field("forward", description="forward: KL(teacher||student); reverse; jsd")
+    strict_topk: int | None = Field(16, description="strict: the student's most likely shared tokens; null: all shared")
+    strict_rest: bool = Field(False, description="strict: a rest bucket instead of normalising over those tokens")
+    span_weight: float = Field(0.0, description="strict: factor of the squared log-ratio of all other chunks")
+    direction: Direction = Field(
+        "forward", description="forward: KL(teacher||student); reverse, the default of strict; jsd"
+    )
     jsd_beta: float = Field(0.5, description="M = (1 - beta) student + beta teacher; 0: forward, 1: reverse")
     jsd_rescale: bool = Field(False, description="divide JSD by beta (1 - beta); needed within .05 of the ends")
     jsd_patience: int = Field(20, description="steps in a row with disjoint models before the run is stopped")
@@ -130,12 +135,12 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> CrossTokenizerDistillationLossConfig:
         self._settle_mode()
-        for name in ("temperature", "vocab_topk", "uncommon_topk", "block_rows", "jsd_patience"):
+        for name in ("temperature", "vocab_topk", "uncommon_topk", "strict_topk", "block_rows", "jsd_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
         trees = ("root_weight", "inner_student_weight", "inner_teacher_weight", "terminal_weight", "first_weight")
-        for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight", *trees):
+        for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight", "span_weight", *trees):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 <= self.dynamic_scaling_decay < 1:
@@ -144,6 +149,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             if self.direction == "jsd":
                 raise ValueError("reverse_kl=true and direction='jsd' contradict each other; give one of them")
             self.direction = "reverse"
+        elif "direction" not in self.model_fields_set and OBJECTIVES[self.mode].default_direction != "forward":
+            self.direction = OBJECTIVES[self.mode].default_direction
         try:
             kind = self.spec.kind  # building it checks the divergence's own rules
         except ConfigError as error:
@@ -226,6 +233,9 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             first_weight=self.first_weight,
             condition=self.condition,
             gate=self.gate,
+            strict_topk=self.strict_topk,
+            strict_rest=self.strict_rest,
+            span_weight=self.span_weight,
         )
 
 
@@ -442,7 +452,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             name = f"teacher_{i}"
             if not signal.is_topk:
                 continue
-            if cfg.as_published and objective.vocab is not None:
+            if objective.needs_logits:
                 raise LossError(f"{name}: mode {cfg.mode!r} needs full logits, not a top-k list; use boundary_kl")
             if cfg.temperature != 1.0:
                 raise LossError(

@@ -22,6 +22,8 @@ PARTS = {
     "first_kl": "first level of deep cells",
     "chunk_kl": "whole chunks",
     "common_kl": "common tokens",
+    "strict_kl": "one-to-one chunks",
+    "span_loss": "other chunks, squared log-ratio",
 }
 """Terms of a distillation loss in nats, as objectives log them for every teacher."""
 KINDS = {

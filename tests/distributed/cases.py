@@ -60,6 +60,8 @@ CASES: dict[str, Case] = {
     "h_kl": Case({"mode": "h_kl", "temperature": 2.0}),
     "uld": Case({"mode": "uld"}),
     "alm": Case({"mode": "alm"}, packed=True),
+    "strict": Case({"mode": "strict", "span_weight": 0.1}),
+    "strict, all shared": Case({"mode": "strict", "strict_topk": None, "strict_rest": True}),
     "stored top-k": Case(teachers=("cross",), topk=16),
     "tree_kl, stored top-k": Case({"mode": "tree_kl", "condition": "exact"}, topk=16),
     "tree_kl, terminals": Case({"mode": "tree_kl", "terminal_weight": 1.0}),

@@ -54,7 +54,15 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         2,
         TENSOR,
         TENSOR,
-        ["packed, tied Qwen3", "same vocabulary", "same vocabulary, top-k", "stored top-k", "tree_kl, stored top-k"],
+        [
+            "packed, tied Qwen3",
+            "same vocabulary",
+            "same vocabulary, top-k",
+            "stored top-k",
+            "tree_kl, stored top-k",
+            "strict",
+            "strict, all shared",
+        ],
     ),
     "tensor, whole teachers": (2, TENSOR, {}, ["boundary_kl", "gold"]),
     "context": (

@@ -116,6 +116,9 @@ def kd(
     chunk_weight: float = 1.0,
     exact_only: bool = True,
     stored_k: int | None = None,
+    strict_topk: int | None = 16,
+    strict_rest: bool = False,
+    span_weight: float = 0.0,
 ) -> tuple[Tensor, int]:
     """Sum over valid chunks (times tau squared) and their number. stored_k: the teacher is known by its top-k only."""
     chunks = chunks_of(batch, i, exact_only)
@@ -156,6 +159,16 @@ def kd(
             listed &= target > 0
             full = stored_k is None and vocab_topk >= v_t
             loss = on_buckets(target, torch.stack(s_rows).exp().mean(0), w, listed, full, direction, beta)
+        elif mode == "strict" and len(a) == len(z) == 1:
+            pairs = pairs_of(w, 1 - 1e-6)
+            shared_s, shared_t = s_rows[0][[p[0] for p in pairs]].exp(), t_rows[0][[p[1] for p in pairs]].exp()
+            chosen = shared_s.topk(min(strict_topk or len(pairs), len(pairs))).indices
+            p, q = shared_s[chosen], shared_t[chosen]
+            if strict_rest:
+                p, q = (torch.cat((x, 1 - x.sum()[None])) for x in (p, q))
+            loss = divergence(q / q.sum(), p / p.sum(), direction, beta)
+        elif mode == "strict":
+            loss = span_weight * (log_s - log_t) ** 2
         elif mode == "uld":
             p, q = t_rows[0].exp(), s_rows[0].exp()
             k = min(uncommon_topk, stored_k or max(len(p), len(q)))

@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gold": {},
     "h_kl": {},
     "p_kl": {},
+    "strict": {"strict_topk": 5, "span_weight": 0.1},
     "scored": {"teacher_scoring": "ce"},
     "selected": {"teacher_combination": "select_teacher"},
 }

@@ -13,10 +13,11 @@ from limbeck.losses import CrossTokenizerDistillationLossFn
 from tests.losses import reference
 from tests.losses.cases import make_batch, make_models, make_projection, run
 
-MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl"]
-FULL_ONLY = {"p_kl", "gold", "h_kl"}  # no JSD form, no top-k teacher
-DIRECTED = [(m, d) for m in MODES for d in ("forward", "reverse", "jsd") if d != "jsd" or m not in FULL_ONLY]
-SCORED = [(m, k) for m in MODES for k in ("hidden", "logits", "topk") if k != "topk" or m not in FULL_ONLY]
+MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict"]
+AS_PUBLISHED = {"p_kl", "gold", "h_kl"}  # no JSD form
+NO_LIST = {*AS_PUBLISHED, "strict"}  # no top-k teacher
+DIRECTED = [(m, d) for m in MODES for d in ("forward", "reverse", "jsd") if d != "jsd" or m not in AS_PUBLISHED]
+SCORED = [(m, k) for m in MODES for k in ("hidden", "logits", "topk") if k != "topk" or m not in NO_LIST]
 
 
 def expected(mode: str, batch: dict[str, Any], models: Any, projection: Any, **options: Any) -> torch.Tensor:
@@ -56,10 +57,12 @@ def test_matches_reference(mode: str, tau: float, direction: str) -> None:
         tau=tau,
         direction=direction,
         beta=beta,
-        exact_only=mode not in FULL_ONLY,
+        exact_only=mode not in AS_PUBLISHED,
         vocab_topk=9,
         uncommon_topk=6,
         chunk_weight=0.4,
+        strict_topk=4,
+        span_weight=0.3,
     )
     cfg = settings_for(
         mode,
@@ -69,12 +72,14 @@ def test_matches_reference(mode: str, tau: float, direction: str) -> None:
         vocab_topk=9,
         uncommon_topk=6,
         chunk_weight=0.4,
+        strict_topk=4,
+        span_weight=0.3,
         block_rows=4,
     )
     compare(cfg, batch, models, projection, want, "hidden")
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m not in FULL_ONLY])
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in NO_LIST])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("k", [1, 5, 30])
 def test_topk_teacher_matches_reference(mode: str, direction: str, k: int) -> None:
@@ -105,7 +110,13 @@ def test_odd_shapes(mode: str, seed: int, samples: int, v_s: int, v_t: int, bloc
     models = make_models(batch, v_s, v_t, seed=seed)
     want = expected(mode, batch, models, projection, exact_only=exact, vocab_topk=7, uncommon_topk=5)
     cfg = settings_for(
-        mode, vocab_topk=7, uncommon_topk=5, block_rows=block, exact_token_match_only=exact, allow_inexact=not exact
+        mode,
+        direction="forward",
+        vocab_topk=7,
+        uncommon_topk=5,
+        block_rows=block,
+        exact_token_match_only=exact,
+        allow_inexact=not exact,
     )
     compare(cfg, batch, models, projection, want, "logits")
 

@@ -9,11 +9,12 @@ from limbeck.losses.objectives.corrected import (
     SortedProbabilities,
 )
 from limbeck.losses.objectives.published import PKL, Gold, HybridKL
+from limbeck.losses.objectives.recent import StrictKL
 from limbeck.losses.objectives.tree_kl import TreeKL
 
 OBJECTIVES: dict[str, type[ProjectedObjective]] = {
     cls.mode: cls
-    for cls in (BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities, PKL, Gold, HybridKL)
+    for cls in (BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities, PKL, Gold, HybridKL, StrictKL)
 }
 """Objective of each mode, for teachers with a vocabulary of their own."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.distributed.comm import Comm
-from limbeck.losses.divergences import DivergenceSpec
+from limbeck.losses.divergences import Direction, DivergenceSpec
 from limbeck.losses.signals import TeacherRows, TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike, ShardedMap, VocabMap
@@ -174,6 +174,9 @@ class ObjectiveOptions:
     first_weight: float = 0.0
     condition: Condition = "none"
     gate: Gate = "none"
+    strict_topk: int | None = 16
+    strict_rest: bool = False
+    span_weight: float = 0.0
 
 
 class Objective(nn.Module, ABC):
@@ -183,8 +186,10 @@ class Objective(nn.Module, ABC):
 
     Attributes:
         mode: its name in run files.
-        as_published: kept for comparison; such an objective has no JSD form, needs whole distributions, and takes
-            chunks whose bytes differ unless `exact_token_match_only` is set.
+        as_published: kept for comparison; such an objective has no JSD form and takes chunks whose bytes differ unless
+            `exact_token_match_only` is set.
+        needs_logits: reads the teacher's whole distribution, so a top-k list will not do.
+        default_direction: which divergence it is, where the run file names none.
         lanes: what its kernels work on, student and teacher; None: there are none.
         needs_trees: works on the cells and trees of the two vocabularies, so the projection must hold them.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
@@ -194,6 +199,8 @@ class Objective(nn.Module, ABC):
 
     mode: ClassVar[str]
     as_published: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
+    default_direction: ClassVar[Direction] = "forward"
     lanes: ClassVar[tuple[Lane, Lane] | None] = None
     needs_trees: ClassVar[bool] = False
     chooses_ids: ClassVar[bool] = False

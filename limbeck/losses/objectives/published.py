@@ -28,6 +28,7 @@ class PKL(ProjectedObjective):
 
     mode = "p_kl"
     as_published = True
+    needs_logits = True
     lanes = ("first", "mean")
     chooses_ids = True
 
@@ -68,6 +69,7 @@ class CommonKL(ProjectedObjective):
     """
 
     as_published = True
+    needs_logits = True
     lanes = ("mean", "mean")
 
     def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:

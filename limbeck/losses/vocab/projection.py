@@ -307,6 +307,14 @@ class CommonPairs(nn.Module):
             self._rest = key, (found[0], found[1])
         return self._rest[1]
 
+    def common(
+        self, log_s: Tensor, log_t: Tensor, axes: tuple[VocabAxis, VocabAxis]
+    ) -> tuple[Tensor, Tensor, VocabAxis]:
+        """Both sides at the pairs `[C, P]`, and the axis on which those lie; see `columns`."""
+        if axes[0].sharded:
+            return self.columns(log_s, log_t, axes)[0]
+        return log_s.index_select(1, self.student), log_t.index_select(1, self.teacher), WHOLE
+
     def columns(
         self, log_s: Tensor, log_t: Tensor, axes: tuple[VocabAxis, VocabAxis]
     ) -> tuple[tuple[Tensor, Tensor, VocabAxis], list[tuple[Tensor, VocabAxis]]]:
@@ -319,9 +327,8 @@ class CommonPairs(nn.Module):
             if key not in self._sharded:
                 self._sharded[key] = _ShardedPairs(self, self.rest(*sizes), student, teacher)
             return self._sharded[key].columns(log_s, log_t)
-        common = log_s.index_select(1, self.student), log_t.index_select(1, self.teacher), WHOLE
         rest = zip((log_s, log_t), self.rest(*sizes), strict=True)
-        return common, [(values.index_select(1, ids), WHOLE) for values, ids in rest]
+        return self.common(log_s, log_t, axes), [(values.index_select(1, ids), WHOLE) for values, ids in rest]
 
 
 class _ShardedPairs:

@@ -1,0 +1,98 @@
+"""Objectives of 2026 that contradict each other, as far as their definitions can be read: which rows are compared, and
+over which events. `docs/losses.md` says what of each is published and what differs here.
+
+- **strict** (arXiv 2610.08448): only chunks of one token on both sides, over the tokens that both vocabularies have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from limbeck.errors import LossError
+from limbeck.losses.divergences import divergence_entries, log1mexp, tail_log_prob
+from limbeck.losses.objectives.base import (
+    BlockLogits,
+    BlockOut,
+    ChunkBlock,
+    ObjectiveOptions,
+    ProjectedObjective,
+    chunk_log_probs,
+)
+from limbeck.losses.signals import TeacherScores
+from limbeck.losses.vocab.axis import WHOLE, VocabAxis
+from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike
+
+
+class SharedVocabulary(ProjectedObjective):
+    """An objective that reads both sides at the pairs of tokens with equal bytes, or equal role."""
+
+    needs_logits = True
+
+    def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
+        super().__init__(options, projection, teacher_size)
+        student, teacher = projection.exact_pairs()
+        self.pairs = CommonPairs(torch.as_tensor(student), torch.as_tensor(teacher))
+        if not self.pairs.student.numel():
+            raise LossError(f"mode {self.mode!r} found no common token in the projection; use boundary_kl or p_kl_norm")
+
+    def shared(
+        self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, at: Tensor
+    ) -> tuple[Tensor, Tensor, VocabAxis]:
+        """Log-probabilities `[n, P]` of the pairs at the starts of the chunks `at`, and the axis on which they lie."""
+        log_s = chunks.student_boundary(student.log_probs(self.temperature)).index_select(0, at)
+        log_t = teacher.log_probs(self.temperature).index_select(0, chunks.teacher_first_C[at]).to(log_s.dtype)
+        return self.pairs.common(log_s, log_t, (student.axis, teacher.axis))
+
+
+class StrictKL(SharedVocabulary):
+    """Divergence over the student's `strict_topk` most likely shared tokens, where a chunk is one token on both sides;
+    elsewhere the squared log-ratio of the chunk's probability, times `span_weight`.
+
+    Both sides are normalised over those tokens, or keep what is left in a rest bucket (`strict_rest`).
+    """
+
+    mode = "strict"
+    default_direction = "reverse"
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        options = self.options
+        multi_C = chunks.multi_C
+        at = (~multi_C).nonzero().squeeze(1)
+        log_s, log_t, axis = self.shared(student, chunks, teacher, at)
+        with torch.no_grad():
+            right = (axis.argmax(log_s) == axis.argmax(log_t)).sum().to(log_s)
+            shared_s, shared_t = axis.sum(log_s.exp()).sum(), axis.sum(log_t.exp()).sum()
+        k = options.strict_topk
+        if k is not None and k < axis.width(log_s):
+            chosen = axis.topk(log_s.detach(), k)[1]
+            log_s, log_t, axis = axis.gather(log_s, chosen), axis.gather(log_t, chosen), WHOLE
+        with torch.no_grad():
+            kept_s, kept_t = axis.sum(log_s.exp()).sum(), axis.sum(log_t.exp()).sum()
+        if not options.strict_rest:
+            rows = axis.sum(divergence_entries(axis.log_softmax(log_s), axis.log_softmax(log_t), self.spec))
+        else:
+            outside = divergence_entries(_rest(log_s, axis), _rest(log_t, axis), self.spec)
+            rows = axis.sum(divergence_entries(log_s, log_t, self.spec)) + outside
+        strict_C = torch.zeros_like(multi_C, dtype=rows.dtype).index_put((at,), rows)
+        span_s, span_t = chunk_log_probs(student, chunks, teacher, self.temperature)
+        span_C = (span_s - span_t).square() * multi_C
+        few, rest = rows.new_tensor(float(at.numel())), multi_C.sum().to(rows)
+        return self.out(
+            strict_C + options.span_weight * span_C,
+            chunks,
+            strict_kl=(chunks.weighted(strict_C).sum(), few),
+            span_loss=(chunks.weighted(span_C).sum(), rest),
+            shared_mass_student=(shared_s, few),
+            shared_mass_teacher=(shared_t, few),
+            kept_mass_student=(kept_s, few),
+            kept_mass_teacher=(kept_t, few),
+            proj_accuracy=(right, few),
+        )
+
+
+def _rest(log_probs: Tensor, axis: VocabAxis) -> Tensor:
+    """log of the probability outside the columns `[n]`."""
+    if axis.sharded:
+        return log1mexp(axis.sum(log_probs.exp()).log())
+    return tail_log_prob(log_probs).squeeze(-1)
