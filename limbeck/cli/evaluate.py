@@ -22,6 +22,7 @@ class EvalMode(str, Enum):
     chat = "chat"
     choice = "choice"
     pairs = "pairs"
+    answers = "answers"
 
 
 class Begin(str, Enum):
@@ -92,7 +93,7 @@ def eval_command(
     lm_eval_include: Annotated[Path | None, typer.Option(help="Folder with harness tasks of your own.")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare models on files, whatever their tokenizers: bits per byte, multiple choice, preference pairs.
+    """Compare models on files, whatever their tokenizers: bits per byte, multiple choice, preference pairs, answers.
 
     Example: limbeck eval runs/mine ./SmolLM2-135M -d val.jsonl -d arc_easy_val.jsonl --max-documents 200
     """
@@ -118,6 +119,7 @@ def eval_command(
         device=device,
         allow_missing=allow_missing,
         bos=bos.value,
+        max_new_tokens=max_new_tokens,
     )
     if lm_eval:
         from limbeck.evaluation.harness import check_harness

@@ -14,6 +14,8 @@ from limbeck.utils.files import short_names
 _FIGURES: dict[str, tuple[str, bool]] = {
     "acc": ("accuracy", True),
     "acc_norm": ("accuracy, per byte", True),
+    "exact": ("right answers, written", True),
+    "ended": ("answers that end in time", True),
     "accuracy": ("chosen above rejected", True),
     "chosen_logprob": ("log p of chosen", True),
     "rejected_logprob": ("log p of rejected", False),
@@ -28,7 +30,7 @@ _TRACE_FIGURES: dict[str, tuple[str, bool | None]] = {
     "better_above_worse": ("better above rejected, share", True),
 }
 """How probable messages of traces are: title, and whether more is better."""
-_SCORED = {"chat": " (assistant)", "choice": " (right answers)", "pairs": " (chosen)"}
+_SCORED = {"chat": " (assistant)", "choice": " (right answers)", "pairs": " (chosen)", "answers": " (right answers)"}
 """What of a file the bits per byte are about, where that is not all of it."""
 
 

@@ -27,7 +27,7 @@ from limbeck.tokens import ByteVocab, Rendering, TextEncoder, load_tokenizer
 from limbeck.tokens.chat import render_chat
 from limbeck.tokens.classes import TEXT_CLASSES, class_table
 
-MODES = ("auto", "text", "chat", "choice", "pairs")
+MODES = ("auto", "text", "chat", "choice", "pairs", "answers")
 DEFAULT_CONTEXT = 2048
 
 Advance = Callable[[float], None]
@@ -40,8 +40,8 @@ class EvalOptions:
     """How files are read and scored.
 
     Attributes:
-        mode: ``text``, ``chat``, ``choice`` (multiple choice), ``pairs`` (preference pairs), or ``auto``: by each
-            file's first record.
+        mode: ``text``, ``chat``, ``choice`` (multiple choice), ``pairs`` (preference pairs), ``answers`` (prompts with
+            one right answer, to be written), or ``auto``: by each file's first record.
         text_key, messages_key: keys of the records.
         split_documents: of plain text files: one document per ``file``, or parted by ``blank_lines``.
         context: longest window in tokens; default: the model's own limit, at most 2,048.
@@ -53,6 +53,7 @@ class EvalOptions:
         device: default: the accelerator if there is one.
         allow_missing: score a model whose folder lacks weights, with random numbers in their place.
         bos: ``auto``: texts begin as the tokenizer makes them; ``expected``: as the weights are clearly better with.
+        max_new_tokens: longest answer that is written.
     """
 
     mode: str = "auto"
@@ -69,11 +70,12 @@ class EvalOptions:
     device: str | None = None
     allow_missing: bool = False
     bos: Literal["auto", "expected"] = "auto"
+    max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode {self.mode!r} is unknown; use one of {', '.join(MODES)}.")
-        for name in ("batch_tokens", "max_documents", "max_bytes"):
+        for name in ("batch_tokens", "max_documents", "max_bytes", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; give a positive number.")
@@ -89,16 +91,16 @@ class FileResult:
     documents: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     classes: dict[str, list[float]] = field(default_factory=dict)
-    """Nats, bytes and tokens by class of token."""
+    """Nats, bytes, tokens and the mass on the class by class of token."""
 
     def add_classes(
-        self, vocab: ByteVocab, numbers: npt.NDArray[np.uint8], ids: IntArray, logprobs: FloatArray
+        self, vocab: ByteVocab, numbers: npt.NDArray[np.uint8], ids: IntArray, logprobs: FloatArray, masses: FloatArray
     ) -> None:
-        """Count scored tokens by class; ``numbers``: class of every id."""
+        """Count scored tokens by class; ``numbers``: class of every id; ``masses``: probability of a token's class."""
         for number in np.unique(numbers[ids]):
             own = numbers[ids] == number
-            sums = (logprobs[own].sum(), vocab.byte_len[ids[own]].sum(), own.sum())
-            have = self.classes.setdefault(TEXT_CLASSES[number], [0.0, 0.0, 0.0])
+            sums = (logprobs[own].sum(), vocab.byte_len[ids[own]].sum(), own.sum(), masses[own].sum())
+            have = self.classes.setdefault(TEXT_CLASSES[number], [0.0, 0.0, 0.0, 0.0])
             have[:] = [a + float(b) for a, b in zip(have, sums, strict=True)]
 
     def summary(self) -> dict[str, Any]:
@@ -111,10 +113,15 @@ class FileResult:
         }
         if self.classes:
             out["classes"] = {
-                name: {"bpb": bits_per_byte(nats, int(size)), "bytes": int(size), "tokens": int(tokens)}
+                name: {
+                    "bpb": bits_per_byte(nats, int(size)),
+                    "bytes": int(size),
+                    "tokens": int(tokens),
+                    "mass": mass / tokens,
+                }
                 for name in TEXT_CLASSES
                 if name in self.classes
-                for nats, size, tokens in [self.classes[name]]
+                for nats, size, tokens, mass in [self.classes[name]]
             }
         if self.dropped:
             out["dropped"] = dict(self.dropped)
@@ -164,6 +171,13 @@ class EvalModel:
         limit = setting(config, "max_position_embeddings")
         return int(limit) if isinstance(limit, int) and limit > 0 else 1 << 30
 
+    def head_classes(self) -> torch.Tensor:
+        """Class of every id of the head, int64 ``[vocab_size]``; ids that are no tokens have one of their own."""
+        found = torch.full((self.policy.vocab_size,), len(TEXT_CLASSES))
+        known = torch.from_numpy(self.classes[: len(found)].astype(np.int64))
+        found[: len(known)] = known
+        return found
+
     def text(self, text: str) -> Rendering:
         """A document, behind the begin token or not."""
         return self.encoder.encode(text, bos=self.bos_id is not None)
@@ -201,9 +215,9 @@ def score_documents(
         for rendering in _renderings(model, data, limit, options.max_bytes, result)
         for window in make_windows(rendering, model.context, model.stride, bos_id=model.bos_id)
     )
-    for window, logprobs in score_tokens(model.policy, windows, options.batch_tokens):
+    for window, logprobs, masses in score_tokens(model.policy, windows, options.batch_tokens, model.head_classes()):
         result.nats += float(logprobs.sum())
-        result.add_classes(model.encoder.vocab, model.classes, window.ids[window.scored], logprobs)
+        result.add_classes(model.encoder.vocab, model.classes, window.ids[window.scored], logprobs, masses)
         result.bytes += window.size
         result.tokens += window.tokens
         advance(window.share)
@@ -263,8 +277,8 @@ class Scorer(Protocol):
     vocab_size: int
     name: str
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """``logprobs`` [B, T] of the token at t given those before it."""
+    def get_logprobs(self, data: BatchedDataDict, *, classes: torch.Tensor | None = None) -> BatchedDataDict:
+        """``logprobs`` [B, T] of the token at t given those before it; with classes ``class_logprobs`` of its class."""
         ...
 
 
@@ -357,14 +371,21 @@ def check_window(context: int, stride: int) -> None:
 
 def score_windows(model: Scorer, windows: Iterable[Window], batch_tokens: int) -> Iterator[tuple[Window, float]]:
     """Each window with the log-likelihood (natural logarithm) of its scored tokens; otherwise as `score_tokens`."""
-    for window, logprobs in score_tokens(model, windows, batch_tokens):
+    for window, logprobs, _ in score_tokens(model, windows, batch_tokens):
         yield window, float(logprobs.sum())
 
 
-def score_tokens(model: Scorer, windows: Iterable[Window], batch_tokens: int) -> Iterator[tuple[Window, FloatArray]]:
-    """Each window with the log-probabilities of its scored tokens; the order may differ.
+TokenScores = tuple[Window, FloatArray, FloatArray]
+"""A window, and of each of its scored tokens the log-probability and the probability of its class."""
+
+
+def score_tokens(
+    model: Scorer, windows: Iterable[Window], batch_tokens: int, classes: torch.Tensor | None = None
+) -> Iterator[TokenScores]:
+    """Each window with the scores of its scored tokens; the order may differ.
 
     ``batch_tokens``: most tokens of one forward pass, padding included (a single longer window goes alone).
+    ``classes``: class of every id of the head; without it all tokens are one class.
     """
     waiting: list[Window] = []
     room = 0
@@ -372,23 +393,25 @@ def score_tokens(model: Scorer, windows: Iterable[Window], batch_tokens: int) ->
         waiting.append(window)
         room += len(window)
         if room >= _BATCHES_TO_SORT * batch_tokens:
-            yield from _score_sorted(model, waiting, batch_tokens)
+            yield from _score_sorted(model, waiting, batch_tokens, classes)
             waiting, room = [], 0
-    yield from _score_sorted(model, waiting, batch_tokens)
+    yield from _score_sorted(model, waiting, batch_tokens, classes)
 
 
-def _score_sorted(model: Scorer, windows: list[Window], batch_tokens: int) -> Iterator[tuple[Window, FloatArray]]:
+def _score_sorted(
+    model: Scorer, windows: list[Window], batch_tokens: int, classes: torch.Tensor | None
+) -> Iterator[TokenScores]:
     # longest first: a batch that does not fit in memory shows at once
     ordered = sorted(windows, key=len, reverse=True)
     start = 0
     while start < len(ordered):
         rows = max(batch_tokens // len(ordered[start]), 1)
         batch = ordered[start : start + rows]
-        yield from zip(batch, _score_batch(model, batch), strict=True)
+        yield from _score_batch(model, batch, classes)
         start += rows
 
 
-def _score_batch(model: Scorer, batch: list[Window]) -> list[FloatArray]:
+def _score_batch(model: Scorer, batch: list[Window], classes: torch.Tensor | None) -> Iterator[TokenScores]:
     width = len(batch[0])
     ids = np.zeros((len(batch), width), dtype=np.int64)
     scored = np.zeros((len(batch), width), dtype=bool)
@@ -403,8 +426,10 @@ def _score_batch(model: Scorer, batch: list[Window]) -> list[FloatArray]:
         )
     lengths = torch.tensor([len(window) for window in batch], dtype=torch.int64)
     data: BatchedDataDict = BatchedDataDict({"input_ids": torch.from_numpy(ids), "input_lengths": lengths})
-    logprobs = model.get_logprobs(data)["logprobs"].cpu().double().numpy()
-    values = np.where(scored, logprobs, 0.0)
+    found = model.get_logprobs(data) if classes is None else model.get_logprobs(data, classes=classes)
+    values = np.where(scored, found["logprobs"].cpu().double().numpy(), 0.0)
     if not np.isfinite(values).all():
         raise LossError(f"{model.name} gives a probability that is not finite; its weights are damaged.")
-    return [own[mask] for own, mask in zip(values, scored, strict=True)]
+    masses = np.ones_like(values) if classes is None else found["class_logprobs"].cpu().double().exp().numpy()
+    for window, own, mass, mask in zip(batch, values, masses, scored, strict=True):
+        yield window, own[mask], mass[mask]

@@ -1,4 +1,4 @@
-"""Models on files of any kind: texts, conversations, multiple choice, preference pairs.
+"""Models on files of any kind: texts, conversations, multiple choice, preference pairs, questions to be answered.
 
 >>> from limbeck.evaluation.files import EvalOptions, evaluate
 >>> result = evaluate(["./student", "./teacher"], ["val.jsonl"], EvalOptions(max_documents=100))   # doctest: +SKIP
@@ -14,6 +14,7 @@ from typing import Any
 
 from limbeck.data.readers import HUB_PREFIX, BadRecord, JsonlReader, expand, format_of
 from limbeck.errors import DataError
+from limbeck.evaluation.answers import is_answered, score_answers
 from limbeck.evaluation.begin import begin_bits
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
@@ -31,8 +32,8 @@ def evaluate(
 
     Returns ``{"models": {spec: {file: {"bpb", "bytes", "documents", "tokens", ...}}}, "files": {file: mode},
     "loaded": {spec: {"context", "stride", "step", "begin"}}, "settings": {...}}``. Multiple choice adds ``acc`` and
-    ``acc_norm``; preference pairs add ``accuracy``, ``chosen_logprob``, ``rejected_logprob`` and ``margin``. ``begin``:
-    see :func:`unlike_tokenizer`.
+    ``acc_norm``; preference pairs add ``accuracy``, ``chosen_logprob``, ``rejected_logprob`` and ``margin``; answers
+    add ``exact`` and ``ended``. ``begin``: see :func:`unlike_tokenizer`.
     """
     options = options or EvalOptions()
     paths = expand(list(files))
@@ -81,6 +82,8 @@ def detect_mode(path: str, options: EvalOptions) -> str:
         return "chat"
     if options.text_key not in row and layout_of(row) is not None:
         return "choice"
+    if options.text_key not in row and is_answered(row):
+        return "answers"
     return "text"
 
 
@@ -88,9 +91,11 @@ def evaluate_file(
     model: EvalModel, path: str, mode: str, options: EvalOptions, begin: Begin | None = None
 ) -> dict[str, Any]:
     """Summary of one file by one model."""
-    if mode not in ("choice", "pairs"):
+    if mode not in ("choice", "pairs", "answers"):
         return score_documents(model, path, mode, options, begin)
     records = ChoiceFile(path, options.max_documents)
     advance = begin(model.name, path, len(records)) if begin else unwatched
+    if mode == "answers":
+        return score_answers(model, records, options.batch_tokens, options.max_new_tokens, advance)
     score = score_choices if mode == "choice" else score_pairs
     return score(model, records, options.batch_tokens, advance)

@@ -283,11 +283,14 @@ class LanguageModel:
             yield to_device(whole, self.device), hidden, to_device(next_ids, self.device)
 
     @torch.no_grad()
-    def score(self, data: BatchedDataDict, *, prefix: str = "", k: int = 0) -> Iterator[tuple[Tensor, RowScores]]:
+    def score(
+        self, data: BatchedDataDict, *, prefix: str = "", k: int = 0, classes: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, RowScores]]:
         """Scores of all real tokens by micro-batch: (places in the flattened [B * T], scores)."""
-        head = self.head()
+        head = self.head(whole=classes is not None)
+        classes = None if classes is None else classes.to(self.device)
         for where, hidden, next_ids in self._scored(data, prefix):
-            yield where, score_rows(hidden, head, next_ids, k=k)
+            yield where, score_rows(hidden, head, next_ids, k=k, classes=classes)
         self.sharding.release()
 
     @torch.no_grad()
@@ -306,14 +309,25 @@ class LanguageModel:
         return BatchedDataDict({"topk_logits": logits.reshape(shape), "topk_indices": indices.reshape(shape)})
 
     @torch.no_grad()
-    def get_logprobs(self, data: BatchedDataDict, *, prefix: str = "") -> BatchedDataDict:
-        """``logprobs`` float32 [B, T]: of the token at t given those before it; 0 at t = 0 and in padding."""
+    def get_logprobs(
+        self, data: BatchedDataDict, *, prefix: str = "", classes: Tensor | None = None
+    ) -> BatchedDataDict:
+        """``logprobs`` float32 [B, T]: of the token at t given those before it; 0 at t = 0 and in padding.
+
+        ``classes`` [vocab_size], the class of every id, adds ``class_logprobs`` [B, T]: of any token of the same class.
+        """
         ids = data[f"{prefix}input_ids"]
         out = torch.zeros(ids.numel() + 1, dtype=torch.float32, device=self.device)
-        for where, scores in self.score(data, prefix=prefix):
+        of_class = torch.zeros_like(out)
+        for where, scores in self.score(data, prefix=prefix, classes=classes):
             # a row's last token scores nothing, and must not write into its neighbour's first place
             out[where + 1] = scores.next_logprob.float()
-        return BatchedDataDict({"logprobs": out[:-1].reshape(ids.shape)})
+            if scores.class_logprob is not None:
+                of_class[where + 1] = scores.class_logprob.float()
+        found: BatchedDataDict = BatchedDataDict({"logprobs": out[:-1].reshape(ids.shape)})
+        if classes is not None:
+            found["class_logprobs"] = of_class[:-1].reshape(ids.shape)
+        return found
 
     def response_log_probs(self, data: BatchedDataDict, *, prefix: str = "") -> Tensor:
         """``[rows]`` float64: log-probability of each row's supervised tokens, in nats."""
@@ -336,13 +350,15 @@ class RowScores:
     """Scores of N rows. ``topk_ids``, ``topk_logits`` [N, k]; ``logsumexp`` and ``next_logprob`` [N], float32.
 
     ``topk_logits`` are the raw logits, most likely first; minus ``logsumexp`` they are log-probabilities.
-    ``next_logprob`` is 0 where the next token's id lies outside of the head.
+    ``next_logprob`` is 0 where the next token's id lies outside of the head, and so is ``class_logprob`` [N], the
+    log-probability of all tokens of the next one's class, where classes were given.
     """
 
     topk_ids: Tensor
     topk_logits: Tensor
     logsumexp: Tensor
     next_logprob: Tensor
+    class_logprob: Tensor | None = None
 
     @property
     def topk_logprobs(self) -> Tensor:
@@ -351,10 +367,19 @@ class RowScores:
 
 
 @torch.no_grad()
-def score_rows(hidden: Tensor, head: Head, next_ids: Tensor, *, k: int = 0, block_rows: int = 512) -> RowScores:
+def score_rows(
+    hidden: Tensor,
+    head: Head,
+    next_ids: Tensor,
+    *,
+    k: int = 0,
+    classes: Tensor | None = None,
+    block_rows: int = 512,
+) -> RowScores:
     """Score the rows of ``hidden`` [N, h]; ``next_ids`` [N]: the token that came after each (-1: none).
 
-    Only ``block_rows`` x vocabulary logits exist at a time.
+    ``classes`` [vocabulary], which a whole head needs: the class of every id. Only ``block_rows`` x vocabulary logits
+    exist at a time.
     """
     parts: list[tuple[Tensor, ...]] = []
     k = min(k, head.vocab_size)
@@ -366,6 +391,10 @@ def score_rows(hidden: Tensor, head: Head, next_ids: Tensor, *, k: int = 0, bloc
         next_logprob = head.axis.gather(logits, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
         top, top_ids = head.axis.topk(logits, k)
         parts.append((top_ids, top, total, next_logprob.masked_fill(~known, 0.0)))
+        if classes is not None:
+            others = classes != classes[ids.clamp(0, head.vocab_size - 1)][:, None]
+            of_class = logits.masked_fill(others, -torch.inf).logsumexp(-1) - total
+            parts[-1] += (of_class.masked_fill(~known, 0.0),)
     return RowScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

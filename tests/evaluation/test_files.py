@@ -114,6 +114,23 @@ def test_the_classes_of_tokens_add_up_to_the_file(models: dict[str, str], tmp_pa
     assert bits == pytest.approx(row["bpb"] * row["bytes"], rel=1e-9)
 
 
+def test_the_mass_of_a_class_is_the_probability_of_its_tokens_where_one_follows(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    text = "x = f(12, 345)\n\n日本語 and words, 2026."
+    path = tmp_path / "docs.jsonl"
+    path.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    row = evaluate([models["bos"]], [str(path)])["models"][models["bos"]][str(path)]
+    model = EvalModel(find_model(models["bos"]), EvalOptions())
+    ids = torch.from_numpy(model.text(text).ids)
+    size = model.encoder.vocab.size
+    probs = model.policy.model(input_ids=ids[None]).logits[0, :-1, :size].double().softmax(-1)
+    for number, name in enumerate(TEXT_CLASSES):
+        members = torch.from_numpy(model.classes == number)
+        expected = probs[members[ids[1:]]][:, members].sum(1).mean()
+        assert row["classes"][name]["mass"] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_the_first_token_is_left_out_of_both_counts(models: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "docs.txt"
     path.write_text(tiny.TEXTS[0], encoding="utf-8")
@@ -436,10 +453,11 @@ def test_a_model_whose_texts_begin_otherwise_than_it_expects(
     begin = EvalModel(find_model(folder), EvalOptions()).encoder.bos_id
     rows: list[int] = []
 
-    def lost_otherwise(self: tiny.Policy, data: BatchedDataDict) -> BatchedDataDict:
+    def lost_otherwise(self: tiny.Policy, data: BatchedDataDict, classes: Any = None) -> BatchedDataDict:
         rows.append(data.size)
         right = (data["input_ids"][:, :1] == begin) == wanted
-        return BatchedDataDict({"logprobs": torch.where(right, -1.0, -5.0).expand(data["input_ids"].shape)})
+        logprobs = torch.where(right, -1.0, -5.0).expand(data["input_ids"].shape)
+        return BatchedDataDict({"logprobs": logprobs, "class_logprobs": logprobs})
 
     monkeypatch.setattr(tiny.Policy, "get_logprobs", lost_otherwise)
     path = tmp_path / "a.jsonl"
