@@ -68,6 +68,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "strict_full": {"mode": "strict", "strict_topk": None},
     "strict_rest_forward": {"mode": "strict", "strict_topk": None, "strict_rest": True, "direction": "forward"},
     "strict_span_.25": {"mode": "strict", "span_weight": 0.25},
+    "simct": {"mode": "simct"},
+    "escd": {"mode": "escd"},
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 

@@ -54,7 +54,9 @@ from limbeck.projection import Projection
 from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.utils.metrics import Metrics, Pair
 
-LossMode = Literal["tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict"]
+LossMode = Literal[
+    "tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct", "escd"
+]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
 
@@ -112,7 +114,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     strict_rest: bool = Field(False, description="strict: a rest bucket instead of normalising over those tokens")
     span_weight: float = Field(0.0, description="strict: factor of the squared log-ratio of all other chunks")
     direction: Direction = Field(
-        "forward", description="forward: KL(teacher||student); reverse, the default of strict; jsd"
+        "forward", description="forward: KL(teacher||student); reverse, the default of strict and simct; jsd"
     )
     jsd_beta: float = Field(0.5, description="M = (1 - beta) student + beta teacher; 0: forward, 1: reverse")
     jsd_rescale: bool = Field(False, description="divide JSD by beta (1 - beta); needed within .05 of the ends")

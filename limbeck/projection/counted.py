@@ -177,6 +177,7 @@ def build_counted(
         student_fingerprint=rules.student_fingerprint,
         teacher_fingerprint=rules.teacher_fingerprint,
         rule="counted",
+        token_bytes=rules.token_bytes,
         details={
             "smoothed_towards": rules.rule,
             "smoothing": repr(float(smoothing)),

@@ -74,6 +74,8 @@ class Projection:
         rule: how the weights were made ("rules", "rules+reverse", "counted", "converted").
         details: further facts about the making, text to text; stored in the file's header.
         trees: cells and trees of the two vocabularies, where they have been built.
+        token_bytes: bytes of every student id and every teacher id, empty for special ones, where the tokenizers are at
+            hand; not stored.
     """
 
     indices: npt.NDArray[np.int32]
@@ -85,6 +87,7 @@ class Projection:
     rule: str
     details: Mapping[str, str] = field(default_factory=dict)
     trees: VocabTrees | None = None
+    token_bytes: tuple[tuple[bytes, ...], tuple[bytes, ...]] | None = None
 
     def __post_init__(self) -> None:
         _check_layout(self)
@@ -223,6 +226,7 @@ class Projection:
                 rule=header["rule"],
                 details=_header_details(header),
                 trees=VocabTrees.from_tensors(trees) if trees else None,
+                token_bytes=None if student is None or teacher is None else (student.token_bytes, teacher.token_bytes),
             )
             for name, stored in (("student_size", projection.student_size), ("k", projection.k)):
                 if _header_int(header, name) != stored:

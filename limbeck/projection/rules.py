@@ -102,6 +102,7 @@ def build_rules(
         teacher_fingerprint=teacher.fingerprint,
         rule=rule_name(reverse),
         details=details,
+        token_bytes=(student.token_bytes, teacher.token_bytes),
     )
 
 

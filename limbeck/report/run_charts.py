@@ -24,6 +24,7 @@ PARTS = {
     "common_kl": "common tokens",
     "strict_kl": "one-to-one chunks",
     "span_loss": "other chunks, squared log-ratio",
+    "child_kl": "sets of completions",
 }
 """Terms of a distillation loss in nats, as objectives log them for every teacher."""
 KINDS = {

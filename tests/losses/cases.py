@@ -24,6 +24,7 @@ class FakeProjection:
     teacher_size: int
     teacher_fingerprint: str = "t"
     trees: VocabTrees | None = None
+    token_bytes: tuple[tuple[bytes, ...], tuple[bytes, ...]] | None = None
 
     def exact_pairs(self) -> tuple[Tensor, Tensor]:
         return common_pairs(self, 1 - 1e-6)

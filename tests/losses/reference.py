@@ -169,6 +169,13 @@ def kd(
             loss = divergence(q / q.sum(), p / p.sum(), direction, beta)
         elif mode == "strict":
             loss = span_weight * (log_s - log_t) ** 2
+        elif mode == "simct":
+            pairs = pairs_of(w, 1 - 1e-6)
+            scores_s, scores_t = s_rows[0][[p[0] for p in pairs]], t_rows[0][[p[1] for p in pairs]]
+            if len(a) > 1 or len(z) > 1:
+                scores_s = torch.cat((scores_s, log_s[None] / len(a)))
+                scores_t = torch.cat((scores_t, log_t[None] / len(z)))
+            loss = divergence(scores_t.softmax(-1), scores_s.softmax(-1), direction, beta)
         elif mode == "uld":
             p, q = t_rows[0].exp(), s_rows[0].exp()
             k = min(uncommon_topk, stored_k or max(len(p), len(q)))

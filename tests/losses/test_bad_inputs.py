@@ -26,7 +26,7 @@ def first_rows(loss_fn: CrossTokenizerDistillationLossFn) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("mode", ["boundary_kl", "p_kl", "gold", "alm", "p_kl_norm", "uld", "strict"])
+@pytest.mark.parametrize("mode", ["boundary_kl", "p_kl", "gold", "alm", "p_kl_norm", "uld", "strict", "simct"])
 def test_non_finite_logits_name_side_and_row(value: float, mode: str) -> None:
     loss_fn = build(mode=mode, block_rows=3)
     row_s, row_t = first_rows(loss_fn)
@@ -111,7 +111,7 @@ def test_a_matrix_of_other_tokenizers() -> None:
         run(other, BATCH, models)
 
 
-@pytest.mark.parametrize("mode", ["gold", "h_kl", "strict"])
+@pytest.mark.parametrize("mode", ["gold", "h_kl", "strict", "simct"])
 def test_empty_common_set(mode: str) -> None:
     indices = np.array([[0, 1], [1, 2]], np.int32)
     projection = FakeProjection(indices, np.full((2, 2), 0.5, np.float32), 3)
@@ -119,7 +119,7 @@ def test_empty_common_set(mode: str) -> None:
         CrossTokenizerDistillationLossFn({"mode": mode}, projections=[projection])
 
 
-@pytest.mark.parametrize("mode", ["p_kl", "gold", "h_kl", "strict"])
+@pytest.mark.parametrize("mode", ["p_kl", "gold", "h_kl", "strict", "simct"])
 def test_reference_modes_refuse_topk(mode: str) -> None:
     with pytest.raises(LossError, match="needs full logits"):
         run(build(mode=mode), BATCH, make_models(BATCH), "topk")

@@ -16,10 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict"]
-CASES = [
-    (m, k) for m in MODES for k in ("hidden", "topk") if k == "hidden" or m not in ("p_kl", "gold", "h_kl", "strict")
-]
+MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct"]
+NO_LIST = ("p_kl", "gold", "h_kl", "strict", "simct")
+CASES = [(m, k) for m in MODES for k in ("hidden", "topk") if k == "hidden" or m not in NO_LIST]
 
 
 def on_device(models: Models, dtype: torch.dtype) -> Models:

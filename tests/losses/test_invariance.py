@@ -23,6 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "h_kl": {},
     "p_kl": {},
     "strict": {"strict_topk": 5, "span_weight": 0.1},
+    "simct": {},
     "scored": {"teacher_scoring": "ce"},
     "selected": {"teacher_combination": "select_teacher"},
 }

@@ -13,9 +13,9 @@ from limbeck.losses import CrossTokenizerDistillationLossFn
 from tests.losses import reference
 from tests.losses.cases import make_batch, make_models, make_projection, run
 
-MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict"]
+MODES = ["boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct"]
 AS_PUBLISHED = {"p_kl", "gold", "h_kl"}  # no JSD form
-NO_LIST = {*AS_PUBLISHED, "strict"}  # no top-k teacher
+NO_LIST = {*AS_PUBLISHED, "strict", "simct"}  # no top-k teacher
 DIRECTED = [(m, d) for m in MODES for d in ("forward", "reverse", "jsd") if d != "jsd" or m not in AS_PUBLISHED]
 SCORED = [(m, k) for m in MODES for k in ("hidden", "logits", "topk") if k != "topk" or m not in NO_LIST]
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from limbeck.errors import LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
-from tests.losses.cases import make_batch, make_models, make_projection, run
+from limbeck.losses.divergences import DivergenceSpec
+from limbeck.losses.objectives.recent import unit_divergence
+from tests.losses.cases import FakeProjection, Models, make_batch, make_models, make_projection, run, teacher_ids
 from tests.losses.test_modes import compare, expected, settings_for
+from tests.losses.test_tree_kl import COARSE, FINE, Pair, chunks_of, divergence, gradients, models_of, text_batch
+from tests.projection import worlds
+from tests.projection.worlds import TinyVocab
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
@@ -48,3 +57,247 @@ def test_a_mode_brings_its_own_direction_unless_one_is_named() -> None:
     assert config(mode="strict", direction="forward").direction == "forward"
     assert config().direction == "forward"
     assert config(**config(mode="strict").model_dump()).direction == "reverse"
+
+
+# ---- on bytes ----
+
+PAIRS: dict[str, Pair] = {
+    "coarser teacher": (FINE, COARSE),
+    "finer teacher": (COARSE, FINE),
+    **{f"random {seed}": worlds.random_pair(seed) for seed in (1, 2, 5, 8)},
+}
+
+
+def projection_of(pair: Pair) -> FakeProjection:
+    """Rules for two pieces, and the bytes and trees of the pair."""
+    student, teacher = pair
+    tau = worlds.spellings(*pair)[1]
+    indices = np.array([[spelling[0], spelling[1] if len(spelling) > 1 else -1] for spelling in tau], np.int32)
+    weights = np.where(indices[:, 1:] < 0, [[1.0, 0.0]], [[0.9, 0.1]]).astype(np.float32)
+    trees = worlds.trees_of(*pair)
+    return FakeProjection(indices, weights, teacher.size, trees=trees, token_bytes=(student.data, teacher.data))
+
+
+def loss_of(pair: Pair, **cfg: Any) -> CrossTokenizerDistillationLossFn:
+    return CrossTokenizerDistillationLossFn(
+        {"ce_loss_scale": 0.0, "block_rows": 5, **cfg}, projections=[projection_of(pair)]
+    )
+
+
+class Enumerated:
+    """The objectives on bytes from their definitions: one chunk, one token at a time."""
+
+    def __init__(self, pair: Pair, direction: str = "forward") -> None:
+        self.student, self.teacher = pair
+        self.direction = direction
+
+    def longest(self, data: bytes) -> int | None:
+        found = [u for u, own in enumerate(self.student.data) if own and data.startswith(own)]
+        return max(found, key=lambda u: len(self.student.data[u]), default=None)
+
+    def head(self, w: int) -> int | None:
+        return self.student.end if w == self.teacher.end else self.longest(self.teacher.data[w])
+
+    def compare(self, target: dict[int | None, Tensor], p: Tensor) -> Tensor:
+        """Over the student's tokens that the target names, and the rest."""
+        named = [u for u in target if u is not None]
+        rest = p[[u for u in range(len(p)) if u not in named]].sum() + 1e-12
+        gone = target.get(None, torch.zeros((), dtype=p.dtype))
+        t = torch.stack([*(target[u] for u in named), gone])
+        s = torch.cat((p[named], rest[None]))
+        return divergence(t, s, self.direction)
+
+    def root(self, p_s: Tensor, p_t: Tensor) -> Tensor:
+        target: dict[int | None, Tensor] = {}
+        for w in range(len(p_t)):
+            target[self.head(w)] = target.get(self.head(w), torch.zeros((), dtype=p_t.dtype)) + p_t[w]
+        return self.compare(target, p_s)
+
+    def events(self) -> list[set[int]]:
+        """Connected groups of teacher tokens that the student lacks."""
+        lacking = [w for w, data in enumerate(self.teacher.data) if data and data not in self.student.data]
+        groups = [{w} for w in lacking]
+        for a, b in itertools.permutations(lacking, 2):
+            if self.teacher.data[b].startswith(self.teacher.data[a]):
+                one, two = (next(g for g in groups if w in g) for w in (a, b))
+                if one is not two:
+                    groups.remove(two)
+                    one |= two
+        return groups
+
+    def child(self, a: int, p_t: Tensor, p_next: Tensor) -> Tensor:
+        total = p_next.sum() * 0
+        for group in self.events():
+            shortest = min((self.teacher.data[w] for w in group), key=len)
+            own = self.student.data[a]
+            if not own or shortest == own or not shortest.startswith(own):
+                continue
+            inside = [u for u, data in enumerate(self.student.data) if data.startswith(shortest[len(own) :])]
+            if inside:
+                total = total - p_t[sorted(group)].sum() * p_next[inside].sum().log()
+        return total
+
+
+def sums_over_chunks(pair: Pair, batch: dict[str, Any], models: Models, parts_of: Any) -> dict[str, Tensor]:
+    """`parts_of(student ids, teacher ids, student rows, teacher rows, student row behind)`, summed over a batch."""
+    p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
+    p_t = torch.softmax(models.teacher_hidden[0] @ models.teacher_weight[0].t(), -1)
+    p_t = p_t.view(*teacher_ids(batch).shape, -1)
+    total: dict[str, Tensor] = {}
+    for b, s, t in chunks_of(batch):
+        ids = batch["input_ids"][b, s].tolist(), teacher_ids(batch)[b, t].tolist()
+        rows = [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t]
+        for name, value in parts_of(*ids, *rows, p_s[b, s[-1]]).items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def check(fn: CrossTokenizerDistillationLossFn, pair: Pair, want: dict[str, Tensor], batch: Any, models: Any) -> Any:
+    """The loss, its gradients and its parts are those that were enumerated."""
+    loss, metrics = run(fn, batch, models)
+    total = sum(want.values()) / len(chunks_of(batch))
+    torch.testing.assert_close(loss, total, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(gradients(loss, models), gradients(total, models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+    for name, value in want.items():
+        assert float(metrics[f"teacher_0/{name}"][0]) == pytest.approx(float(value.detach()), rel=1e-8, abs=1e-9)
+    return metrics
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_escd_is_its_definition(name: str, direction: str) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    plain = Enumerated(pair, direction)
+
+    def parts(s: list[int], t: list[int], p_s: list[Tensor], p_t: list[Tensor], behind: Tensor) -> dict[str, Tensor]:
+        following = p_s[1] if len(s) > 1 else behind
+        return {"root_kl": plain.root(p_s[0], p_t[0]), "child_loss": plain.child(s[0], p_t[0], following)}
+
+    want = sums_over_chunks(pair, batch, models, parts)
+    metrics = check(loss_of(pair, mode="escd", direction=direction), pair, want, batch, models)
+    assert -1e-9 <= float(metrics["teacher_0/child_kl"][0]) <= float(metrics["teacher_0/child_loss"][0]) + 1e-9
+
+
+def test_some_pairs_have_events() -> None:
+    counts = {name: len(Enumerated(pair).events()) for name, pair in PAIRS.items()}
+    assert max(counts.values()) > 2, counts
+    assert any(len(group) > 1 for pair in PAIRS.values() for group in Enumerated(pair).events())
+
+
+# ---- the example of the ESCD paper: after `a`, the teacher's `ax`, `axy` and `az` go on ----
+
+STUDENT = TinyVocab((b"a", b"b", b"x", b"xy", b"z", b""), ())
+TEACHER = TinyVocab((b"ax", b"axy", b"az", b"b", b""), ())
+AT_ROOT = [0.5, 0.2, 0.1, 0.1, 0.1]
+BEHIND_A = [0.2, 0.2, 0.2, 0.3, 0.1]
+TEACHER_ROOT = [0.4, 0.2, 0.3, 0.1]
+
+
+def example(mode: str, behind: list[float], **cfg: Any) -> dict[str, float]:
+    """Means of the example's one chunk: the student writes `a`, `x`, the teacher `ax`."""
+
+    def logs(rows: list[list[float]]) -> Tensor:
+        return torch.tensor([[*row, 1e-30] for row in rows], dtype=torch.float64).log()[None]
+
+    batch: dict[str, Any] = {
+        "input_ids": torch.tensor([[5, 0, 2]]),
+        "input_lengths": torch.tensor([3]),
+        "token_mask": torch.ones(1, 3, dtype=torch.int64),
+        "sample_mask": torch.ones(1),
+        "teacher_0_input_ids": torch.tensor([[4, 0]]),
+        "teacher_0_input_lengths": torch.tensor([2]),
+        "alignment_0_pair_valid": torch.tensor([[True]]),
+        "alignment_0_pair_is_correct": torch.tensor([[True]]),
+        "alignment_0_student_chunk_id": torch.tensor([[-1, 0, 0]]),
+        "alignment_0_teacher_chunk_id": torch.tensor([[-1, 0]]),
+    }
+    projection = FakeProjection(
+        np.array([[0], [3], [0], [1], [2], [4]], np.int32),
+        np.array([[0.5], [1], [0.5], [0.5], [0.5], [1]], np.float32),
+        5,
+        token_bytes=(STUDENT.data, TEACHER.data),
+    )
+    fn = CrossTokenizerDistillationLossFn({"mode": mode, "ce_loss_scale": 0.0, **cfg}, projections=[projection])
+    _, metrics = fn(batch, None, None, logs([AT_ROOT, behind, behind]), logs([TEACHER_ROOT, TEACHER_ROOT]))
+    return {name.removeprefix("teacher_0/"): float(pair[0]) for name, pair in metrics.items()}
+
+
+def test_escd_of_the_published_example() -> None:
+    found = example("escd", BEHIND_A)
+    assert found["root_kl"] == pytest.approx(0.4597, abs=5e-5)
+    assert found["child_loss"] == pytest.approx(1.1067, abs=5e-5)
+    assert found["child_loss"] - found["child_kl"] == pytest.approx(0.573, abs=5e-4)
+    assert example("escd", [0.1, 0.2, 0.1, 0.5, 0.1])["child_loss"] == pytest.approx(0.9973, abs=5e-5)
+    assert example("escd", [0.5, 0.2, 0.1, 0.15, 0.05])["child_loss"] == pytest.approx(1.7305, abs=5e-5)
+
+
+def test_simct_of_the_published_example() -> None:
+    """Units `b`, `a`+`x`, `a`+`xy`, `a`+`z`; halving all that is listed changes nothing."""
+    teacher = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    for half in (1.0, 0.5):
+        path = [(0.5 * half * p * half) ** 0.5 for p in (0.2, 0.3, 0.1)]
+        student = torch.tensor([[0.2 * half, *path]]).log()
+        assert float(unit_divergence(student, teacher, DivergenceSpec("reverse"))) == pytest.approx(0.1062, abs=5e-5)
+
+
+# ---- all of them ----
+
+RECENT = ["strict", "simct", "escd"]
+
+
+@pytest.mark.parametrize("mode", RECENT)
+def test_gradients_are_those_of_finite_differences(mode: str) -> None:
+    pair = PAIRS["coarser teacher"]
+    batch = text_batch(pair, samples=2)
+    models = models_of(batch, pair)
+    fn = loss_of(pair, mode=mode, strict_topk=3, span_weight=0.2, strict_rest=True)
+    start = models.hidden.detach().clone()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return run(fn, batch, Models(hidden, models.weight, models.teacher_hidden, models.teacher_weight))[0]
+
+    assert torch.autograd.gradcheck(loss, start.requires_grad_(), fast_mode=True, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("mode", RECENT)
+def test_no_divergence_is_negative(mode: str, direction: str) -> None:
+    for name, pair in PAIRS.items():
+        batch = text_batch(pair)
+        fn = loss_of(pair, mode=mode, direction=direction)
+        loss, metrics = run(fn, batch, models_of(batch, pair, torch.float32))
+        assert float(loss.detach()) >= -1e-6, name
+        for key in ("strict_kl", "root_kl", "child_kl"):
+            assert float(metrics.get(f"teacher_0/{key}", (torch.zeros(()),))[0]) >= -1e-5, (name, key)
+
+
+@pytest.mark.parametrize("mode", RECENT)
+def test_blocks_change_nothing(mode: str) -> None:
+    pair = PAIRS["random 5"]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    whole, figures = run(loss_of(pair, mode=mode, block_rows=1000), batch, models)
+    for rows in (1, 3, 7):
+        loss, metrics = run(loss_of(pair, mode=mode, block_rows=rows), batch, models)
+        torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(gradients(loss, models), gradients(whole, models), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+        for name, (value, count) in figures.items():
+            torch.testing.assert_close(metrics[name][0], value, rtol=1e-10, atol=1e-10)
+            assert metrics[name][1] == count
+
+
+@pytest.mark.parametrize("mode", RECENT)
+def test_a_list_of_likely_tokens_is_refused(mode: str) -> None:
+    pair = PAIRS["random 5"]
+    batch = text_batch(pair)
+    with pytest.raises(LossError, match="needs full logits"):
+        run(loss_of(pair, mode=mode), batch, models_of(batch, pair), "topk")
+
+
+def test_a_projection_without_bytes_is_refused() -> None:
+    with pytest.raises(LossError, match="needs the bytes of both vocabularies"):
+        CrossTokenizerDistillationLossFn({"mode": "escd"}, projections=[make_projection(23, 31)])

@@ -1,6 +1,7 @@
 """Objectives: how one teacher's chunks become a loss. `OBJECTIVES` has those that a run file can name."""
 
 from limbeck.losses.objectives.base import Objective, ObjectiveOptions, ProjectedObjective
+from limbeck.losses.objectives.byte_prefix import EventSets
 from limbeck.losses.objectives.corrected import (
     BoundaryKL,
     ChunkLikelihood,
@@ -9,12 +10,16 @@ from limbeck.losses.objectives.corrected import (
     SortedProbabilities,
 )
 from limbeck.losses.objectives.published import PKL, Gold, HybridKL
-from limbeck.losses.objectives.recent import StrictKL
+from limbeck.losses.objectives.recent import StrictKL, UnitKL
 from limbeck.losses.objectives.tree_kl import TreeKL
 
 OBJECTIVES: dict[str, type[ProjectedObjective]] = {
     cls.mode: cls
-    for cls in (BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities, PKL, Gold, HybridKL, StrictKL)
+    for cls in (
+        *(BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities),
+        *(PKL, Gold, HybridKL),
+        *(StrictKL, UnitKL, EventSets),
+    )
 }
 """Objective of each mode, for teachers with a vocabulary of their own."""
 

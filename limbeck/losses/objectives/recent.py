@@ -2,6 +2,7 @@
 over which events. `docs/losses.md` says what of each is published and what differs here.
 
 - **strict** (arXiv 2610.08448): only chunks of one token on both sides, over the tokens that both vocabularies have.
+- **simct** (arXiv 2605.07711): every chunk's start, over those tokens and the chunk itself as one more unit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from limbeck.errors import LossError
-from limbeck.losses.divergences import divergence_entries, log1mexp, tail_log_prob
+from limbeck.losses.divergences import DivergenceSpec, divergence_entries, log1mexp, tail_log_prob
 from limbeck.losses.objectives.base import (
     BlockLogits,
     BlockOut,
@@ -19,6 +20,7 @@ from limbeck.losses.objectives.base import (
     ProjectedObjective,
     chunk_log_probs,
 )
+from limbeck.losses.objectives.corrected import ABSENT
 from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike
@@ -96,3 +98,45 @@ def _rest(log_probs: Tensor, axis: VocabAxis) -> Tensor:
     if axis.sharded:
         return log1mexp(axis.sum(log_probs.exp()).log())
     return tail_log_prob(log_probs).squeeze(-1)
+
+
+class UnitKL(SharedVocabulary):
+    """SimCT: at a chunk's start, the shared tokens by their log-probability and, where the chunk has several tokens on
+    a side, the chunk as one more unit by the mean log-probability of its tokens; softmax of both sides over these."""
+
+    mode = "simct"
+    default_direction = "reverse"
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        refuse_shards(self.mode, student)
+        multi_C = chunks.multi_C
+        every = torch.arange(chunks.num_chunks, device=multi_C.device)
+        log_s, log_t, _ = self.shared(student, chunks, teacher, every)
+        span_s, span_t = chunk_log_probs(student, chunks, teacher, self.temperature)
+        unit_s = (span_s / chunks.student_count_C).masked_fill(~multi_C, ABSENT)
+        unit_t = (span_t / chunks.teacher_count_C).masked_fill(~multi_C, ABSENT)
+        rows_C = unit_divergence(
+            torch.cat((log_s, unit_s[:, None]), 1), torch.cat((log_t, unit_t[:, None]), 1), self.spec
+        )
+        count = chunks.count(rows_C)
+        with torch.no_grad():
+            right = (log_s.argmax(-1) == log_t.argmax(-1)).sum().to(rows_C)
+            shared_s, shared_t = log_s.exp().sum(), log_t.exp().sum()
+        return self.out(
+            rows_C,
+            chunks,
+            shared_mass_student=(shared_s, count),
+            shared_mass_teacher=(shared_t, count),
+            proj_accuracy=(right, count),
+        )
+
+
+def unit_divergence(scores_s: Tensor, scores_t: Tensor, spec: DivergenceSpec) -> Tensor:
+    """Divergence `[n]` between the softmaxes of two sides' scores of units `[n, units]`."""
+    return divergence_entries(scores_s.log_softmax(-1), scores_t.log_softmax(-1), spec).sum(-1)
+
+
+def refuse_shards(mode: str, student: BlockLogits) -> None:
+    """Raise `LossError` where the columns of a vocabulary lie on several ranks."""
+    if student.axis.sharded:
+        raise LossError(f"mode {mode!r} needs whole vocabularies; set tensor_parallel_size to 1 or use another mode")

@@ -12,6 +12,7 @@ much).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +43,8 @@ class ProjectionLike(Entries, Protocol):
     def teacher_fingerprint(self) -> str: ...
     @property
     def trees(self) -> VocabTrees | None: ...
+    @property
+    def token_bytes(self) -> tuple[Sequence[bytes], Sequence[bytes]] | None: ...
     def exact_pairs(self) -> tuple[np.ndarray, np.ndarray]: ...
 
 
