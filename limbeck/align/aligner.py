@@ -49,9 +49,9 @@ def align_renderings(student: Rendering, teacher: Rendering, counts: Counter[str
         other = theirs.pop(key, None)
         if other is None:
             counts["segment_missing"] += 1
-        elif mine.kind == "eot":
+        elif mine.kind in ("eot", "special"):
             if mine.token_end > mine.token_start and other.token_end > other.token_start:
-                parts.append(_end_pair(mine, other))
+                parts.append(_special_pair(mine, other))
         elif student.source[mine.start : mine.end] == teacher.source[other.start : other.end]:
             parts.append(_align_segment(student, mine, teacher, other))
         else:
@@ -108,7 +108,7 @@ def _stripped(rendering: Rendering, segment: Segment) -> Segment:
     return replace(segment, start=start, end=end, token_start=first, token_end=max(first, last))
 
 
-def _end_pair(mine: Segment, other: Segment) -> Chunks:
+def _special_pair(mine: Segment, other: Segment) -> Chunks:
     places = (np.array([v], dtype=np.int64) for v in (mine.token_start, other.token_start, mine.start))
     return role_pairs(*places)
 

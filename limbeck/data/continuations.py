@@ -3,8 +3,8 @@
 A prompt is the beginning of a text, or a conversation up to an answer; each side renders it for itself, with its own
 template. The student's ids are never tokenised again: a teacher gets the bytes that they spell, in its own tokens, and
 chunks are found by bytes as for stored text. An answer with tool calls that the student's template would write in these
-very bytes is read by each teacher as its own template writes it, and compared by the names, keys and values of the
-calls. What cannot be compared is counted.
+very bytes, and with these special tokens, is read by each teacher as its own template writes it, and compared by the
+names, keys and values of the calls. What cannot be compared is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from limbeck.tokens import Rendering
 from limbeck.tokens.chat import render_chat
 from limbeck.tokens.chat.calls import written_calls
 from limbeck.tokens.chat.placement import insert_hint, probe_placement
-from limbeck.tokens.rendering import CallField, IntArray, Segment
+from limbeck.tokens.rendering import BoolArray, CallField, IntArray, Segment
 from limbeck.tokens.vocab import is_end
 
 _BLANKS = b" \t"
@@ -93,15 +93,16 @@ class _Calling:
     segments: tuple[Segment, ...]
     fields: tuple[CallField, ...]
 
-    def placed(self, start: int, ends: IntArray, first: int) -> tuple[list[Segment], tuple[CallField, ...]]:
-        """The parts in a row whose answer begins at byte ``start`` and with token ``first``; ends: of its tokens."""
+    def placed(self, row: Rendering, start: int, first: int) -> tuple[list[Segment], tuple[CallField, ...]]:
+        """The parts in a row whose answer begins at byte ``start`` and with token ``first``."""
+        ends = row.ends
         begins = np.concatenate([[start], ends[first:-1]]) if len(ends) > first else ends[first:]
         found = []
         for s in self.segments:
             a, b = start + s.start, start + s.end
             low = first + int(np.searchsorted(begins, a, side="left"))
             high = max(low, first + int(np.searchsorted(ends[first:], b, side="right")))
-            found.append(replace(s, start=a, end=b, token_start=low, token_end=high))
+            found += _parted(replace(s, start=a, end=b, token_start=low, token_end=high), row)
         return found, tuple(replace(f, start=start + f.start, end=start + f.end) for f in self.fields)
 
 
@@ -131,6 +132,10 @@ class ContinuationCollator:
         self.vocab = collator.student.encoder.vocab
         self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
         self.same_ids = [side is not None and side.encoder.vocab.same_tokens(self.vocab) for side in collator.teachers]
+        self.reads_bytes = any(
+            s is not None and not same for s, same in zip(collator.teachers, self.same_ids, strict=True)
+        )
+        """Whether a teacher has another tokenizer than the student."""
         self.teacher_ends = [None if side is None else _end_id(side, collator.mode) for side in collator.teachers]
 
     # ---- prompts ----
@@ -243,67 +248,113 @@ class ContinuationCollator:
         )
 
     def _row(self, one: Continuation, counts: Counter[str]) -> tuple[Rendering, list[Rendering | None]]:
-        """The student's rendering and each teacher's, with the stretch that all can compare as their segment."""
+        """The student's rendering and each teacher's, with the stretches that they can compare as their segments."""
         prompt, ids = one.prompt, np.asarray(one.ids, dtype=np.int64)
-        special = self.vocab.special[ids]
-        size = int(np.flatnonzero(special)[0]) if special.any() else len(ids)
-        stops = one.ended and size == len(ids) - 1
-        if size < len(ids) - stops:
-            counts["special_in_answer"] += 1
-        body = self.vocab.join(ids[:size].tolist())
-        sides = [
-            None if side is None else self._read(side, prompt, body, i, ids[:size])
-            for i, side in enumerate(self.collator.teachers)
-        ]
-        reach = min((len(r.source) - start for r, start in filter(None, sides)), default=len(body))
+        special = np.flatnonzero(self.vocab.special[ids])
+        stops = bool(one.ended and len(special) and special[-1] == len(ids) - 1)
+        size = inner = len(ids) - stops
+        calling = self._calling(prompt, ids[:inner], counts) if stops and prompt.messages else None
+        sides, body, reach = self._read(prompt, ids[:inner], size)
+        if len(special) > stops and (calling is None or reach < len(body)):
+            # the student's special token has no bytes that another tokenizer could read
+            size = int(special[0])
+            sides, body, reach = self._read(prompt, ids[:inner], size)
+            counts["special_in_answer"] += self.reads_bytes
         if reach < len(body):
             counts["unspelled_bytes"] += len(body) - reach
-        compared = stops and reach == len(body)
-        calling = self._calling(prompt, body, counts) if compared and prompt.messages else None
-        compared &= self.compare_stops
-        mine = self._student(prompt, ids, size, reach, stops=stops, calling=calling)
+            calling = None
+        stops &= self.compare_stops and reach == len(body)
+        mine = self._student(prompt, ids, inner)
+        segments, fields = self._segments(prompt, mine, size, inner, reach, calling)
         theirs: list[Rendering | None] = []
         for i, (side, end_id) in enumerate(zip(sides, self.teacher_ends, strict=True)):
-            if self.same_ids[i] and stops:
-                end_id = int(ids[size])
             if side is None:
                 theirs.append(None)
                 continue
-            own = None if calling is None or self.same_ids[i] else self._rewritten(i, prompt, calling, counts)
-            if own is not None:
-                theirs.append(own)
+            rendering, start = side
+            if self.same_ids[i]:
+                header = prompt.teachers[i]
+                assert header is not None
+                by_bytes, by_tokens = start - len(prompt.data), len(header) - len(prompt.student)
+                own = [_shifted(s, by_bytes, by_tokens) for s in segments]
+                called = tuple(replace(f, start=f.start + by_bytes, end=f.end + by_bytes) for f in fields)
+                theirs.append(_with_segments(rendering, own, called, int(ids[inner]) if stops else None))
                 continue
-            text = mine.segments[0]
+            rewritten = None if calling is None else self._rewritten(i, prompt, calling, counts)
+            if rewritten is not None:
+                theirs.append(rewritten)
+                continue
+            compared = stops and size == inner
             if compared and end_id is None:
                 counts["stop_without_partner"] += 1
             end = end_id if compared else None
             if calling is None:
-                theirs.append(_with_segments(side[0], [_text(side[0], side[1], text.end - text.start)], (), end))
+                text = segments[0]
+                theirs.append(_with_segments(rendering, [_text(rendering, start, text.end - text.start)], (), end))
             else:
                 header = prompt.teachers[i]
                 assert header is not None
-                theirs.append(_with_segments(side[0], *calling.placed(side[1], side[0].ends, len(header)), end))
-        return mine, theirs
+                theirs.append(_with_segments(rendering, *calling.placed(rendering, start, len(header)), end))
+        if stops and (size == inner or any(self.same_ids)):
+            at, byte = len(prompt.student) + inner, len(prompt.data) + len(self.vocab.join(ids[:inner].tolist()))
+            segments.append(Segment(0, "eot", byte, byte, at, at + 1))
+        return replace(mine, segments=tuple(segments), fields=fields), theirs
 
-    def _calling(self, prompt: Prompt, body: bytes, counts: Counter[str]) -> _Calling | None:
-        """The message that an answer with tool calls is, where the student's template writes it in these very bytes;
-        of other calls a teacher reads the bytes that the student wrote."""
-        if all(same or side is None for same, side in zip(self.same_ids, self.collator.teachers, strict=True)):
+    def _segments(
+        self, prompt: Prompt, row: Rendering, size: int, inner: int, reach: int, calling: _Calling | None
+    ) -> tuple[list[Segment], tuple[CallField, ...]]:
+        """What of the student's row can be compared, the end excepted.
+
+        Teachers of other tokenizers read the first ``size`` tokens of an answer, or ``reach`` bytes where that is less;
+        those of the student's tokenizer all ``inner`` ones, special tokens among them.
+        """
+        first, start = len(prompt.student), len(prompt.data)
+        if calling is not None:
+            segments, fields = calling.placed(row, start, first)
+        else:
+            ends = row.ends[first : first + size]
+            inside = int(np.searchsorted(ends, start + reach, side="right"))
+            end = int(ends[inside - 1]) if inside else start
+            segments, fields = [Segment(0, "text", start, end, first, first + inside)], ()
+        if any(self.same_ids):
+            special = first + np.flatnonzero(row.special[first : first + inner])
+            if size < inner:
+                rest = int(row.ends[first + size]), int(row.ends[first + inner - 1])
+                segments += _parted(Segment(0, "text", *rest, first + size, first + inner), row)
+            bytes_at = row.ends[special].tolist()
+            segments += [Segment(0, "special", b, b, i, i + 1) for i, b in zip(special.tolist(), bytes_at, strict=True)]
+            segments.sort(key=lambda s: (s.token_start, s.token_end))
+        return segments, fields
+
+    def _calling(self, prompt: Prompt, ids: IntArray, counts: Counter[str]) -> _Calling | None:
+        """The message that an answer with tool calls is, where the student's template writes it in these very bytes and
+        special tokens; of other calls a teacher reads the bytes that the student wrote."""
+        if not self.reads_bytes:
             return None
+        body = self.vocab.join(ids.tolist())
         text = body.decode("utf-8", "replace")
         calls = [
-            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for i, (name, arguments) in enumerate(written_calls(text))
+            {
+                # some templates want nine letters and digits
+                "id": call.id or f"call{number:05}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(written_calls(text))
         ]
         if not calls:
             return None
-        size, number = len(prompt.data), len(prompt.messages)
+        size, number, before = len(prompt.data), len(prompt.messages), int(prompt.student.special.sum())
+        markers = _specials(self.vocab.special[ids], ids, np.cumsum(self.vocab.byte_len[ids]))
         for message in self._readings(prompt, text, calls):
             whole = _answered(self.collator.student, prompt.record, prompt.messages, message)
             if whole is None:
                 continue
-            ends = [s.start for s in whole.segments if s.kind == "eot"]
-            if not ends or whole.source[: ends[-1]] != prompt.data + body:
+            ends = [s for s in whole.segments if s.kind == "eot"]
+            if not ends or whole.source[: ends[-1].start] != prompt.data + body:
+                continue
+            said = slice(0, ends[-1].token_start)
+            if _specials(whole.special[said], whole.ids[said], whole.ends[said] - size)[before:] != markers:
                 continue
             own = [s for s in whole.segments if s.message == number and s.kind != "eot" and s.start >= size]
             shifted = tuple(replace(s, message=0, start=s.start - size, end=s.end - size) for s in own)
@@ -350,51 +401,47 @@ class ContinuationCollator:
             segments = tuple(s for s in segments if s.kind != "eot")
         return replace(whole, segments=segments, fields=fields, target=target, dropped={})
 
-    def _read(self, side: Side, prompt: Prompt, body: bytes, number: int, ids: IntArray) -> tuple[Rendering, int]:
-        """A teacher's rendering of prompt and answer, and the byte of its source at which the answer begins.
+    def _read(self, prompt: Prompt, ids: IntArray, size: int) -> tuple[list[tuple[Rendering, int] | None], bytes, int]:
+        """Each teacher's rendering of prompt and answer, and the byte of its source at which the answer begins; the
+        bytes of the answer's first ``size`` ids, which teachers of other tokenizers read, and how many all can spell.
 
-        A teacher with the student's tokenizer reads the answer's very ids behind its own prompt.
+        A teacher with the student's tokenizer reads all of the answer's very ids behind its own prompt.
         """
-        encoder = side.encoder
-        if not prompt.teachers:
-            data = prompt.data
-            return encoder.encode_bytes(data + body, bos=encoder.adds_bos), len(data)
-        header = prompt.teachers[number]
-        assert header is not None
-        if self.same_ids[number]:
-            answer = rendering_of_ids(self.vocab, ids)
-        else:
-            answer = encoder.encode_bytes(body)
-        return Rendering.joined([header, answer]), len(header.source)
+        body = self.vocab.join(ids[:size].tolist())
+        found: list[tuple[Rendering, int] | None] = []
+        reach = len(body)
+        for i, side in enumerate(self.collator.teachers):
+            if side is None:
+                found.append(None)
+                continue
+            encoder = side.encoder
+            if not prompt.teachers:
+                data = prompt.data
+                own = encoder.encode_bytes(data + body, bos=encoder.adds_bos), len(data)
+            else:
+                header = prompt.teachers[i]
+                assert header is not None
+                answer = rendering_of_ids(self.vocab, ids) if self.same_ids[i] else encoder.encode_bytes(body)
+                own = Rendering.joined([header, answer]), len(header.source)
+            if not self.same_ids[i]:
+                reach = min(reach, len(own[0].source) - own[1])
+            found.append(own)
+        return found, body, reach
 
-    def _student(
-        self, prompt: Prompt, ids: IntArray, size: int, reach: int, *, stops: bool, calling: _Calling | None
-    ) -> Rendering:
-        start, first = len(prompt.data), len(prompt.student)
-        ends = start + np.cumsum(self.vocab.byte_len[ids])
-        inside = int(np.searchsorted(ends[:size], start + reach, side="right"))
-        end = int(ends[inside - 1]) if inside else start
-        row = np.concatenate([prompt.student.ends, ends])
-        segments = [Segment(0, "text", start, end, first, first + inside)]
-        fields: tuple[CallField, ...] = ()
-        if calling is not None:
-            segments, fields = calling.placed(start, row[: first + size], first)
-        if stops and inside == size and self.compare_stops:
-            segments.append(Segment(0, "eot", end, end, first + size, first + size + 1))
+    def _student(self, prompt: Prompt, ids: IntArray, inner: int) -> Rendering:
+        """The student's row; its segments are yet to be found."""
         target = np.ones(len(ids), dtype=bool)
         if self.mask_blanks:
             target &= np.array([not self._is_blank(i) for i in ids.tolist()], dtype=bool)
         if not self.compare_stops:
-            target &= ~self.vocab.special[ids]
+            target[inner:] = False
         return Rendering(
             np.concatenate([prompt.student.ids, ids]),
-            row,
+            np.concatenate([prompt.student.ends, len(prompt.data) + np.cumsum(self.vocab.byte_len[ids])]),
             prompt.data + self.vocab.join(ids.tolist()),
             np.concatenate([prompt.student.exact, np.ones(len(ids), dtype=bool)]),
             np.concatenate([prompt.student.special, self.vocab.special[ids]]),
-            np.concatenate([np.zeros(first, dtype=bool), target]),
-            tuple(segments),
-            fields=fields,
+            np.concatenate([np.zeros(len(prompt.student), dtype=bool), target]),
         )
 
     def _is_blank(self, token: int) -> bool:
@@ -479,6 +526,33 @@ def _answered(
         )
     except LimbeckError:
         return None
+
+
+def _specials(special: BoolArray, ids: IntArray, ends: IntArray) -> list[tuple[int, int]]:
+    """Special tokens and the bytes at which they stand."""
+    return list(zip(ids[special].tolist(), ends[special].tolist(), strict=True))
+
+
+def _parted(segment: Segment, row: Rendering) -> list[Segment]:
+    """A segment without its special tokens: the stretches between them that have bytes."""
+    cuts = segment.token_start + np.flatnonzero(row.special[segment.token_start : segment.token_end])
+    found, start, first = [], segment.start, segment.token_start
+    for cut in cuts.tolist():
+        byte = int(row.ends[cut])
+        found.append(replace(segment, start=start, end=byte, token_start=first, token_end=cut))
+        start, first = byte, cut + 1
+    found.append(replace(segment, start=start, token_start=min(first, segment.token_end)))
+    return [s for s in found if s.end > s.start] or [segment]
+
+
+def _shifted(segment: Segment, by_bytes: int, by_tokens: int) -> Segment:
+    return replace(
+        segment,
+        start=segment.start + by_bytes,
+        end=segment.end + by_bytes,
+        token_start=segment.token_start + by_tokens,
+        token_end=segment.token_end + by_tokens,
+    )
 
 
 def _text(rendering: Rendering, start: int, size: int) -> Segment:

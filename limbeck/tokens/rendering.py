@@ -18,8 +18,9 @@ IntArray = npt.NDArray[np.int64]
 class Segment:
     """A stretch of target text: byte span in the rendering's source and the tokens that lie wholly inside it.
 
-    ``kind`` is ``text``, ``content``, ``reasoning``, ``tool_call`` or ``eot``; ``message`` is the index of the message
-    it comes from, 0 for a plain text. An ``eot`` segment has no bytes and one special token.
+    ``kind`` is ``text``, ``content``, ``reasoning``, ``tool_call``, ``special`` or ``eot``; ``message`` is the index of
+    the message it comes from, 0 for a plain text. A segment of kind ``eot``, the end of a turn, or ``special``, any
+    other special token, has no bytes and one token.
     """
 
     message: int

@@ -9,6 +9,6 @@ from limbeck.traces.schema import ToolCall
 def parse_calls(text: str) -> list[ToolCall]:
     """The calls in an answer, in order; empty where none parses; see `written_calls`."""
     return [
-        ToolCall(id=f"call_{number}", name=name, arguments=arguments)
-        for number, (name, arguments) in enumerate(written_calls(text))
+        ToolCall(id=f"call_{number}", name=call.name, arguments=call.arguments)
+        for number, call in enumerate(written_calls(text))
     ]

@@ -213,8 +213,12 @@ WEATHER = {
 CALLED = {
     "qwen3": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>',
     "llama3_2": '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 3}}',
+    "mistral_nemo": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}, '
+    '"id": "call00000"}]',
 }
-ENDS = {"qwen3": "<|im_end|>", "llama3_2": "<|eot_id|>"}
+ENDS = {"qwen3": "<|im_end|>", "llama3_2": "<|eot_id|>", "mistral_nemo": "</s>"}
+MARKER = "[TOOL_CALLS]"
+"""A special token of Mistral's: it has no bytes that another tokenizer could read."""
 
 
 class Calls:
@@ -233,20 +237,26 @@ class Calls:
         self.made = ContinuationCollator(collator, prompt_tokens=8, max_new_tokens=128, **more)
         self.end = self.student.convert_tokens_to_ids(ENDS[student])
 
-    def batch(self, answer: str, **record: Any) -> Any:
+    def batch(self, answer: str, *, ended: bool = True, **record: Any) -> Any:
         talk = [{"role": "user", "content": "How is the weather in Zürich?"}, {"role": "assistant", "content": "."}]
         tools = [{"type": "function", "function": WEATHER}]
         (asked,), _ = self.made.prompts([{"messages": talk, "tools": tools, "idx": 0, **record}])
         # as it comes from another rank
         asked = Prompt.from_json(json.loads(json.dumps(asked.as_json())))
-        ids = np.append(Tokenizer.of(self.student).encode(answer).ids, self.end)
-        batch = self.made.batch([Continuation(asked, ids, ended=True)])
+        parts = [Tokenizer.of(self.student).encode(part).ids.tolist() for part in answer.split(MARKER)]
+        marker = [self.student.convert_tokens_to_ids(MARKER)]
+        said = [token for part in parts for token in (*marker, *part)][1:]
+        ids = np.array([*said, self.end] if ended else said)
+        batch = self.made.batch([Continuation(asked, ids, ended=ended)])
         size = len(asked.student)
         assert batch["input_ids"][0, size : size + len(ids)].tolist() == ids.tolist()
         return batch
 
 
-@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "llama3_2"), ("llama3_2", "qwen3")])
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [("qwen3", "llama3_2"), ("llama3_2", "qwen3"), ("qwen3", "mistral_nemo"), ("mistral_nemo", "llama3_2")],
+)
 def test_a_teacher_reads_a_call_in_its_own_markup_and_is_asked_about_its_fields(student: str, teacher: str) -> None:
     calls = Calls(student, [teacher])
     plain = {"template_kwargs": {"enable_thinking": False}}
@@ -259,7 +269,8 @@ def test_a_teacher_reads_a_call_in_its_own_markup_and_is_asked_about_its_fields(
     for part in (b"get_weather", b"city", "Zürich".encode(), b"days", b"3"):
         assert part in said
     # what only one side writes is not compared
-    assert not any(word in said for word in (b"arguments", b"parameters", b"tool_call"))
+    assert not any(word in said for word in (b"parameters", b"tool_call", b"TOOL_CALLS", b"call00000"))
+    assert (b"arguments" in said) == ("llama3_2" not in (student, teacher))
     assert texts[-1] == (b"", b"")
     assert set(batch["dropped"][0]) == {"blank_chunks"}
 
@@ -288,3 +299,37 @@ def test_a_teacher_with_the_students_tokenizer_reads_its_ids_beside_one_with_oth
     assert second.num_chunks > first.num_chunks > 10
     assert second.student_ids_M.tolist() == second.teacher_ids_Q.tolist()
     assert calls.end not in second.student_ids_M.tolist() + first.student_ids_M.tolist()
+
+
+def test_the_id_that_a_student_gave_its_call_is_kept() -> None:
+    calls = Calls("mistral_nemo", ["qwen3"])
+    other = CALLED["mistral_nemo"].replace("call00000", "Xy7abcde9")
+    assert "special_in_answer" not in calls.batch(other)["dropped"][0]
+    # an id that its own template would refuse
+    counts = calls.batch(CALLED["mistral_nemo"].replace("call00000", "short"))["dropped"][0]
+    assert counts["special_in_answer"] == counts["calls_in_student_markup"] == 1
+
+
+def test_a_marker_where_no_template_puts_it_ends_the_comparison_with_other_tokenizers() -> None:
+    calls = Calls("mistral_nemo", ["qwen3"])
+    said = CALLED["mistral_nemo"].removeprefix(MARKER)
+    for answer, read in ((f"Wait.{MARKER}{said}", b"Wait."), (said[:9] + MARKER + said[9:], said[:9].encode())):
+        batch = calls.batch(answer)
+        assert batch["dropped"][0]["special_in_answer"] == 1
+        assert b"".join(mine for mine, _ in chunk_texts(batch, calls.made)) == read
+    batch = calls.batch(CALLED["mistral_nemo"][:40], ended=False)
+    assert batch["dropped"][0]["special_in_answer"] == 1
+    assert batch["chunks_0"].num_chunks == 0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("answer", [CALLED["mistral_nemo"], f"Wait. {MARKER}[no call"])
+def test_a_teacher_with_the_students_tokenizer_is_asked_about_markers_too(answer: str, ended: bool) -> None:
+    calls = Calls("mistral_nemo", ["qwen3", "mistral_nemo"], mask_blanks=False)
+    chunks = calls.batch(answer, ended=ended)["chunks_1"]
+    expected = calls.student(answer, add_special_tokens=False)["input_ids"]
+    # the last chunk of an answer that was cut off is left out
+    expected = [*expected, calls.end] if ended else expected[:-1]
+    begin = calls.student.bos_token_id
+    assert chunks.student_ids_M.tolist() == chunks.teacher_ids_Q.tolist() == [begin, *expected]
+    assert chunks.num_chunks == len(expected) + 1

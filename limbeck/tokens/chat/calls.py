@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 _NAMED_BLOCK = re.compile(r"([\w.:-]+)\s*```(?:json)?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def written_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls in an answer, in order; empty where none parses.
+class WrittenCall(NamedTuple):
+    """A tool call that was found in a text, and the id that it was given there."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+def written_calls(text: str) -> list[WrittenCall]:
+    """The calls in an answer, in order; empty where none parses.
 
     Understood are JSON objects with a ``name`` and ``arguments`` or ``parameters`` (an object, or one written as a
     string) anywhere in the text, a name in front of a fenced JSON object, and functions with parameters in tags.
     """
-    found: list[tuple[int, str, dict[str, Any]]] = []
+    found: list[tuple[int, WrittenCall]] = []
     decoder = json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
@@ -28,23 +36,25 @@ def written_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
             continue
         named = _NAMED_BLOCK.search(text, max(0, at - 200), at + 1)
         if (call := _from_object(value)) is not None:
-            found.append((at, *call))
+            found.append((at, call))
         elif named is not None and named.end() == at and isinstance(value, dict):
-            found.append((at, named[1], value))
+            found.append((at, WrittenCall(named[1], value)))
         at = text.find("{", end)
     for match in _FUNCTION.finditer(text):
         arguments = {key: _value(written) for key, written in _PARAMETER.findall(match[2])}
-        found.append((match.start(), match[1], arguments))
-    return [(name, arguments) for _, name, arguments in sorted(found, key=lambda call: call[0])]
+        found.append((match.start(), WrittenCall(match[1], arguments)))
+    return [call for _, call in sorted(found, key=lambda one: one[0])]
 
 
-def _from_object(value: Any) -> tuple[str, dict[str, Any]] | None:
+def _from_object(value: Any) -> WrittenCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = _value(arguments)
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    return WrittenCall(value["name"], arguments, value["id"] if isinstance(value.get("id"), str) else None)
 
 
 def _value(written: str) -> Any:
