@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
@@ -18,12 +19,14 @@ from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.divergences import DivergenceSpec
 from limbeck.losses.objectives.tree_kl import (
     Positions,
+    TreeKL,
     TreeTables,
     student_node_divergence,
     teacher_node_divergence,
     tree_buckets,
 )
 from limbeck.losses.vocab.axis import WHOLE
+from limbeck.losses.vocab.probabilities import Dense, FromLogs, Listed
 from tests.losses.cases import FakeProjection, Models, make_models, microbatch, run, starts, teacher_ids
 from tests.projection import worlds
 from tests.projection.worlds import TinyVocab, tiny_vocab, trees_of
@@ -343,7 +346,7 @@ def node_values(
     tree: TreeTables, node: int, coarse: Tensor, fine: Tensor, divergence_of: Any, direction: str = "forward"
 ) -> Tensor:
     at = Positions(*(torch.tensor([value]) for value in (node, 0, 0, -1)))
-    found = tree_buckets(tree, at, (coarse[None], WHOLE), (fine[None], WHOLE))
+    found = tree_buckets(tree, at, Dense(coarse[None]), Dense(fine[None]))
     return divergence_of(found, DivergenceSpec(direction), listed=False)[0]  # type: ignore[arg-type]
 
 
@@ -413,6 +416,62 @@ def test_a_list_of_all_tokens_is_the_whole_distribution(name: str, condition: st
     for part in ("root", "inner_student", "inner_teacher", "chunk"):
         assert float(metrics[f"teacher_0/{part}_kl"][0]) > -1e-9
     assert all(torch.isfinite(grad).all() for grad in gradients(short, models))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_root_of_a_list_is_that_of_the_same_list_written_out(seed: int, direction: str) -> None:
+    """Also where a teacher token has no cell, a list names nothing, or one token twice."""
+    pair, rng = worlds.random_pair(seed), np.random.default_rng(seed)
+    sigma, tau = worlds.spellings(*pair)
+    sigma[pair[1].end], tau[pair[0].end] = (), ()
+    projection = projection_of(pair)
+    projection.trees = type(projection.trees).from_spellings(sigma, tau)  # type: ignore[union-attr]
+    cfg = {"mode": "tree_kl", "direction": direction}
+    objective = CrossTokenizerDistillationLossFn(cfg, projections=[projection]).objectives[0]
+    assert isinstance(objective, TreeKL)
+    ids = torch.stack([torch.tensor(rng.permutation(pair[1].size)[:4]) for _ in range(7)])
+    ids[0, 0], ids[1, 1] = pair[1].end, ids[1, 0]
+    values = torch.stack([random_distribution(rng, 6)[:4] for _ in range(7)])
+    values[2], values[3] = 0, random_distribution(rng, 4)  # nothing; no tail
+    listed = Listed.of(ids, values, pair[1].size)
+    written = torch.zeros(7, pair[1].size, dtype=torch.float64).scatter_add(1, ids, values)
+    torch.testing.assert_close(listed.written_out(), written, rtol=0, atol=1e-15)
+    logits = torch.tensor(rng.normal(size=(7, pair[0].size)), requires_grad=True)
+    log_probs = torch.log_softmax(logits, -1)
+    found = objective.named_root(FromLogs(log_probs), listed)
+    tail_C = (1 - written.sum(-1)).clamp(min=0)
+    wanted = objective.root(log_probs.exp(), written, (WHOLE, WHOLE), tail_C=tail_C)
+    for name in ("rows_C", "lost_C", "right", "kept_s", "sum_t"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-9, atol=1e-10)
+    mine, theirs = (torch.autograd.grad(root.rows_C.sum(), logits, retain_graph=True)[0] for root in (found, wanted))
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+    assert float(found.lost_C[0]) > 0
+
+
+def test_a_list_costs_nothing_of_the_size_of_the_teachers_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = PAIRS["coarser teacher"]
+    batch = text_batch(pair)
+    widths: set[int] = set()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.ndim == 2:
+                widths.add(out.shape[1])
+            return out
+
+    def watched(*args: Any) -> Any:
+        with Watch():
+            return forward(*args)
+
+    forward = TreeKL.forward
+    monkeypatch.setattr(TreeKL, "forward", watched)
+    run(build(pair), batch, models_of(batch, pair), kind="topk", k=3)
+    assert 3 in widths
+    assert pair[1].size not in widths
+    run(build(pair), batch, models_of(batch, pair))
+    assert pair[1].size in widths
 
 
 def test_a_teacher_token_that_the_student_cannot_say_is_lost_mass() -> None:

@@ -22,6 +22,7 @@ from limbeck.losses.objectives.tree_kl import (
     tree_buckets,
 )
 from limbeck.losses.vocab.axis import WHOLE
+from limbeck.losses.vocab.probabilities import Dense
 from limbeck.projection import SpellingTree, build_trees
 from limbeck.tokens import Tokenizer
 from tests import zoo
@@ -80,7 +81,7 @@ def test_parts_of_real_rows_are_the_oracles(student: str, teacher: str) -> None:
                 )
                 node, want_node = tree.find(fine[:j]), oracle_tree.find(tuple(fine[:j]))
                 at = Positions(*(torch.tensor([value]) for value in (node, 0, 0, -1)))
-                found = tree_buckets(TreeTables(tree), at, (p_coarse[None], WHOLE), (p_fine[None], WHOLE))
+                found = tree_buckets(TreeTables(tree), at, Dense(p_coarse[None]), Dense(p_fine[None]))
                 divergence = student_node_divergence if name == "student" else teacher_node_divergence
                 got = divergence(found, DivergenceSpec("forward"), listed=False)[0]
                 judge = reference.student_node_kl if name == "student" else reference.teacher_node_kl

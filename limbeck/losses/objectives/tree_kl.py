@@ -30,6 +30,7 @@ denominator, since it should be 0 (forward KL; the other directions leave it out
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,6 +55,7 @@ from limbeck.losses.objectives.base import (
 from limbeck.losses.objectives.corrected import TINY, rest_floor
 from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import VocabAxis
+from limbeck.losses.vocab.probabilities import Dense, FromLogs, Listed, Probabilities
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.projection import SpellingTree, VocabTrees
 from limbeck.projection.events import Conditions, LastTokens, NodeEvents
@@ -160,30 +162,19 @@ def ranges(start: Tensor, stop: Tensor, total: int | None = None) -> tuple[Tenso
     return start[owner] + within, owner
 
 
-def pick_pairs(axis: VocabAxis, values: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """values[rows, ids] for lists of any order and length."""
-    place, inside = axis.columns(ids)
-    if inside is None:
-        return values[rows, place]
-    own = values.new_zeros(ids.shape) if not values.shape[1] else values[rows, place] * inside
-    return axis.total(own)
-
-
-def tree_buckets(
-    tree: TreeTables, at: Positions, coarse: tuple[Tensor, VocabAxis], fine: tuple[Tensor, VocabAxis]
-) -> Buckets:
-    """Masses of both sides at the children of nodes. coarse: probabilities `[C, .]` at the chunks' roots; fine: at the
-    rows that the positions name. Masses are segment sums: differences of running sums would lose small ones."""
+def tree_buckets(tree: TreeTables, at: Positions, coarse: Probabilities, fine: Probabilities) -> Buckets:
+    """Masses of both sides at the children of nodes. coarse: at the chunks' roots; fine: at the rows that the positions
+    name. Masses are segment sums: differences of running sums would lose small ones."""
     child, owner = ranges(tree.child_start[at.node], tree.child_start[at.node + 1])
     member, bucket = ranges(tree.start[child], tree.stop[child])
-    mass = pick_pairs(coarse[1], coarse[0], at.chunk[owner[bucket]], tree.order[member])
+    mass = coarse.at(at.chunk[owner[bucket]], tree.order[member])
     start, ends = tree.start[at.node], tree.ends[at.node]
     last, last_owner = ranges(start, start + ends)
-    end_mass = pick_pairs(coarse[1], coarse[0], at.chunk[last_owner], tree.order[last])
+    end_mass = coarse.at(at.chunk[last_owner], tree.order[last])
     return Buckets(
         owner,
         chunk_sum(mass, bucket, child.numel()),
-        pick_pairs(fine[1], fine[0], at.row[owner], tree.token[child]),
+        fine.at(at.row[owner], tree.token[child]),
         chunk_sum(end_mass, last_owner, at.count),
         ends > 0,
     )
@@ -313,8 +304,8 @@ def node_outcomes(
     events: NodeEvents,
     tree: TreeTables,
     at: Positions,
-    coarse: tuple[Tensor, VocabAxis],
-    fine: tuple[Tensor, VocabAxis],
+    coarse: Probabilities,
+    fine: Probabilities,
     barred: Barred,
     *,
     student_is_fine: bool,
@@ -337,24 +328,24 @@ def node_outcomes(
     def fine_mass_of(arrays: list[np.ndarray], by: Tensor | None = None) -> Tensor:
         """Fine mass of ids, summed by position, or by these outcomes of their position."""
         position = owners(arrays)
-        mass = pick_pairs(fine[1], fine[0], at.row[position], joined(arrays))
+        mass = fine.at(at.row[position], joined(arrays))
         return chunk_sum(mass, position, at.count) if by is None else chunk_sum(mass, by + first[position], total)
 
     ids, position = joined([b.coarse for b in found]), owners([b.coarse for b in found])
     bucket = joined([b.coarse_bucket for b in found]) + first[position]
     leaving = barred.holds(at.chunk[position], ids, size)
     left = torch.ones(total, dtype=torch.bool, device=device).index_fill(0, bucket[leaving], False)
-    coarse_mass = chunk_sum(pick_pairs(coarse[1], coarse[0], at.chunk[position], ids), bucket, total)
+    coarse_mass = chunk_sum(coarse.at(at.chunk[position], ids), bucket, total)
     fine_mass = fine_mass_of([b.fine for b in found], joined([b.fine_bucket for b in found]))
     rest = torch.tensor([b.rest for b in found], device=device)
     with_rest = (rest >= 0).nonzero().squeeze(1)
     if with_rest.numel():
         # most of a vocabulary: what its complement leaves
-        whole = fine[1].sum(fine[0])[at.row]
+        whole = fine.totals()[at.row]
         most = (whole - fine_mass_of([b.outside for b in found])).clamp(min=0) + rest_floor(whole.dtype)
         fine_mass = fine_mass.index_add(0, (first + rest)[with_rest], most[with_rest])
     member, below = ranges(tree.start[at.node], tree.stop[at.node])
-    below_mass = pick_pairs(coarse[1], coarse[0], at.chunk[below], tree.order[member])
+    below_mass = coarse.at(at.chunk[below], tree.order[member])
     if student_is_fine:
         own = fine_mass_of([b.own for b in found])
     else:
@@ -424,12 +415,12 @@ class FirstLevel(nn.Module):
         for name, array in tables.items():
             self.register_buffer(name, torch.from_numpy(array.astype(np.int64)), persistent=False)
 
-    def masses(self, side: str, probs: Tensor, axis: VocabAxis, chunk: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    def masses(self, side: str, probs: Probabilities, chunk: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         """(mass of each group, its number among `chunk`) of the cells at these chunks' roots."""
         start, group = getattr(self, f"{side}_start"), getattr(self, f"{side}_group")
         member, owner = ranges(start[cell], start[cell + 1])
         count = self.groups[cell]
-        mass = pick_pairs(axis, probs, chunk[owner], getattr(self, f"{side}_member")[member])
+        mass = probs.at(chunk[owner], getattr(self, f"{side}_member")[member])
         bucket = (count.cumsum(0) - count)[owner] + group[member]
         groups = torch.repeat_interleave(torch.arange(cell.numel(), device=cell.device), count)
         return chunk_sum(mass, bucket, groups.numel()), groups
@@ -444,6 +435,8 @@ class TreeKL(ProjectedObjective):
 
     student_cell: Tensor
     teacher_cell: Tensor
+    student_member: Tensor
+    member_start: Tensor
 
     def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
         super().__init__(options, projection, teacher_size)
@@ -460,6 +453,11 @@ class TreeKL(ProjectedObjective):
             cells = torch.from_numpy(getattr(trees, name).astype(np.int64))
             # tokens that only one side has are put into one more column
             self.register_buffer(name, cells.where(cells >= 0, torch.tensor(self.num_cells)), persistent=False)
+        # the student's tokens in the order of their cells, and where each cell's begin
+        member = np.argsort(trees.student_cell, kind="stable")
+        start = np.searchsorted(trees.student_cell[member], np.arange(self.num_cells + 1))
+        for name, array in (("student_member", member), ("member_start", start)):
+            self.register_buffer(name, torch.from_numpy(array.astype(np.int64)), persistent=False)
         self.student_tree, self.teacher_tree = TreeTables(trees.student_tree), TreeTables(trees.teacher_tree)
         self.first_levels = nn.ModuleList(
             FirstLevel(trees, student_is_fine=fine) for fine in (True, False) if options.first_weight
@@ -566,27 +564,48 @@ class TreeKL(ProjectedObjective):
             right = (q.argmax(-1) == target.argmax(-1)).sum().to(q)
         return Roots(rows_C.where(reached > 0, torch.zeros_like(rows_C)), lost_C, right, kept_s, sum_t)
 
+    def named_root(self, student: Probabilities, teacher: Listed) -> Roots:
+        """`root` against a list, over the cells that it names; all others are one bucket with the list's tail."""
+        spec, count = self.spec, teacher.count
+        tail_C = teacher.tail()
+        cell, said = self.teacher_cell[teacher.ids], teacher.values > 0
+        lost = said & (cell == self.num_cells)
+        lost_C = chunk_sum(teacher.values * lost, teacher.rows, count)
+        at = (said & ~lost).nonzero().squeeze(1)
+        named, place = (teacher.rows[at] * self.num_cells + cell[at]).unique(return_inverse=True)
+        chunk, cell = named // self.num_cells, named % self.num_cells
+        target = chunk_sum(teacher.values[at], place, named.numel())
+        member, owner = ranges(self.member_start[cell], self.member_start[cell + 1])
+        q = chunk_sum(student.at(chunk[owner], self.student_member[member]), owner, named.numel())
+        floor = rest_floor(q.dtype)
+        normaliser = math.log1p(floor)
+        reached = chunk_sum(target, chunk, count) + tail_C
+        share_t = target / _safe(reached)[chunk]
+        entries = divergence_entries(_log(q) - normaliser, log_target(share_t, spec), spec)
+        rest_s = (1 - chunk_sum(q, chunk, count)).clamp(min=0) + floor
+        ends = divergence_entries(rest_s.log() - normaliser, log_target(tail_C / _safe(reached), spec), spec)
+        rows_C = (chunk_sum(entries, chunk, count) + ends) * reached / _safe(reached + lost_C)
+        with torch.no_grad():
+            right = (_first_largest(q, chunk, count) == _first_largest(target, chunk, count)).sum().to(q)
+        rows_C = rows_C.where(reached > 0, torch.zeros_like(rows_C))
+        return Roots(rows_C, lost_C, right, torch.ones_like(rows_C), teacher.totals())
+
     # ---- the sum ----
 
     def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
-        tau, options = self.temperature, self.options
-        probs_NV = student.log_probs(tau).exp()
-        probs_CV = chunks.student_boundary(probs_NV)
-        probs_QU = self._teacher_probs(chunks, teacher, probs_NV.dtype)
-        probs_CU = probs_QU.index_select(0, chunks.teacher_first_C)
-        axes, listed = (student.axis, teacher.axis), teacher.is_topk
+        tau, options, listed = self.temperature, self.options, teacher.is_topk
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        count = chunks.count(probs_NV)
-        tail_C = (1 - probs_CU.sum(-1)).clamp(min=0) if listed else None
+        count = chunks.count(student.logits)
         lists = None if self.conditions is None else self.barred(chunks)
         barred = None if lists is None else (lists[0].written_out(), lists[1].written_out())
         events = None if self.conditions is None else self.conditions.events
-        if barred is None:
-            root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
+        if listed and barred is None:
+            sides, root = self._named_sides(student, chunks, teacher)
         else:
-            root = self._conditioned(probs_CV, probs_CU, axes, barred, tail_C)
+            sides, root = self._whole_sides(student, chunks, teacher, barred)
+        if barred is not None:
             metrics["excluded_mass_student"] = ((1 - root.kept_s).sum(), count)
-            metrics["excluded_mass_teacher"] = ((axes[1].sum(probs_CU) - root.sum_t).sum(), count)
+            metrics["excluded_mass_teacher"] = ((sides.teacher_roots.totals() - root.sum_t).sum(), count)
             metrics["unconditioned"] = (barred[0].wrong_C.to(count).sum(), count)
 
         inner_s, done_s = inside_student(self.student_tree, chunks)
@@ -594,30 +613,31 @@ class TreeKL(ProjectedObjective):
         inner_t, done_t = inside_teacher(self.teacher_tree, chunks)
         student_parts = _InsideStudent(
             self.student_tree,
-            (probs_CU, teacher.axis),
-            (probs_NV, student.axis),
+            sides.teacher_roots,
+            sides.student_rows,
             None if barred is None or events is None else (events[0], barred[1]),
         )
         teacher_parts = _InsideTeacher(
             self.teacher_tree,
-            (probs_CV, student.axis),
-            (probs_QU, teacher.axis),
+            sides.student_roots,
+            sides.teacher_rows,
             None if barred is None or events is None else (events[1], barred[0]),
         )
-        student_C = student_parts.sums(inner_s, chunks, self.spec, metrics, listed=listed)
-        teacher_C = teacher_parts.sums(inner_t, chunks, self.spec, metrics, listed=listed)
-        terminal_C, ended_count = torch.zeros_like(root.rows_C), 0
+        zero_C = torch.zeros_like(root.rows_C)
+        student_C = student_parts.sums(inner_s, zero_C, self.spec, metrics, listed=listed)
+        teacher_C = teacher_parts.sums(inner_t, zero_C, self.spec, metrics, listed=listed)
+        terminal_C, ended_count = zero_C, 0
         if chunks.next_row_C is not None:
             ended = self._ended(chunks, fine="student")
             ended = replace(ended, row=chunks.next_row_C[ended.chunk])
-            terminal_C = student_parts.sums(ended, chunks, self.spec, metrics, listed=listed)
+            terminal_C = student_parts.sums(ended, zero_C, self.spec, metrics, listed=listed)
             ended_count = ended.count
         if teacher.behind is not None:
             at = self._ended(chunks, fine="teacher")
-            after = replace(teacher_parts, fine=(self._list_probs(teacher.behind, probs_NV.dtype), teacher.axis))
-            terminal_C = terminal_C + after.sums(at, chunks, self.spec, metrics, listed=listed)
+            after = replace(teacher_parts, fine=self._behind(teacher.behind, zero_C.dtype))
+            terminal_C = terminal_C + after.sums(at, zero_C, self.spec, metrics, listed=listed)
             ended_count += at.count
-        first_C, deep_count = self._first_level(chunks, probs_CV, probs_CU, axes)
+        first_C, deep_count = self._first_level(chunks, sides, zero_C)
 
         log_s, log_t = chunk_log_probs(student, chunks, teacher, tau)
         has_term_C = self.has_chunk_term(chunks, done_s, done_t).to(log_s.dtype)
@@ -681,16 +701,14 @@ class TreeKL(ProjectedObjective):
         leaving = torch.zeros(probs_CV.shape[0], self.num_cells + 1, dtype=torch.bool, device=probs_CV.device)
         leaving[by_student.chunk, self.student_cell[by_student.ids]] = True
         leaving[by_teacher.chunk, self.teacher_cell[by_teacher.ids]] = True
-        own = pick_pairs(axes[0], probs_CV, by_student.chunk, by_student.ids)
+        own = Dense(probs_CV, axes[0]).at(by_student.chunk, by_student.ids)
         own_C = chunk_sum(own, by_student.chunk, probs_CV.shape[0])
         return self.root(probs_CV, probs_CU, axes, tail_C=tail_C, leaving=leaving[:, :-1], own_C=own_C)
 
-    def _first_level(
-        self, chunks: ChunkBlock, probs_CV: Tensor, probs_CU: Tensor, axes: tuple[VocabAxis, VocabAxis]
-    ) -> tuple[Tensor, int]:
+    def _first_level(self, chunks: ChunkBlock, sides: Sides, zero_C: Tensor) -> tuple[Tensor, int]:
         """Divergence `[C]` over the groups inside the realised cell, where it has several, and at how many chunks: by
         student tokens in chunks of one teacher token, by teacher tokens in other chunks of one student token."""
-        total, count = torch.zeros_like(probs_CV[:, 0]), 0
+        total, count = zero_C, 0
         if not self.first_levels:
             return total, count
         cell_C = self.student_cell[chunks.student_ids_M.index_select(0, chunks.student_first_C)]
@@ -703,28 +721,60 @@ class TreeKL(ProjectedObjective):
             at = (shared & deep).nonzero().squeeze(1)
             if not at.numel():
                 continue
-            mass_s, owner = tables.masses("student", probs_CV, axes[0], at, cell_C[at])
-            mass_t, _ = tables.masses("teacher", probs_CU, axes[1], at, cell_C[at])
+            mass_s, owner = tables.masses("student", sides.student_roots, at, cell_C[at])
+            mass_t, _ = tables.masses("teacher", sides.teacher_roots, at, cell_C[at])
             none = mass_s.new_zeros(at.numel())
             total = total.index_add(0, at, outcome_divergence(mass_t, mass_s, owner, none, self.spec, listed=False))
             count += at.numel()
         return total, count
 
-    def _teacher_probs(self, chunks: ChunkBlock, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
-        """Next-token probabilities `[Q, U]`; of a list those that it names, and the token that came."""
-        probs = self._list_probs(teacher, dtype)
-        if not teacher.is_topk:
-            return probs
-        realised = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
-        return probs.scatter(1, chunks.teacher_ids_Q[:, None], realised[:, None])
+    def _whole_sides(
+        self,
+        student: BlockLogits,
+        chunks: ChunkBlock,
+        teacher: TeacherScores,
+        barred: tuple[Barred, Barred] | None,
+    ) -> tuple[Sides, Roots]:
+        """Both sides over their whole vocabularies, and the root."""
+        probs_NV, tail_C = student.log_probs(self.temperature).exp(), None
+        probs_CV = chunks.student_boundary(probs_NV)
+        if teacher.is_topk:
+            named = self._named(chunks, teacher, probs_NV.dtype)
+            probs_QU, tail_C = named.written_out(), named.select(chunks.teacher_first_C).tail()
+        else:
+            probs_QU = teacher.log_probs(self.temperature).to(probs_NV.dtype).exp()
+        probs_CU, axes = probs_QU.index_select(0, chunks.teacher_first_C), (student.axis, teacher.axis)
+        if barred is None:
+            root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
+        else:
+            root = self._conditioned(probs_CV, probs_CU, axes, barred, tail_C)
+        mine = Dense(probs_CV, axes[0]), Dense(probs_NV, axes[0])
+        return Sides(*mine, Dense(probs_CU, axes[1]), Dense(probs_QU, axes[1])), root
 
-    def _list_probs(self, teacher: TeacherScores, dtype: torch.dtype) -> Tensor:
-        """Next-token probabilities `[q, U]`; of a list those that it names."""
+    def _named_sides(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores) -> tuple[Sides, Roots]:
+        """The same where the teacher is a list: only tokens that it names, and those that share a cell with them, are
+        read of either vocabulary."""
+        log_NV = student.log_probs(self.temperature)
+        roots = FromLogs(log_NV, student.axis, chunks.student_row_M.index_select(0, chunks.student_first_C))
+        rows = self._named(chunks, teacher, log_NV.dtype)
+        named = rows.select(chunks.teacher_first_C)
+        return Sides(roots, FromLogs(log_NV, student.axis), named, rows), self.named_root(roots, named)
+
+    def _named(self, chunks: ChunkBlock, teacher: TeacherScores, dtype: torch.dtype) -> Listed:
+        """What a list names at the rows of the chunks' tokens, and the token that came."""
+        (ids, log_t), realised = teacher.topk(), chunks.teacher_ids_Q[:, None]
+        values = log_t.to(dtype).exp().masked_fill(ids == realised, 0)
+        came = teacher.log_prob_of(chunks.teacher_ids_Q).to(dtype).exp()
+        return Listed.of(
+            torch.cat((ids, realised), 1), torch.cat((values, came[:, None]), 1), self.teacher_cell.numel()
+        )
+
+    def _behind(self, teacher: TeacherScores, dtype: torch.dtype) -> Probabilities:
+        """What the teacher says behind chunks; of a list what it names."""
         if not teacher.is_topk:
-            return teacher.log_probs(self.temperature).to(dtype).exp()
+            return Dense(teacher.log_probs(self.temperature).to(dtype).exp(), teacher.axis)
         ids, log_t = teacher.topk()
-        probs = log_t.to(dtype).exp()
-        return probs.new_zeros(ids.shape[0], self.teacher_cell.numel()).scatter_add(1, ids, probs)
+        return Listed.of(ids, log_t.to(dtype).exp(), self.teacher_cell.numel())
 
     def _ended(self, chunks: ChunkBlock, *, fine: Literal["student", "teacher"]) -> Positions:
         """Chunks of one coarse token that the fine side spells to its end, where the tree goes on; their rows are
@@ -746,6 +796,16 @@ class TreeKL(ProjectedObjective):
 
 
 @dataclass(frozen=True)
+class Sides:
+    """What both sides say at the roots of a block's chunks, and at all its rows."""
+
+    student_roots: Probabilities
+    student_rows: Probabilities
+    teacher_roots: Probabilities
+    teacher_rows: Probabilities
+
+
+@dataclass(frozen=True)
 class Roots:
     """The root part of each chunk: divergences, teacher mass that no student token shares a cell with, right guesses,
     and what conditioning has left of both sides' mass."""
@@ -755,6 +815,14 @@ class Roots:
     right: Tensor
     kept_s: Tensor
     sum_t: Tensor
+
+
+def _first_largest(values: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Number of the first largest of each owner's values, as many as there are values where it has none."""
+    top = values.new_zeros(count).scatter_reduce(0, owner, values, "amax")
+    number = torch.arange(values.numel(), device=values.device)
+    number = number.where(values == top[owner], values.numel())
+    return number.new_full((count,), values.numel()).scatter_reduce(0, owner, number, "amin")
 
 
 def _without(probs: Tensor, barred: Barred, axis: VocabAxis) -> Tensor:
@@ -768,12 +836,12 @@ def _without(probs: Tensor, barred: Barred, axis: VocabAxis) -> Tensor:
 
 @dataclass
 class _Inside(ABC):
-    """The parts of one tree's positions. coarse, fine: probabilities of the sides and where their columns lie; exact:
-    the tree's events and what the coarse side's last tokens rule out, None where positions are not conditioned."""
+    """The parts of one tree's positions. coarse, fine: what the sides say; exact: the tree's events and what the coarse
+    side's last tokens rule out, None where positions are not conditioned."""
 
     tree: TreeTables
-    coarse: tuple[Tensor, VocabAxis]
-    fine: tuple[Tensor, VocabAxis]
+    coarse: Probabilities
+    fine: Probabilities
     exact: tuple[NodeEvents, Barred] | None
 
     @abstractmethod
@@ -786,18 +854,18 @@ class _Inside(ABC):
     def sums(
         self,
         at: Positions,
-        chunks: ChunkBlock,
+        zero_C: Tensor,
         spec: DivergenceSpec,
         metrics: dict[str, tuple[Tensor, Tensor]],
         *,
         listed: bool,
     ) -> Tensor:
-        """Sums `[C]` over each chunk's positions."""
-        total = self.fine[0].new_zeros(chunks.num_chunks)
+        """Sums `[C]` over each chunk's positions. zero_C: zeros of their type."""
         if not at.count:
-            return total
+            return zero_C
         if self.exact is None:
-            return chunk_sum(self.plain(at, spec, listed=listed), at.chunk, chunks.num_chunks)
+            return chunk_sum(self.plain(at, spec, listed=listed), at.chunk, zero_C.numel())
+        total = zero_C
         events, barred = self.exact
         pairs = zip(at.node.tolist(), at.token.tolist(), strict=True)
         # the text has a pair that the rule forbids: it is wrong there
