@@ -70,6 +70,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "strict_span_.25": {"mode": "strict", "span_weight": 0.25},
     "simct": {"mode": "simct"},
     "escd": {"mode": "escd"},
+    "bpm": {"mode": "bpm"},
+    "bpm_forward": {"mode": "bpm", "direction": "forward"},
+    "bpm_blanks": {"mode": "bpm", "mask_blanks": False},
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 

@@ -55,7 +55,7 @@ from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.utils.metrics import Metrics, Pair
 
 LossMode = Literal[
-    "tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct", "escd"
+    "tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct", "escd", "bpm"
 ]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
@@ -113,8 +113,9 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     strict_topk: int | None = Field(16, description="strict: the student's most likely shared tokens; null: all shared")
     strict_rest: bool = Field(False, description="strict: a rest bucket instead of normalising over those tokens")
     span_weight: float = Field(0.0, description="strict: factor of the squared log-ratio of all other chunks")
+    mask_blanks: bool = Field(True, description="bpm: leave out student tokens that are nothing but spaces and tabs")
     direction: Direction = Field(
-        "forward", description="forward: KL(teacher||student); reverse, the default of strict and simct; jsd"
+        "forward", description="forward: KL(teacher||student); reverse, the default of strict and simct; jsd, of bpm"
     )
     jsd_beta: float = Field(0.5, description="M = (1 - beta) student + beta teacher; 0: forward, 1: reverse")
     jsd_rescale: bool = Field(False, description="divide JSD by beta (1 - beta); needed within .05 of the ends")
@@ -238,6 +239,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             strict_topk=self.strict_topk,
             strict_rest=self.strict_rest,
             span_weight=self.span_weight,
+            mask_blanks=self.mask_blanks,
         )
 
 

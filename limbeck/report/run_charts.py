@@ -49,6 +49,7 @@ UNSURE = {
     "unconditioned": "not conditioned, chunk starts",
     "unconditioned_inner": "not conditioned, inner positions",
     "gate": "chunks that the gate lets through",
+    "blank_rows": "rows of white space, left out",
 }
 """Shares of chunks."""
 _LOG_PROBS = {

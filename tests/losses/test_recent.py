@@ -137,6 +137,33 @@ class Enumerated:
                 total = total - p_t[sorted(group)].sum() * p_next[inside].sum().log()
         return total
 
+    def every_row(self, s: list[int], t: list[int], p_s: list[Tensor], p_t: list[Tensor]) -> dict[str, Tensor]:
+        """BPM: each row's target by walking along the realised teacher tokens, one token off them at a time."""
+        own, theirs = [self.student.data[i] for i in s], [self.teacher.data[i] for i in t]
+        out = {"root_kl": self.root(p_s[0], p_t[0]), "inner_student_kl": p_s[0].sum() * 0}
+        for row in range(len(s)):
+            offset = sum(map(len, own[:row]))
+            at = max(k for k in range(len(t)) if sum(map(len, theirs[:k])) <= offset)
+            written = theirs[at][: offset - sum(map(len, theirs[:at]))]
+            target: dict[int | None, Tensor] = {}
+            total = sum(p_t[at][w] for w, data in enumerate(self.teacher.data) if data.startswith(written))
+            text, likely = b"", 1 / total
+            for level in range(at, len(t)):
+                for w, data in enumerate(self.teacher.data):
+                    if level == at and not data.startswith(written):
+                        continue
+                    if level + 1 < len(t) and w == t[level]:
+                        continue
+                    whole = text + (data[len(written) :] if level == at else data)
+                    head = self.student.end if w == self.teacher.end and not whole and not row else self.longest(whole)
+                    target[head] = target.get(head, torch.zeros((), dtype=torch.float64)) + likely * p_t[level][w]
+                text = text + (theirs[level][len(written) :] if level == at else theirs[level])
+                likely = likely * p_t[level][t[level]]
+            name = "inner_student_kl" if row else "root_kl"
+            value = self.compare(target, p_s[row])
+            out[name] = value if not row else out[name] + value
+        return out
+
 
 def sums_over_chunks(pair: Pair, batch: dict[str, Any], models: Models, parts_of: Any) -> dict[str, Tensor]:
     """`parts_of(student ids, teacher ids, student rows, teacher rows, student row behind)`, summed over a batch."""
@@ -179,6 +206,33 @@ def test_escd_is_its_definition(name: str, direction: str) -> None:
     want = sums_over_chunks(pair, batch, models, parts)
     metrics = check(loss_of(pair, mode="escd", direction=direction), pair, want, batch, models)
     assert -1e-9 <= float(metrics["teacher_0/child_kl"][0]) <= float(metrics["teacher_0/child_loss"][0]) + 1e-9
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_bpm_is_its_definition(name: str, direction: str) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    plain = Enumerated(pair, direction)
+    want = sums_over_chunks(pair, batch, models, lambda *sides: plain.every_row(*sides[:4]))
+    metrics = check(loss_of(pair, mode="bpm", direction=direction), pair, want, batch, models)
+    assert float(metrics["teacher_0/blank_rows"][0]) == 0
+
+
+def test_bpm_leaves_rows_of_white_space_out() -> None:
+    spaced = [TinyVocab(tuple(d.replace(b"a", b" ") for d in vocab.data), vocab.merges) for vocab in PAIRS["random 5"]]
+    pair = spaced[0], spaced[1]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    masked, figures = run(loss_of(pair, mode="bpm"), batch, models)
+    whole, others = run(loss_of(pair, mode="bpm", mask_blanks=False), batch, models)
+    blank = [i for i, data in enumerate(pair[0].data) if data and not data.strip()]
+    ids = [batch["input_ids"][b, at].item() for b, s, _ in chunks_of(batch) for at in s]
+    assert float(figures["teacher_0/blank_rows"][0]) == sum(i in blank for i in ids) > 0
+    assert float(others["teacher_0/blank_rows"][0]) == 0
+    assert float(masked.detach()) < float(whole.detach())
+    assert float(figures["teacher_0/root_kl"][1]) < float(others["teacher_0/root_kl"][1])
 
 
 def test_some_pairs_have_events() -> None:
@@ -234,6 +288,14 @@ def test_escd_of_the_published_example() -> None:
     assert example("escd", [0.5, 0.2, 0.1, 0.15, 0.05])["child_loss"] == pytest.approx(1.7305, abs=5e-5)
 
 
+def test_bpm_of_the_published_example() -> None:
+    found = example("bpm", BEHIND_A, direction="forward")
+    assert found["root_kl"] == pytest.approx(0.4597, abs=5e-5)
+    assert found["inner_student_kl"] == pytest.approx(0.6895, abs=5e-5)
+    moved = example("bpm", [0.1, 0.2, 0.1, 0.5, 0.1], direction="forward")
+    assert moved["inner_student_kl"] == pytest.approx(0.8841, abs=5e-5)
+
+
 def test_simct_of_the_published_example() -> None:
     """Units `b`, `a`+`x`, `a`+`xy`, `a`+`z`; halving all that is listed changes nothing."""
     teacher = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
@@ -245,7 +307,7 @@ def test_simct_of_the_published_example() -> None:
 
 # ---- all of them ----
 
-RECENT = ["strict", "simct", "escd"]
+RECENT = ["strict", "simct", "escd", "bpm"]
 
 
 @pytest.mark.parametrize("mode", RECENT)
@@ -270,7 +332,7 @@ def test_no_divergence_is_negative(mode: str, direction: str) -> None:
         fn = loss_of(pair, mode=mode, direction=direction)
         loss, metrics = run(fn, batch, models_of(batch, pair, torch.float32))
         assert float(loss.detach()) >= -1e-6, name
-        for key in ("strict_kl", "root_kl", "child_kl"):
+        for key in ("strict_kl", "root_kl", "child_kl", "inner_student_kl"):
             assert float(metrics.get(f"teacher_0/{key}", (torch.zeros(()),))[0]) >= -1e-5, (name, key)
 
 

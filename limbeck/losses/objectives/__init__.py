@@ -1,7 +1,7 @@
 """Objectives: how one teacher's chunks become a loss. `OBJECTIVES` has those that a run file can name."""
 
 from limbeck.losses.objectives.base import Objective, ObjectiveOptions, ProjectedObjective
-from limbeck.losses.objectives.byte_prefix import EventSets
+from limbeck.losses.objectives.byte_prefix import BytePrefixKL, EventSets
 from limbeck.losses.objectives.corrected import (
     BoundaryKL,
     ChunkLikelihood,
@@ -18,7 +18,7 @@ OBJECTIVES: dict[str, type[ProjectedObjective]] = {
     for cls in (
         *(BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities),
         *(PKL, Gold, HybridKL),
-        *(StrictKL, UnitKL, EventSets),
+        *(StrictKL, UnitKL, EventSets, BytePrefixKL),
     )
 }
 """Objective of each mode, for teachers with a vocabulary of their own."""

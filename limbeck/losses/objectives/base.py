@@ -177,6 +177,7 @@ class ObjectiveOptions:
     strict_topk: int | None = 16
     strict_rest: bool = False
     span_weight: float = 0.0
+    mask_blanks: bool = True
 
 
 class Objective(nn.Module, ABC):
