@@ -197,6 +197,17 @@ def test_policy_rows_can_keep_the_last_messages_instead() -> None:
     assert bool(whole["site_in_row"][0])
 
 
+def test_a_head_that_leaves_no_room_gives_way_to_the_last_messages() -> None:
+    trace = long_trace(8)
+    system = trace.messages[0].model_copy(update={"content": "Be careful. " * 80})
+    trace = trace.model_copy(update={"messages": [system, *trace.messages[1:]]})
+    batch = collate(trace, max_seq_len=200, policy_cut="left")
+    text = QWEN.decode(batch["input_ids"][0, : int(batch["input_lengths"][0])])
+    assert "Be careful." not in text
+    assert text.endswith("All read.<|im_end|>\n")
+    assert masked_text(batch["input_ids"][0], batch["response_mask"][0]).endswith("All read.<|im_end|>")
+
+
 def test_a_trace_without_reward_or_answer_takes_no_part_in_the_policy() -> None:
     batch = collate(
         Trace(id="a", messages=[asked("a"), said("b")]), Trace(id="b", messages=[asked("a")], final_reward=1)

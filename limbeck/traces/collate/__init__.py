@@ -13,7 +13,7 @@ and both end with the same target tokens. **Preference**: two answers to one sta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -152,21 +152,27 @@ class ComposerDataCollator:
 
     def _kept(self, plain: Conversation, limit: int) -> list[int]:
         """Numbers of the pieces that a policy row holds."""
-        order = list(range(len(plain.pieces)))
-        if self.config.policy_cut == "left":
-            order = order[: plain.head] + order[plain.head :][::-1]
+        if self.config.policy_cut == "right":
+            return self._fitting(plain, range(len(plain.pieces)), limit)
+        # as in windows of hints: a head that leaves no room for any message gives way
+        for head in (plain.head, plain.preamble, 0):
+            kept = self._fitting(plain, [*range(head), *range(len(plain.pieces) - 1, plain.head - 1, -1)], limit)
+            # What a cut from the left leaves must begin with a whole message.
+            while len(kept) > head and kept[head] != plain.head and not plain.pieces[kept[head]].clean:
+                del kept[head]
+            if len(kept) > head:
+                break
+        return kept
+
+    def _fitting(self, plain: Conversation, order: Iterable[int], limit: int) -> list[int]:
+        """As many of these pieces, in this order, as fit together; sorted."""
         kept: list[int] = []
         for number in order:
             limit -= len(self.student.ids(plain.pieces[number]))
             if limit < 0:
                 break
             kept.append(number)
-        kept.sort()
-        # What a cut from the left leaves must begin with a whole message.
-        head = plain.head
-        while len(kept) > head and kept[head] != head and not plain.pieces[kept[head]].clean:
-            del kept[head]
-        return kept
+        return sorted(kept)
 
     def _sites(self, example: Example, plain: Conversation, dropped: Counter[str]) -> list[SiteRow]:
         before = Counter(self.finder.dropped)
