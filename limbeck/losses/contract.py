@@ -133,7 +133,7 @@ class Teacher(ABC):
         number: its place among the loss's teachers, which names the batch keys of its rows (`teacher_1_input_ids`); a
             teacher without such keys reads the student's own ids.
         on_device: runs a model; it is then asked before the student's forward pass, to keep the device busy. One that
-            looks its signals up is asked after it, while the device works.
+            looks its signals up may begin before it, and is asked after it, while the device works.
     """
 
     vocab_size: int
@@ -147,6 +147,9 @@ class Teacher(ABC):
     def prefetch(self, batch: Batch) -> Prefetched:
         """Ask for all rows of a batch at once. Rows without a signal leave this teacher's denominator."""
         return Prefetched()
+
+    def begin(self, mb: ProcessedMicrobatch) -> None:
+        """The signal of this micro-batch is the next that will be asked for; returns at once."""
 
     @abstractmethod
     def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:

@@ -14,8 +14,9 @@ Losses are sums divided by counts of the *global* batch, so they add up over mic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -245,15 +246,20 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
 
 @dataclass
 class LossInputs:
-    """Which rows of a micro-batch carry which loss, and their blocks; built on the CPU, moved with `to`."""
+    """Which rows of a micro-batch carry which loss; built on the CPU, moved with `to`."""
 
     tokens: TokenLayout
     layouts: list[ChunkLayout]
-    blocks: tuple[Block, ...]
+    cut: Callable[[], tuple[Block, ...]]  # their blocks, on the CPU; the kernels have blocks of their own
     num_samples: int
     num_tokens: float  # sum of the cross-entropy weights
     lanes: Lanes | None = None  # the same rows in the order of the kernels, where they may be used
     comm: Comm = field(default_factory=Comm.alone)  # ranks that have the rest of the micro-batch
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Blocks of the plain path, where the layouts are."""
+        return to_device(self.cut(), self.tokens.rows_E.device)
 
     def to(self, device: torch.device | str) -> LossInputs:
         return to_device(self, device)
@@ -377,7 +383,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         return LossInputs(
             tokens,
             layouts,
-            cut_blocks(tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
+            partial(cut_blocks, tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
             num_samples,
             float(tokens.weight_E.double().sum()),
             fast.plan_lanes(

@@ -391,6 +391,9 @@ class _Pass:
                     if teacher.on_device == on_device:
                         found[number] = teacher.signal(mb, model.device)
 
+        with timer.time("teacher"):
+            for teacher in channel.teachers:
+                teacher.begin(mb)
         ask(on_device=True)
         with timer.time("forward"):
             hidden_RH = model.forward_hidden(mb.processed_inputs)

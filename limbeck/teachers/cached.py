@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,21 @@ class CachedTeacher(Teacher):
         self.number, self.vocab_size = number, self.reader.spec.vocab_size
         self.fingerprint = self.reader.spec.teacher_fingerprint
         self._head: Head | None = None
+        self._begun: _LookUp | None = None
+
+    def begin(self, mb: ProcessedMicrobatch) -> None:
+        self._begun = self._look_up(mb)
 
     def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
         """Rows lie one sample after the other, without padding."""
+        begun, self._begun = self._begun, None
+        found = begun if begun is not None and begun.mb is mb else self._look_up(mb)
+        for document in found.documents:
+            document.result()
+        return found.rows.signal(self, found.ids, found.next_ids, found.starts, device)
+
+    def _look_up(self, mb: ProcessedMicrobatch) -> _LookUp:
+        """Let threads collect the stored rows of a micro-batch."""
         data = mb.data_dict
         prefix = key_prefix(data, self.number)
         ids = data[f"{prefix}input_ids"].cpu()
@@ -63,11 +76,11 @@ class CachedTeacher(Teacher):
             for sample, (start, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
             if n >= 2 and bool(counted[sample])
         ]
-        with ThreadPoolExecutor(READERS) as pool:
-            for _ in pool.map(lambda document: rows.put(*document), wanted):
-                pass
+        pool = ThreadPoolExecutor(READERS)
+        documents = [pool.submit(rows.put, *document) for document in wanted]
+        pool.shutdown(wait=False)  # its threads end with the last document
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        return rows.signal(self, ids[real], next_tokens(ids, lengths)[real], starts, device)
+        return _LookUp(mb, rows, documents, ids[real], next_tokens(ids, lengths)[real], starts)
 
     def head(self, device: torch.device) -> Head:
         """The head stored beside hidden states."""
@@ -84,6 +97,19 @@ class CachedTeacher(Teacher):
             if n >= 2 and float(data["sample_mask"][sample]) > 0:
                 out[sample, 1:n] = torch.from_numpy(self.reader.get(ids[sample, :n].numpy()).next_logprob.copy())
         return out
+
+
+@dataclass(frozen=True)
+class _LookUp:
+    """What threads are collecting for a micro-batch: one future for each of its documents; ids, next_ids: the tokens of
+    all rows and those that follow them; starts: the first row of each sample."""
+
+    mb: ProcessedMicrobatch
+    rows: _TopKRows | _HiddenRows
+    documents: list[Future[None]]
+    ids: Tensor
+    next_ids: Tensor
+    starts: Tensor
 
 
 class _TopKRows:
@@ -113,12 +139,13 @@ class _TopKRows:
     def signal(
         self, owner: CachedTeacher, ids: Tensor, next_ids: Tensor, starts: Tensor, device: torch.device
     ) -> Signal:
-        empty = torch.from_numpy(~self.filled)
-        self.ids[empty], self.logprobs[empty], self.next_logprob[empty] = -1, 0.0, 0.0
+        for rows, value in ((self.ids, -1), (self.logprobs, 0.0), (self.next_logprob, 0.0)):
+            _fill(rows, self.filled, value)
+        ids_Rk = to_device(self.ids, device)
         # an empty place that took two bytes
-        self.ids.masked_fill_(self.ids >= self.reader.spec.vocab_size, -1)
+        ids_Rk.masked_fill_(ids_Rk >= self.reader.spec.vocab_size, -1)
         return TopKSignal(
-            to_device(self.ids, device),
+            ids_Rk,
             to_device(self.logprobs, device).float(),
             to_device(self.next_logprob, device),
             to_device(next_ids, device),
@@ -147,8 +174,13 @@ class _HiddenRows:
     def signal(
         self, owner: CachedTeacher, ids: Tensor, next_ids: Tensor, starts: Tensor, device: torch.device
     ) -> Signal:
-        self.hidden[torch.from_numpy(~self.filled)] = 0
+        _fill(self.hidden.view(torch.int16), self.filled, 0)
         return HiddenSignal(to_device(self.hidden, device), owner.head(device), to_device(ids, device), starts)
+
+
+def _fill(rows: Tensor, filled: np.ndarray, value: float) -> None:
+    """Write into the rows that nothing was stored for. By number: a mask would pass over all of them."""
+    rows.numpy()[np.flatnonzero(~filled)] = value
 
 
 def _staged(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

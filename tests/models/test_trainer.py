@@ -61,6 +61,9 @@ class RecordingTeacher(Teacher):
         self.calls.append(f"{self.name} prefetch")
         return Prefetched(metrics=Metrics({"asked": (float(batch.size), 1.0)}))
 
+    def begin(self, mb: Any) -> None:
+        self.calls.append(f"{self.name} begin")
+
     def signal(self, mb: Any, device: torch.device) -> Signal:
         self.calls.append(f"{self.name} signal")
         return self.live.signal(mb, device)
@@ -86,7 +89,7 @@ def test_the_calls_of_a_step_come_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     result = policy.trainer.step([channel], rows=2)
     asked = ["stored attach", "stored prefetch", "live attach", "live prefetch"]
     # what runs on the device is queued before the student, what is looked up after it
-    micro = ["live signal", "forward", "stored signal", "prepare", "compute"]
+    micro = ["stored begin", "live begin", "live signal", "forward", "stored signal", "prepare", "compute"]
     first = ["annotate", "counts", *micro, *micro, "stored release", "live release", "first_pass 3"]
     step = ["annotate", "counts", *micro, *micro, "stored release", "live release"]
     assert calls == [*asked, *first, *step, "step_end 3", "stored step_end", "live step_end"]

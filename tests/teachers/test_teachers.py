@@ -1,3 +1,4 @@
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from limbeck.tokens import ByteVocab
 from tests.helpers.tiny import QWEN3, batch, config, loss_fn, student, teacher, tokenizer
 from tests.helpers.tokenizers import fingerprint_of_the_first_release
 from tests.models.test_policy import LAYOUTS, step_gradients
+from tests.patience import TEST_SECONDS
 
 
 def cached(tmp_path, policy, data, **spec):
@@ -81,6 +83,55 @@ def test_signals_carry_the_ids_that_were_scored(tmp_path):
             ids = data["teacher_input_ids"][b, :n]
             following = signal.next_ids[rows] if hasattr(signal, "next_ids") else signal.input_ids[rows + 1]
             assert torch.equal(following, ids[1:])
+
+
+@pytest.mark.parametrize("kind", [{"k": 4}, {"hidden": True}])
+def test_a_look_up_that_was_begun_gives_the_same_signal(tmp_path, kind):
+    source = cached(tmp_path, teacher(), batch(), **kind)
+    first, second = (mb for mb in get_microbatch_iterator(batch(), {}, 3, None, None)[0])
+    plain = {number: source.signal(mb, torch.device("cpu")) for number, mb in enumerate((first, second))}
+    source.begin(first)
+    other = source.signal(second, torch.device("cpu"))  # begun for another micro-batch: not used
+    source.begin(first)
+    begun = source.signal(first, torch.device("cpu"))
+    for got, want in ((begun, plain[0]), (other, plain[1])):
+        values = ("hidden",) if "hidden" in kind else ("topk_ids", "topk_logprobs", "next_logprob")
+        assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in values)
+        assert torch.equal(got.row_start_B, want.row_start_B)
+
+
+def test_a_look_up_begins_at_once_and_tells_its_errors_when_it_is_asked(tmp_path):
+    source = cached(tmp_path, teacher(), batch([0, 1]), k=8)
+    read, gate = source.reader.get, threading.Event()
+    asked = threading.Event()
+
+    def waiting(ids):
+        asked.set()
+        assert gate.wait(TEST_SECONDS)
+        return read(ids)
+
+    source.reader.get = waiting
+    (mb,) = get_microbatch_iterator(batch([0, 1, 2]), {}, 3, None, None)[0]
+    source.begin(mb)  # returns while the documents are being read
+    assert asked.wait(TEST_SECONDS)
+    gate.set()
+    with pytest.raises(CacheError, match="has no document of"):
+        source.signal(mb, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [{"k": 4}, {"hidden": True}])
+def test_rows_without_an_entry_are_empty(tmp_path, kind):
+    source = cached(tmp_path, teacher(), batch(), **kind)
+    (mb,) = get_microbatch_iterator(batch(), {}, 6, None, None)[0]
+    signal = source.signal(mb, torch.device("cpu"))
+    lengths = batch()["teacher_input_lengths"]
+    ends = signal.row_start_B + lengths - 1  # nothing follows the last token
+    if "hidden" in kind:
+        assert not signal.hidden[ends].any()
+        return
+    assert bool((signal.topk_ids[ends] == -1).all())
+    assert not signal.topk_logprobs[ends].any()
+    assert not signal.next_logprob[ends].any()
 
 
 def test_masked_samples_need_not_be_cached(tmp_path):

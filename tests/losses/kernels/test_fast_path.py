@@ -10,7 +10,7 @@ from torch import Tensor
 
 from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, blocks, distillation
 from limbeck.losses.hint import HintDistillationLossFn
 from tests.losses.cases import Models, make_batch, make_models, make_projection, microbatch, run, starts, teacher_ids
 from tests.losses.test_hint import hint_batch
@@ -169,6 +169,19 @@ def test_no_teacher_is_cross_entropy() -> None:
         loss.backward()
         results.append((loss.detach(), models, metrics))
     assert_same(results, 2e-6)
+
+
+def test_blocks_of_the_plain_path_are_cut_only_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host lays out a step while the device works, and has little time for it."""
+    cut = []
+    monkeypatch.setattr(distillation, "cut_blocks", lambda *a, **k: cut.append(a[2]) or blocks.cut_blocks(*a, **k))
+    batch = make_batch(samples=4, seed=2)
+    for fast_path, times in (("force", 0), ("off", 1)):
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", "fast_path": fast_path}, projections=[make_projection(V_S, V_T)]
+        )
+        run(loss_fn, batch, make_models(batch, dtype=torch.float32))
+        assert len(cut) == times
 
 
 def test_padded_head_rows_stay_untouched() -> None:
