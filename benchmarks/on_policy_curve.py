@@ -1,23 +1,34 @@
-"""On-policy against off-policy distillation at equal student tokens, on a task where a student's own mistakes matter.
+"""On-policy against off-policy distillation at equal student tokens, with much stored text and with little.
 
-    python -m benchmarks.on_policy_curve [--folder runs/on_policy_curve] [--steps 120] [--arms off on mixed] [--tiny]
+    python -m benchmarks.on_policy_curve [--records 64 8000] [--arms off on mixed] [--seeds 1 2 3] [--jobs 9] [--tiny]
 
 The task is to go on from four digits, each further one being the sum (mod 10) of the one before it and the one four
-before it: ``4 1 8 2`` -> `` 6 7 5 7 3 ...``. One wrong digit spoils all that follow. A teacher is trained from scratch
-on it with a tokenizer that joins a space and a digit, a smaller student of single bytes for a short time. Then the same
-student, teacher, problems and rate go through the training loop on stored text (`off`, fraction 0), on what the student
-writes itself (`on`, fraction 1) and on half of each. The figure is the share of held-out problems whose greedy answer
-is right as a whole, over the student tokens that were trained on. A run that was stopped goes on where it was when the
-script is called again. Writes ``benchmarks/on_policy_curve.json``; the stored one is of a CPU, with ``--rows 64
---teacher-steps 300 --start-steps 200 --steps 36 --arms off on``.
+before it: ``4 1 8 2`` -> `` 6 7 5 7 3 ...``. A wrong digit spoils the answer and leads to a state that the stored
+solution of the problem does not have. A teacher is trained from scratch on the whole task, with a tokenizer that joins
+a space and a digit. Students of single bytes first learn from ``--records`` stored solutions until they are right on
+some problems of a development set. From there, on the same records and with the same teacher, each arm takes as many
+steps of as many student tokens: on stored text (`off`, fraction 0, forward KL), on what the student writes itself
+(`on`, fraction 1, reverse KL), on half of each (`mixed`); `off_reverse` and `on_forward` have the other direction of
+the divergence. Every arm first chooses its learning rate on the development set, with a seed of its own. The figures
+are shares of test problems whose greedy answer is right as a whole, and of digits that follow from those that the
+student itself wrote before, over the student tokens that were trained on.
+
+Runs are made by ``--jobs`` processes at a time; what is already there is not made again. Writes
+``benchmarks/on_policy_curve.json``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -39,46 +50,114 @@ PROMPT, ANSWER = 2 * GIVEN - 1, 2 * TERMS + 1
 """Characters of a problem, and of its answer with the end."""
 MERGED = 280
 """Tokens of the teacher's vocabulary; the student's has the 256 bytes and the end."""
-ARMS = {"off": 0.0, "on": 1.0, "mixed": 0.5}
+SWEEP_SEED = 0
+"""Of the student with which learning rates are chosen."""
 TEACHER = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 8}
 STUDENT = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-class Starts(NamedTuple):
-    """How a model is trained before the comparison: for so many steps, with a look every `period`, until the share
-    of right answers is `enough`."""
+class Arm(NamedTuple):
+    """What a student learns from: the share of sampled text, and the divergence on stored and on sampled text."""
 
-    tokenizer: str
-    shape: dict[str, Any]
-    held_out: list[tuple[str, str]]
+    fraction: float
+    stored: str = "forward"
+    sampled: str = "reverse"
+
+
+ARMS = {
+    "off": Arm(0.0),
+    "on": Arm(1.0),
+    "mixed": Arm(0.5),
+    "quarter": Arm(0.25),
+    "off_reverse": Arm(0.0, stored="reverse"),
+    "on_forward": Arm(1.0, sampled="forward"),
+    "on_jsd": Arm(1.0, sampled="jsd"),
+}
+
+
+class World(NamedTuple):
+    """What all runs share: where they lie, shapes of the models, and how much is done."""
+
+    folder: Path
+    student: dict[str, Any]
+    teacher: dict[str, Any]
+    rows: int
     steps: int
-    period: int
+    points: int
+    teacher_rows: int
+    teacher_steps: int
+    start_steps: int
+    start_rate: float
     enough: float
+
+
+class Run(NamedTuple):
+    """An arm's run: stored records, what it learns from, learning rate, seed, and the weights that it begins with."""
+
+    records: int
+    arm: str
+    rate: float
+    seed: int
+    start: str
+
+
+Students: TypeAlias = dict[tuple[int, int], dict[str, Any]]
+"""By number of records and seed: where the weights are, and how right they are."""
+Chosen: TypeAlias = dict[tuple[int, str], dict[str, Any]]
+"""By number of records and arm: the learning rate, and why."""
+
+
+# ---- the task --------------------------------------------------------------------------------------------------------
 
 
 def problem(rng: random.Random) -> tuple[str, str]:
     """The digits that are given, and those that follow."""
     digits = [rng.randrange(10) for _ in range(GIVEN)]
     for _ in range(TERMS):
-        digits.append((digits[-1] + digits[-GIVEN]) % 10)
+        digits.append(following(digits))
     return " ".join(map(str, digits[:GIVEN])), "".join(f" {digit}" for digit in digits[GIVEN:])
 
 
-def write_data(folder: Path, count: int) -> list[tuple[str, str]]:
-    """Training and held-out problems as files; returns the latter."""
+def following(digits: Sequence[int]) -> int:
+    """The digit that comes next."""
+    return (digits[-1] + digits[-GIVEN]) % 10
+
+
+def own_digits_right(asked: str, said: str) -> tuple[int, int]:
+    """Digits of an answer that follow from the digits before them as they are written, and all."""
+    digits = [int(one) for one in asked.split()]
+    good = 0
+    written = said.split()[:TERMS]
+    for count, one in enumerate(written):
+        if not (len(one) == 1 and "0" <= one <= "9"):
+            return good, count + 1
+        good += int(one) == following(digits)
+        digits.append(int(one))
+    return good, len(written)
+
+
+def write_data(folder: Path, records: Sequence[int], held_out: int) -> None:
+    """Problems as files: of the teacher, of each number of records, of development and of the test; all different."""
     rng = random.Random(0)
-    held_out = sorted({problem(rng) for _ in range(512)})
-    known = {asked for asked, _ in held_out}
-    train = [one for one in (problem(rng) for _ in range(count)) if one[0] not in known]
-    for name, rows in (("train", train), ("held_out", held_out)):
+    seen = dict(problem(rng) for _ in range(60_000))
+    everything = sorted(seen.items())
+    rng.shuffle(everything)
+    test, dev, rest = everything[:held_out], everything[held_out : 2 * held_out], everything[2 * held_out :]
+    files = {"test": test, "dev": dev, "teacher": rest} | {f"train_{count}": rest[:count] for count in records}
+    for name, rows in files.items():
         lines = [json.dumps({"text": asked + answer}) for asked, answer in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return held_out
 
 
-def write_tokenizer(folder: Path, name: str, size: int) -> str:
-    """A byte-level BPE trained on problems, with an end token; its folder."""
+def read_problems(folder: Path, name: str) -> list[tuple[str, str]]:
+    """Problems of a file."""
+    texts = [json.loads(line)["text"] for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(text[:PROMPT], text[PROMPT:]) for text in texts]
+
+
+def write_tokenizer(folder: Path, name: str, size: int) -> None:
+    """A byte-level BPE trained on problems, with an end token."""
     rng = random.Random(1)
     made = Tokenizer(BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,32 +166,37 @@ def write_tokenizer(folder: Path, name: str, size: int) -> str:
     trainer = BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False, special_tokens=[END])
     made.train_from_iterator(("".join(problem(rng)) for _ in range(2000)), trainer)
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END).save_pretrained(folder / name)
-    return str(folder / name)
 
 
-def model(tokenizer: str, shape: dict[str, Any], weights: Path | None = None) -> dict[str, Any]:
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def model(world: World, side: str, weights: Path | None = None) -> dict[str, Any]:
     """A section of a run file: random weights, or those of a folder."""
+    own: dict[str, Any] = {"tokenizer": {"name": str(world.folder / f"{side}_tokenizer")}, "precision": "float32"}
     if weights is not None:
-        return {"model_name": str(weights), "tokenizer": {"name": tokenizer}, "precision": "float32"}
+        return {"model_name": str(weights), **own}
+    shape = world.teacher if side == "teacher" else world.student
     heads = {"num_key_value_heads": shape["num_attention_heads"], "max_position_embeddings": 64}
     overrides = {"model_type": "llama", **shape, **heads, "tie_word_embeddings": False, "initializer_range": 0.1}
-    own = {"tokenizer": {"name": tokenizer}, "precision": "float32"}
     return {"init": "random", **own, "model_overrides": overrides}
 
 
-def run(folder: Path, name: str, values: dict[str, Any], *, steps: int, period: int, rows: int, rate: float) -> Path:
+def run(
+    world: World, name: str, values: dict[str, Any], *, data: str, steps: int, period: int, rate: float, seed: int
+) -> Path:
     """A run to its end, from wherever it was; returns its folder."""
     values["policy"] |= {
         "max_total_sequence_length": 48,
-        "train_micro_batch_size": rows,
+        "train_micro_batch_size": world.rows,
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": rate, "weight_decay": 0.0}},
     }
     values |= {
-        "data": {"train": str(folder / "train.jsonl"), "append_eos": True, "max_input_seq_length": 48},
-        "distillation": {"num_prompts_per_step": rows, "max_num_steps": steps, "max_num_epochs": 1000, "seed": 1}
-        | {"val_at_start": False, "val_at_end": False},
+        "data": {"train": str(world.folder / f"{data}.jsonl"), "append_eos": True, "max_input_seq_length": 48},
+        "distillation": {"num_prompts_per_step": world.rows, "max_num_steps": steps, "max_num_epochs": 100_000}
+        | {"seed": seed, "val_at_start": False, "val_at_end": False},
         "checkpointing": {"save_period": period, "keep_top_k": None},
-        "logger": {"log_dir": str(folder / name), "tensorboard_enabled": False, "progress": False},
+        "logger": {"log_dir": str(world.folder / name), "tensorboard_enabled": False, "progress": False},
     }
     return resolve_and_run(values)
 
@@ -122,18 +206,20 @@ def weights(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step}" / "policy" / "weights"
 
 
-def right(folder: Path, tokenizer: str, held_out: list[tuple[str, str]]) -> float:
-    """Share of problems that a model answers right as a whole, with the end where it belongs."""
-    own = load_tokenizer(tokenizer)
+def right(world: World, side: str, folder: Path, problems: list[tuple[str, str]]) -> tuple[float, float]:
+    """Share of problems that a model answers right as a whole, with the end where it belongs; and share of its digits
+    that follow from what it wrote before."""
+    own = load_tokenizer(str(world.folder / f"{side}_tokenizer"))
     made = LanguageModel({"model_name": str(folder), "precision": "float32"}, own)
     vocab = ByteVocab.from_tokenizer(own)
     end = [i for i, role in vocab.roles.items() if role == "eos"]
-    greedy = SamplingConfig(max_new_tokens=ANSWER + 2, temperature=0, batch_size=512)
-    prompts = [torch.tensor(own(asked, add_special_tokens=False)["input_ids"]) for asked, _ in held_out]
+    greedy = SamplingConfig(max_new_tokens=ANSWER + 2, temperature=0, batch_size=1024)
+    prompts = [torch.tensor(own(asked, add_special_tokens=False)["input_ids"]) for asked, _ in problems]
     found = LocalSampler(made, greedy, end, vocab).sample(prompts)
     said = [vocab.join(one.ids_T.tolist()).decode("utf-8", "replace") for one in found]
-    good = [one.ended and text == want for one, text, (_, want) in zip(found, said, held_out, strict=True)]
-    return sum(good) / len(good)
+    good = [one.ended and text == want for one, text, (_, want) in zip(found, said, problems, strict=True)]
+    digits = [own_digits_right(asked, text) for text, (asked, _) in zip(said, problems, strict=True)]
+    return sum(good) / len(good), sum(g for g, _ in digits) / max(sum(n for _, n in digits), 1)
 
 
 def tokens(run_dir: Path) -> dict[int, float]:
@@ -143,15 +229,6 @@ def tokens(run_dir: Path) -> dict[int, float]:
         total += tokens_of(row)
         out[int(row["step"])] = round(total)
     return out
-
-
-def speed(run_dir: Path) -> dict[str, float]:
-    """Student tokens per second of a run's second half: of whole steps, and of what is not sampling."""
-    found = steps_of(run_dir)
-    rows = found[len(found) // 2 :]
-    seconds, trained_on = sum(row["train/seconds"] for row in rows), sum(map(tokens_of, rows))
-    sampling = sum(row.get("train/time/sample", 0.0) for row in rows)
-    return {"tokens_per_s": round(trained_on / seconds), "without_sampling": round(trained_on / (seconds - sampling))}
 
 
 def tokens_of(row: dict[str, Any]) -> float:
@@ -164,80 +241,156 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/tokens_per_s" in row]
 
 
-def trained(folder: Path, side: str, own: Starts, *, rows: int, rate: float) -> tuple[Path, int, float]:
-    """A model trained from scratch, as it was when it first was right often enough: its weights, the steps it took,
-    and the share of problems that it answers right."""
-    values = {"policy": model(own.tokenizer, own.shape)}
-    made = run(folder, f"{side}_start", values, steps=own.steps, period=own.period, rows=rows, rate=rate)
-    for step in range(own.period, own.steps + 1, own.period):
-        share = right(weights(made, step), own.tokenizer, own.held_out)
-        print(f"{side} after {step} steps: {share:.3f}", flush=True)
-        if share >= own.enough:
+def teacher_of(world: World) -> Path:
+    """The teacher's weights, trained from scratch."""
+    own = {"policy": model(world, "teacher")}
+    steps = world.teacher_steps
+    larger = world._replace(rows=world.teacher_rows)
+    made = run(larger, "teacher", own, data="teacher", steps=steps, period=steps, rate=world.start_rate, seed=1)
+    return weights(made, steps)
+
+
+def start_of(world: World, records: int, seed: int) -> dict[str, Any]:
+    """A student that has learnt from its records until it was right often enough on the development set."""
+    own = {"policy": model(world, "student")}
+    period = max(world.start_steps // 40, 1)
+    name, dev = f"start_{records}_{seed}", read_problems(world.folder, "dev")
+    steps, rate = world.start_steps, world.start_rate
+    made = run(world, name, own, data=f"train_{records}", steps=steps, period=period, rate=rate, seed=seed)
+    for step in range(period, steps + 1, period):
+        share, digits = right(world, "student", weights(made, step), dev)
+        if share >= world.enough:
             break
-    return weights(made, step), step, share
+    return {"weights": str(weights(made, step)), "steps": step, "dev_right": share, "dev_digits_right": digits}
+
+
+def curve_of(world: World, one: Run, problems: str) -> dict[str, Any]:
+    """An arm's run: how right the student is on ``problems`` over the tokens that it was trained on."""
+    own = ARMS[one.arm]
+    values = {
+        "algorithm": "on_policy_distillation",
+        "policy": model(world, "student", Path(one.start)),
+        "teacher": model(world, "teacher", weights(world.folder / "teacher", world.teacher_steps)),
+        "loss_fn": {"ce_loss_scale": 0.0, "direction": own.stored},
+        "on_policy": {
+            "fraction": own.fraction,
+            "prompt_tokens": PROMPT,
+            "max_new_tokens": ANSWER + 2,
+            "batch_size": world.rows,
+            "loss_fn": {"direction": own.sampled},
+        },
+    }
+    period = max(world.steps // world.points, 1)
+    name, data = f"{one.records}_{one.arm}_{one.rate:g}_{one.seed}", f"train_{one.records}"
+    found = run(world, name, values, data=data, steps=world.steps, period=period, rate=one.rate, seed=one.seed)
+    spent, tried = tokens(found), read_problems(world.folder, problems)
+    curve = []
+    for step in sorted({*range(period, world.steps + 1, period), world.steps}):
+        share, digits = right(world, "student", weights(found, step), tried)
+        curve.append({"step": step, "student_tokens": spent[step], "right": share, "digits_right": round(digits, 4)})
+    rows = steps_of(found)[world.steps // 2 :]
+    seconds, sampling = (sum(row.get(key, 0.0) for row in rows) for key in ("train/seconds", "train/time/sample"))
+    trained = sum(map(tokens_of, rows))
+    speed = {"tokens_per_s": round(trained / seconds), "without_sampling": round(trained / (seconds - sampling))}
+    return {"curve": curve, "speed": speed}
+
+
+class Bench:
+    """All runs of a comparison, ``--jobs`` at a time."""
+
+    def __init__(self, args: argparse.Namespace, world: World, pool: ProcessPoolExecutor) -> None:
+        self.args, self.world, self.pool, self.began = args, world, pool, time.perf_counter()
+
+    def tell(self, what: str) -> None:
+        """A line with the time since the beginning."""
+        print(f"[{time.perf_counter() - self.began:5.0f} s] {what}", flush=True)
+
+    def begin(self) -> tuple[dict[str, Any], Students]:
+        """How good the teacher is, and the students."""
+        teaching = self.pool.submit(teacher_of, self.world)
+        seeds = [*([SWEEP_SEED] if len(self.args.rates) > 1 else []), *self.args.seeds]
+        wanted = [(records, seed) for records in self.args.records for seed in seeds]
+        made = {one: self.pool.submit(start_of, self.world, *one) for one in wanted}
+        share, digits = right(self.world, "teacher", teaching.result(), read_problems(self.world.folder, "test"))
+        teacher = {"steps": self.world.teacher_steps, "right": share, "digits_right": round(digits, 4)}
+        self.tell(f"teacher: {teacher}")
+        students = {one: future.result() for one, future in made.items()}
+        for (records, seed), own in students.items():
+            self.tell(f"student of {records} records, seed {seed}: {own['steps']} steps, {own['dev_right']:.3f} right")
+        return teacher, students
+
+    def choose(self, students: Students) -> Chosen:
+        """The learning rate of each arm by number of records, and the mean of the curve that each of the rates gave."""
+        rates = self.args.rates
+        pairs = [(records, arm) for records in self.args.records for arm in self.args.arms]
+        if len(rates) == 1:
+            return {pair: {"rate": rates[0]} for pair in pairs}
+        found: Chosen = {}
+        tried = {pair: [self._run(pair, rate, SWEEP_SEED, students, "dev") for rate in rates] for pair in pairs}
+        for pair, runs in tried.items():
+            shares = [statistics.mean(point["right"] for point in one.result()["curve"]) for one in runs]
+            by_rate = {f"{rate:g}": round(share, 4) for rate, share in zip(rates, shares, strict=True)}
+            found[pair] = {"rate": rates[shares.index(max(shares))], "mean_dev_right": by_rate}
+            self.tell(f"{pair[0]} records, {pair[1]}: {found[pair]}")
+        return found
+
+    def _run(self, pair: tuple[int, str], rate: float, seed: int, students: Students, problems: str) -> Future[Any]:
+        one = Run(*pair, rate, seed, students[pair[0], seed]["weights"])
+        return self.pool.submit(curve_of, self.world, one, problems)
+
+    def compare(self, students: Students, chosen: Chosen) -> dict[str, Any]:
+        """Curves of all arms and seeds, by number of records."""
+        seeds = self.args.seeds
+        made = {
+            (*pair, seed): self._run(pair, own["rate"], seed, students, "test")
+            for pair, own in chosen.items()
+            for seed in seeds
+        }
+        found: dict[str, Any] = {}
+        for (records, arm), rate in chosen.items():
+            runs = {seed: made[records, arm, seed].result() for seed in self.args.seeds}
+            points = list(zip(*(one["curve"] for one in runs.values()), strict=True))
+            mean = [{key: round(statistics.mean(one[key] for one in point), 4) for key in point[0]} for point in points]
+            starts = {seed: students[records, seed]["dev_right"] for seed in self.args.seeds}
+            own = found.setdefault(str(records), {"starts": starts, "arms": {}})
+            own["arms"][arm] = {**rate, "mean": mean, "runs": runs}
+            self.tell(f"{records} records, {arm}: {[(one['student_tokens'], one['right']) for one in mean]}")
+        return found
 
 
 def main() -> None:
     arguments = parser(__file__, __doc__)
     arguments.add_argument("--folder", type=Path, default=Path("runs/on_policy_curve"))
-    arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    arguments.add_argument("--steps", type=int, default=120)
-    arguments.add_argument("--teacher-steps", type=int, default=600)
-    arguments.add_argument(
-        "--start-steps", type=int, default=200, help="of the student, at most: until it is right on 5%%"
-    )
-    arguments.add_argument("--rows", type=int, default=256, help="problems per step")
-    arguments.add_argument("--rate", type=float, default=1e-4, help="learning rate of the arms")
+    arguments.add_argument("--records", type=int, nargs="+", default=[64, 8000], help="stored solutions")
+    arguments.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "on", "mixed"])
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    arguments.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3], help="that arms choose from")
+    arguments.add_argument("--steps", type=int, default=40)
+    arguments.add_argument("--points", type=int, default=5, help="of a curve")
+    arguments.add_argument("--rows", type=int, default=64, help="problems per step")
+    arguments.add_argument("--teacher-steps", type=int, default=400)
+    arguments.add_argument("--teacher-rows", type=int, default=256, help="problems per step of the teacher")
+    arguments.add_argument("--start-steps", type=int, default=200, help="of a student before the arms, at most")
+    arguments.add_argument("--enough", type=float, default=0.05, help="share of right answers that ends them")
     arguments.add_argument("--start-rate", type=float, default=3e-3, help="learning rate of both models before")
-    arguments.add_argument("--tiny", action="store_true", help="everything small, for a CPU")
+    arguments.add_argument("--held-out", type=int, default=500, help="problems of the test, and of development")
+    arguments.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    arguments.add_argument("--tiny", action="store_true", help="models small, for a trial")
     args = arguments.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = write_data(folder, 2_000 if args.tiny else 50_000)[: 32 if args.tiny else 512]
-    shapes = {"teacher": TINY if args.tiny else TEACHER, "student": TINY if args.tiny else STUDENT}
-    names = {side: write_tokenizer(folder, side, size) for side, size in (("student", 257), ("teacher", MERGED))}
-    count = {"teacher": args.teacher_steps, "student": args.start_steps}
-    looks = {"teacher": 1, "student": 2 if args.tiny else 20}
-    aims = {
-        side: Starts(names[side], shapes[side], held_out, steps, steps // looks[side], 0.05)
-        for side, steps in count.items()
-    }
-    made = {side: trained(folder, side, own, rows=args.rows, rate=args.start_rate) for side, own in aims.items()}
-    starts = {side: path for side, (path, _, _) in made.items()}
-    result: dict[str, Any] = {
-        "task": f"a recurrence of digits, {GIVEN} given and {TERMS} to follow",
-        "held_out": len(held_out),
-        "rows": args.rows,
-        "start": {side: {"steps": steps, "right": share} for side, (_, steps, share) in made.items()},
-        "arms": {},
-    }
-    period = max(args.steps // 12, 1)
-    for arm in args.arms:
-        values = {
-            "algorithm": "on_policy_distillation",
-            "policy": model(names["student"], shapes["student"], starts["student"]),
-            "teacher": model(names["teacher"], shapes["teacher"], starts["teacher"]),
-            "loss_fn": {"ce_loss_scale": 0.0},
-            "on_policy": {
-                "fraction": ARMS[arm],
-                "prompt_tokens": PROMPT,
-                "max_new_tokens": ANSWER + 2,
-                "batch_size": args.rows,
-            },
-        }
-        found = run(folder, arm, values, steps=args.steps, period=period, rows=args.rows, rate=args.rate)
-        spent = tokens(found)
-        curve = [
-            {
-                "step": step,
-                "student_tokens": spent[step],
-                "right": right(weights(found, step), names["student"], held_out),
-            }
-            for step in sorted({*range(period, args.steps + 1, period), args.steps})
-        ]
-        result["arms"][arm] = {"curve": curve, "speed": speed(found)}
-        print(arm, speed(found), [(point["student_tokens"], round(point["right"], 3)) for point in curve], flush=True)
-        record(args.out, result)
+    names = ("rows", "steps", "points", "teacher_rows", "teacher_steps", "start_steps", "start_rate", "enough")
+    shapes = (TINY, TINY) if args.tiny else (STUDENT, TEACHER)
+    world = World(folder, *shapes, **{name: getattr(args, name) for name in names})
+    write_data(folder, args.records, args.held_out)
+    for side, size in (("student", 257), ("teacher", MERGED)):
+        write_tokenizer(folder, f"{side}_tokenizer", size)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        bench = Bench(args, world, pool)
+        teacher, students = bench.begin()
+        found = bench.compare(students, bench.choose(students))
+    task = f"a recurrence of digits, {GIVEN} given and {TERMS} to follow"
+    record(args.out, {"task": task, "held_out": args.held_out, "rows": args.rows, "teacher": teacher, "records": found})
 
 
 if __name__ == "__main__":
