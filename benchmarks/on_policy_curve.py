@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import random
 import statistics
@@ -137,14 +138,17 @@ def own_digits_right(asked: str, said: str) -> tuple[int, int]:
     return good, len(written)
 
 
-def write_data(folder: Path, records: Sequence[int], held_out: int) -> None:
-    """Problems as files: of the teacher, of each number of records, of development and of the test; all different."""
+def write_data(folder: Path, records: Sequence[int], held_out: int, rows: int) -> None:
+    """Problems as files: of the teacher, of each number of records, of development and of the test; all different, but
+    that records are repeated where they are fewer than the rows of a step."""
     rng = random.Random(0)
     seen = dict(problem(rng) for _ in range(60_000))
     everything = sorted(seen.items())
     rng.shuffle(everything)
     test, dev, rest = everything[:held_out], everything[held_out : 2 * held_out], everything[2 * held_out :]
-    files = {"test": test, "dev": dev, "teacher": rest} | {f"train_{count}": rest[:count] for count in records}
+    files = {"test": test, "dev": dev, "teacher": rest} | {
+        f"train_{count}": rest[:count] * math.ceil(rows / count) for count in records
+    }
     for name, rows in files.items():
         lines = [json.dumps({"text": asked + answer}) for asked, answer in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -382,7 +386,7 @@ def main() -> None:
     names = ("rows", "steps", "points", "teacher_rows", "teacher_steps", "start_steps", "start_rate", "enough")
     shapes = (TINY, TINY) if args.tiny else (STUDENT, TEACHER)
     world = World(folder, *shapes, **{name: getattr(args, name) for name in names})
-    write_data(folder, args.records, args.held_out)
+    write_data(folder, args.records, args.held_out, args.rows)
     for side, size in (("student", 257), ("teacher", MERGED)):
         write_tokenizer(folder, f"{side}_tokenizer", size)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
