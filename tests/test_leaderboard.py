@@ -17,7 +17,7 @@ def test_the_page_is_what_the_results_say() -> None:
 
 
 def test_every_row_has_a_script_that_runs_its_arm() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\((leaderboard/\S+\.sh)\) \|$", page(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\S+)` \|.*\((leaderboard/\S+\.sh)\) \|$", page(), re.MULTILINE)
     assert len(rows) >= 6
     for arm, name in rows:
         script = (ROOT / name).read_text(encoding="utf-8")

@@ -1,18 +1,25 @@
-"""Draws `benchmarks/LEADERBOARD.md` from the stored results of the quality benchmark.
+"""Draws `benchmarks/LEADERBOARD.md` from the stored results of the quality benchmark; writes the scripts of its rows.
 
-PYTHONPATH=. python benchmarks/leaderboard/table.py > benchmarks/LEADERBOARD.md
+PYTHONPATH=. python benchmarks/leaderboard/table.py
 """
 
 from __future__ import annotations
 
-import json
+import re
 import statistics
 from pathlib import Path
 
-from benchmarks.quality.tables import by_domain
+from benchmarks.quality.tables import by_domain, read_rows, unique
 
 HERE = Path(__file__).parent
 PAIRS = ("coarse", "fine")
+SCRIPT = """#!/bin/sh
+# sh benchmarks/leaderboard/{arm}.sh CORPUS WORK    CORPUS is what benchmarks/quality/corpus.py wrote
+set -eu
+cd "$(dirname "$0")/../.."
+PYTHONPATH=. exec python benchmarks/quality/suite.py "$1" "$2" \\
+    --arms {arm} --pairs coarse fine --seeds 1 2 3 --minutes 600
+"""
 HEAD = """# Leaderboard
 
 Held-out bits per byte (mean of eight domains) of a student that each objective teaches; lower is better. `coarse`: the
@@ -29,8 +36,8 @@ in `quality/results.jsonl`, and `python benchmarks/leaderboard/table.py`.
 
 
 def page() -> str:
-    """The whole page."""
-    rows = [json.loads(line) for line in (HERE.parent / "quality" / "results.jsonl").read_text().splitlines()]
+    """The whole page: every arm that both directions have measured with several seeds."""
+    rows = unique(read_rows([HERE.parent / "quality" / "results.jsonl"]))
     bits: dict[str, dict[str, list[float]]] = {}
     seconds: dict[str, list[int]] = {}
     teachers = {}
@@ -41,7 +48,7 @@ def page() -> str:
         elif row["pair"] in PAIRS:
             bits.setdefault(row["arm"], {}).setdefault(row["pair"], []).append(value)
             seconds.setdefault(row["arm"], []).append(row["seconds"])
-    whole = {arm: own for arm, own in bits.items() if set(own) == set(PAIRS)}
+    whole = {arm: own for arm, own in bits.items() if all(len(own.get(pair, ())) > 1 for pair in PAIRS)}
     means = {arm: statistics.mean(statistics.mean(own[pair]) for pair in PAIRS) for arm, own in whole.items()}
     lines = []
     for arm in sorted(means, key=means.__getitem__):
@@ -57,5 +64,12 @@ def page() -> str:
     )
 
 
+def main() -> None:
+    text = page()
+    (HERE.parent / "LEADERBOARD.md").write_text(text, encoding="utf-8")
+    for arm in re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE):
+        (HERE / f"{arm}.sh").write_text(SCRIPT.format(arm=arm), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    main()

@@ -1,12 +1,17 @@
 """The quality benchmark on real models: at which amount of text does a teacher stop helping, and in which domain?
 
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student FOLDER --teacher MODEL
-        [--megabytes .1 .3 1 3] [--arms ce tree_kl ...] [--seeds 1 2 3] [--epochs 2] [--parallel 6] [--minutes 9]
+        [--megabytes .1 .3 1 3] [--arms ce tree_kl ...] [--seeds 1 2 3] [--epochs 2] [--lr 3e-5 1e-4 3e-4]
+        [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
 
 CORPUS is what `corpus.py` wrote; the student reads documents of its part of `--domains`, in equal shares of bytes, and
-is measured on the held-out part of the same domains. Student and teacher as they come are measured, too: a teacher
-teaches nothing where it is no better. A model that needs its begin token (`limbeck doctor MODEL` tells) comes with a
-tokenizer that sets it. Every arm is a `limbeck train` run; results go to `WORK/real.jsonl`, one line per
+is measured on the held-out part of the same domains, on sums to be worked out, and on files of multiple choice. Student
+and teacher as they come are measured, too: a teacher teaches nothing where it is no better. A model that needs its
+begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
+
+Of several learning rates each amount of text takes the one that is best for cross-entropy alone, by the bits per byte
+of documents that nobody reports on (of the corpus's teacher part, which no model here reads): the teacher's arms have
+to beat cross-entropy at its own best. Every arm is a `limbeck train` run; results go to `WORK/real.jsonl`, one line per
 finished run, and a second call goes on where the first one stopped.
 """
 
@@ -16,54 +21,121 @@ import argparse
 import json
 import random
 import shutil
-import time
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.suite import ARMS, CONTEXT, Results, measure, run_file, train
+from benchmarks.quality.suite import (
+    ARMS,
+    CONTEXT,
+    Results,
+    Row,
+    held_out,
+    measure,
+    run_file,
+    schedule,
+    train,
+)
 
 DOMAINS = ("english", "gsm8k", "code", "wiki")
-DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft", "tree_kl_hard", "tree_kl_.3"]
+DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft"]
 BATCH = 16
-LR = 3e-4
+DEV_BYTES = 30_000
+SWEEP_SEED = 0
 
 
-def cut_corpus(corpus: Path, out: Path, domains: tuple[str, ...], megabytes: float) -> int:
-    """`out/student` with so much text, in equal shares of the domains as far as they reach, and `out/held_out`; the
-    number of documents."""
-    left, count = round(megabytes * 1e6), 0
-    texts = {name: (corpus / "student" / f"{name}.jsonl").read_text().strip().split("\n") for name in domains}
-    for part in ("student", "held_out"):
-        (out / part).mkdir(parents=True, exist_ok=True)
-    # the smallest first: what a domain lacks, the others give
-    for i, name in enumerate(sorted(domains, key=lambda name: sum(map(len, texts[name])))):
-        lines, share, taken = texts[name], left // (len(domains) - i), list[str]()
-        random.Random(name).shuffle(lines)
-        while lines and sum(len(json.loads(line)["text"].encode()) for line in taken) < share:
-            taken.append(lines.pop())
-        left -= sum(len(json.loads(line)["text"].encode()) for line in taken)
-        count += len(taken)
-        (out / "student" / f"{name}.jsonl").write_text("".join(line + "\n" for line in taken))
-        shutil.copy(corpus / "held_out" / f"{name}.jsonl", out / "held_out" / f"{name}.jsonl")
-    return count
+def cut(texts: dict[str, list[str]], size: int) -> dict[str, list[str]]:
+    """Documents of every domain, in equal shares of so many bytes as far as they reach: what a domain lacks, the others
+    give."""
+    left, taken = size, dict[str, list[str]]()
+    for i, name in enumerate(sorted(texts, key=lambda name: sum(map(len, texts[name])))):
+        share, own = left // (len(texts) - i), list[str]()
+        documents = texts[name].copy()
+        random.Random(name).shuffle(documents)
+        while documents and sum(len(text.encode()) for text in own) < share:
+            own.append(documents.pop())
+        left -= sum(len(text.encode()) for text in own)
+        taken[name] = own
+    return taken
 
 
-def policy(model: Path, steps: int) -> dict[str, Any]:
-    """The student as it comes, under a cosine schedule."""
-    warmup = max(steps // 20, 1)
-    return {
-        "model_name": str(model),
-        "precision": "float32",
-        "max_total_sequence_length": CONTEXT,
-        "train_micro_batch_size": BATCH,
-        "max_grad_norm": 1.0,
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "scheduler": [
-            {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.05, "total_iters": warmup}},
-            {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": max(steps - warmup, 1)}},
-            {"milestones": [warmup]},
-        ],
-    }
+def write_texts(corpus: Path, part: str, out: Path, domains: Iterable[str], size: int) -> int:
+    """`out/DOMAIN.jsonl` with about so many bytes of a part of the corpus; the number of documents."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = {name: (corpus / part / f"{name}.jsonl").read_text().strip().split("\n") for name in domains}
+    taken = cut({name: [json.loads(line)["text"] for line in own] for name, own in lines.items()}, size)
+    for name, texts in taken.items():
+        rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        (out / f"{name}.jsonl").write_text("".join(rows))
+    return sum(map(len, taken.values()))
+
+
+def best_rates(rows: Iterable[Row]) -> dict[str, float]:
+    """Of the rows of a sweep (`sweep_MB`, arm: the rate) the rate with the fewest bits per byte, by amount of text."""
+    bits: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["pair"].startswith("sweep_"):
+            mean = statistics.mean(own["bpb"] for own in row["measures"].values())
+            bits.setdefault(row["pair"].removeprefix("sweep_"), {})[float(row["arm"])] = mean
+    return {amount: min(own, key=own.__getitem__) for amount, own in bits.items()}
+
+
+class Real:
+    """Runs of one student and one teacher (`models`) on amounts of text, in megabytes as they are written."""
+
+    def __init__(self, corpus: Path, work: Path, models: dict[str, Path], args: argparse.Namespace) -> None:
+        self.work, self.models, self.epochs, self.max_steps = work, models, args.epochs, 2 if args.tiny else None
+        self.amounts = [f"{size:g}" for size in args.megabytes]
+        most = ("4", "--max-bytes", "2000") if args.tiny else (str(args.questions),)
+        self._eval_options = ("--max-documents", *most)
+        self.documents = {
+            amount: write_texts(corpus, "student", work / f"text_{amount}", args.domains, round(float(amount) * 1e6))
+            for amount in self.amounts
+        }
+        write_texts(corpus, "teacher", work / "dev", args.domains, DEV_BYTES * len(args.domains))
+        self.dev = sorted((work / "dev").glob("*.jsonl"))
+        own = {*args.domains, "sums"}
+        self.reported = [*(path for path in held_out(corpus, work) if path.stem in own), *args.choices]
+
+    def policy(self, steps: int, lr: float) -> dict[str, Any]:
+        """The student as it comes, under a cosine schedule."""
+        return {
+            "model_name": str(self.models["student"]),
+            "precision": "float32",
+            "max_total_sequence_length": CONTEXT,
+            "train_micro_batch_size": BATCH,
+            "max_grad_norm": 1.0,
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": schedule(steps),
+        }
+
+    def folder(self, row: Row) -> Path:
+        """Run folder of a row."""
+        return self.work / f"{row['pair']}_{row['arm']}_{row['seed']}"
+
+    def run(self, row: Row, amount: str, arm: str, lr: float) -> Row:
+        """Trains one student on so many megabytes; the row with what the run was."""
+        folder, steps = self.folder(row), max(self.documents[amount] * self.epochs // BATCH, 1)
+        steps = min(steps, self.max_steps or steps)
+        shutil.rmtree(folder, ignore_errors=True)
+        files = sorted((self.work / f"text_{amount}").glob("*.jsonl"))
+        settings = run_file(files, self.policy(steps, lr), steps, BATCH, row["seed"], folder)
+        loss = ARMS[arm]
+        if loss is not None:
+            teacher = {"model_name": str(self.models["teacher"]), "precision": "float32"}
+            settings["teacher"] = teacher | {"max_total_sequence_length": CONTEXT}
+            settings["loss_fn"] = {"block_rows": 2048, **loss}
+        return row | {"steps": steps, "learning_rate": lr, "seconds": train(settings, folder)}
+
+    def measured(self, row: Row) -> Row:
+        """The row with its figures, of a sweep on other documents than all others; weights of runs are not kept."""
+        folder = self.models.get(row["arm"], self.folder(row))
+        files = self.dev if row["pair"].startswith("sweep_") else self.reported
+        row |= measure(folder, files, self.work / "eval.log", *self._eval_options)
+        if folder not in self.models.values():
+            shutil.rmtree(folder / "checkpoints")
+        return row
 
 
 def main() -> None:
@@ -73,45 +145,37 @@ def main() -> None:
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
-    parser.add_argument("--megabytes", nargs="+", type=float, default=[0.3])
+    parser.add_argument("--megabytes", nargs="+", type=float, default=[0.1, 0.3, 1])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4])
+    parser.add_argument("--choices", nargs="+", type=Path, default=[], help="files of multiple choice")
+    parser.add_argument("--questions", type=int, default=500, help="of each file of multiple choice or sums")
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--tiny", action="store_true", help="try the machinery: two steps, few bytes")
     args = parser.parse_args()
-    results = Results(args.work / "real.jsonl", args.minutes, epochs=args.epochs, learning_rate=LR, batch=BATCH)
-    texts = {f"real_{size:g}": args.work / f"text_{size:g}" for size in args.megabytes}
-    documents = {
-        pair: cut_corpus(args.corpus, texts[pair], tuple(args.domains), size)
-        for pair, size in zip(texts, args.megabytes, strict=True)
-    }
+    bench = Real(args.corpus, args.work, {"student": args.student, "teacher": args.teacher}, args)
+    results = Results(args.work / "real.jsonl", args.minutes, epochs=args.epochs, batch=BATCH, parallel=args.parallel)
 
-    def as_it_comes(pair: str, side: str, seed: int) -> dict[str, Any]:
-        measures = measure(getattr(args, side), next(iter(texts.values())), args.work / f"{side}.log")
-        return {"pair": pair, "arm": side, "seed": seed, "seconds": 0, "measures": measures}
+    def start(pair: str, arm: str, seed: int) -> Row:
+        row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
+        return row if pair == "real" else bench.run(row, pair.removeprefix("sweep_"), "ce", float(arm))
 
-    def distil(pair: str, arm: str, seed: int) -> dict[str, Any]:
-        folder, steps = args.work / f"{pair}_{arm}_{seed}", max(documents[pair] * args.epochs // BATCH, 1)
-        shutil.rmtree(folder, ignore_errors=True)
-        settings = run_file(texts[pair], "student", policy(args.student, steps), steps, BATCH, seed, folder)
-        loss = ARMS[arm]
-        if loss is not None:
-            settings["teacher"] = {
-                "model_name": str(args.teacher), "precision": "float32", "max_total_sequence_length": CONTEXT
-            }  # fmt: skip
-            settings["loss_fn"] = {"block_rows": 2048, **loss}
-        start = time.time()
-        train(settings, folder)
-        row = {"pair": pair, "arm": arm, "seed": seed, "steps": steps, "seconds": round(time.time() - start)}
-        row["measures"] = measure(folder, texts[pair], folder / "log")
-        shutil.rmtree(folder / "checkpoints")
-        return row
+    sweeps = len(args.lr) > 1
+    # the longest first: what follows waits for all of them
+    swept = [(f"sweep_{amount}", f"{lr:g}", SWEEP_SEED) for amount in bench.amounts[::-1] for lr in args.lr if sweeps]
+    results.fill([("real", "student", 1), ("real", "teacher", 1), *swept], start, bench.measured, args.parallel)
+    rates = dict.fromkeys(bench.amounts, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
+    print("learning rates by megabytes:", rates, flush=True)
 
-    results.fill([("real", "student", 1), ("real", "teacher", 1)], as_it_comes, args.parallel)
-    results.fill(
-        [(pair, arm, seed) for seed in args.seeds for pair in texts for arm in args.arms], distil, args.parallel
-    )
+    def distil(pair: str, arm: str, seed: int) -> Row:
+        amount = pair.removeprefix("real_")
+        return bench.run({"pair": pair, "arm": arm, "seed": seed}, amount, arm, rates[amount])
+
+    wanted = [(f"real_{amount}", arm, seed) for seed in args.seeds for amount in bench.amounts for arm in args.arms]
+    results.fill(wanted, distil, bench.measured, args.parallel)
 
 
 if __name__ == "__main__":

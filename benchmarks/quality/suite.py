@@ -1,13 +1,16 @@
 """The quality benchmark: students from scratch, a teacher that has read more, one arm per objective, several seeds.
 
-    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK [--pairs coarse fine] [--arms ce tree_kl ...]
-        [--seeds 1 2 3] [--parallel 6] [--minutes 9]
+    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK [--groups core parts ...] [--seeds 1 2 3]
+        [--parallel 6] [--minutes 9]
+    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --pairs coarse fine --arms ce tree_kl
 
-CORPUS is what `corpus.py` wrote. Everything runs through `limbeck train` and `limbeck eval`: first the two teachers,
-then each arm. A finished run is a line of `WORK/results.jsonl`, and is not repeated; what does not begin within
-`--minutes` waits for the next call. `tables.py` draws the results.
+CORPUS is what `corpus.py` wrote. Everything runs through `limbeck train`, `limbeck cache` and `limbeck eval`: the
+teachers, beside them the arms that need none, then the others. A finished run is a line of `WORK/results.jsonl`, and is
+not repeated; what does not begin within `--minutes` waits for the next call. `tables.py` draws the results. `--tiny`
+runs the same on a processor in minutes, with models too small to say anything.
 
-`coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both 8,192.
+Measured of every student: bits per byte by domain and class of token, the probability on numerals where a numeral
+follows, and the share of held-out sums, differences and products that it writes right.
 """
 
 from __future__ import annotations
@@ -18,22 +21,58 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch  # noqa: F401  where it is loaded, `origin` names the GPU
 import yaml
 
 from benchmarks.common import origin
 
 Key = tuple[str, str, int]
 """Pair, arm, seed."""
+Row = dict[str, Any]
 
-PAIRS = {"coarse": ("bpe_8k", "bpe_32k"), "fine": ("bpe_32k", "bpe_8k"), "same": ("bpe_8k", "bpe_8k")}
-"""Student's and teacher's tokenizer."""
+PROSE = ("english", "chinese", "japanese", "russian", "wiki")
+FORMAL = ("code", "gsm8k", "arithmetic")
+
+TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bpe_32k": ("bpe_32k", PROSE + FORMAL),
+    "bpe_8k": ("bpe_8k", PROSE + FORMAL),
+    "prose": ("bpe_32k", PROSE),
+    "formal": ("bpe_32k", FORMAL),
+}
+"""Tokenizer and domains of every teacher."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student's tokenizer, who teaches it, and the share of the student's text that it reads."""
+
+    student: str
+    teachers: tuple[str, ...]
+    share: float = 1.0
+
+
+PAIRS = {
+    "coarse": Pair("bpe_8k", ("bpe_32k",)),
+    "fine": Pair("bpe_32k", ("bpe_8k",)),
+    "same": Pair("bpe_8k", ("bpe_8k",)),
+    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1),
+    "two": Pair("bpe_8k", ("bpe_32k", "bpe_8k")),
+    "prose": Pair("bpe_8k", ("prose",)),
+    "formal": Pair("bpe_8k", ("formal",)),
+    "both": Pair("bpe_8k", ("prose", "formal")),
+}
+"""Experiments. `coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both
+8,192; `scarce`: as `coarse`, on a tenth of the text; `two`: two teachers that know the same; `prose`, `formal`, `both`:
+teachers that have read one half of the domains each, alone and together."""
 
 TREE = {"mode": "tree_kl"}
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -51,11 +90,20 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_weight_.3": TREE | {"condition": "cheap", "kl_loss_weight": 0.3},
     "tree_kl_root": TREE | {"chunk_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_no_chunk": TREE | {"chunk_weight": 0.0},
+    "tree_kl_inner_student": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_teacher_weight": 0.0},
+    "tree_kl_inner_teacher": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_student_weight": 0.0},
+    "tree_kl_chunk": TREE | {"root_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_all_chunks": TREE | {"chunk_terms": "all"},
     "tree_kl_all_chunks_soft": TREE | {"chunk_terms": "all", "gate": "soft"},
     "tree_kl_exact_soft": TREE | {"condition": "exact", "gate": "soft"},
     "tree_kl_terminals_soft": TREE | {"terminal_weight": 1.0, "gate": "soft"},
     "tree_kl_soft_.3": TREE | {"gate": "soft", "kl_loss_weight": 0.3},
+    "tree_kl_ce_.3": TREE | {"ce_loss_scale": 0.3},
+    "tree_kl_ce_0": TREE | {"ce_loss_scale": 0.0},
+    "tree_kl_top64": TREE,
+    "tree_kl_top256": TREE,
+    "tree_kl_by_ce": TREE | {"teacher_scoring": "ce"},
+    "tree_kl_select": TREE | {"teacher_combination": "select_teacher"},
     "boundary_kl_soft": {"mode": "boundary_kl", "gate": "soft"},
     "boundary_kl_no_chunk": {"mode": "boundary_kl", "chunk_weight": 0.0},
     "p_kl_norm": {"mode": "p_kl_norm"},
@@ -76,24 +124,53 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 
+CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256}
+"""Arms whose teacher is a cache of so many most likely tokens."""
+
+GROUPS: dict[str, dict[str, Sequence[str]]] = {
+    "core": {
+        "coarse": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
+        "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
+        "same": ("tree_kl",),
+    },
+    "parts": {
+        "coarse": ("tree_kl_root", "tree_kl_inner_student", "tree_kl_chunk", "tree_kl_no_chunk"),
+        "fine": ("tree_kl_root", "tree_kl_inner_teacher", "tree_kl_chunk", "tree_kl_no_chunk"),
+    },
+    "scarce": {"scarce": ("ce", "tree_kl", "tree_kl_ce_0")},
+    "teachers": {
+        "prose": ("tree_kl",),
+        "formal": ("tree_kl",),
+        "both": ("tree_kl", "tree_kl_by_ce", "tree_kl_select"),
+        "two": ("tree_kl",),
+    },
+    "weights": {"coarse": ("tree_kl_ce_.3", "tree_kl_ce_0"), "fine": ("tree_kl_ce_0",)},
+    "published": {"coarse": ("p_kl", "gold", "h_kl", "uld", "alm"), "fine": ("p_kl", "gold")},
+    "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
+}
+"""What one call does, in this order: all seeds of a group come before the next group."""
+
 STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONTEXT = 640
+ANSWER_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Steps and documents per step of teachers and students."""
+    """Steps and documents per step of teachers and students; their shapes."""
 
     teacher_steps: int
     teacher_documents: int
     student_steps: int
     student_documents: int
+    teacher: dict[str, int] = field(default_factory=TEACHER.copy)
+    student: dict[str, int] = field(default_factory=STUDENT.copy)
 
 
 def model(corpus: Path, tokenizer: str, shape: dict[str, int], steps: int, lr: float, batch: int) -> dict[str, Any]:
     """A Llama of that shape with random weights, trained under a cosine schedule."""
-    warmup = max(steps // 20, 1)
     return {
         "init": "random",
         "tokenizer": {"name": str(corpus / tokenizer)},
@@ -112,22 +189,28 @@ def model(corpus: Path, tokenizer: str, shape: dict[str, int], steps: int, lr: f
             "name": "torch.optim.AdamW",
             "kwargs": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True},
         },
-        "scheduler": [
-            {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.05, "total_iters": warmup}},
-            {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": steps - warmup}},
-            {"milestones": [warmup]},
-        ],
+        "scheduler": schedule(steps),
     }
 
 
+def schedule(steps: int) -> list[dict[str, Any]]:
+    """A twentieth of warm-up, then a cosine down to 0."""
+    warmup = max(steps // 20, 1)
+    return [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.05, "total_iters": warmup}},
+        {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": max(steps - warmup, 1)}},
+        {"milestones": [warmup]},
+    ]
+
+
 def run_file(
-    corpus: Path, part: str, policy: dict[str, Any], steps: int, documents: int, seed: int, folder: Path
+    texts: Sequence[Path], policy: dict[str, Any], steps: int, documents: int, seed: int, folder: Path
 ) -> dict[str, Any]:
     """What all runs of the benchmark share."""
     return {
         "policy": policy,
         "data": {
-            "train": str(corpus / part / "*.jsonl"),
+            "train": [str(path) for path in texts],
             "append_eos": True,
             "max_input_seq_length": CONTEXT,
             "num_workers": 1,
@@ -156,64 +239,183 @@ def limbeck(*arguments: str, log: Path) -> str:
     return done.stdout
 
 
-def train(settings: dict[str, Any], folder: Path) -> Path:
-    """Runs a run file, and gives the folder of its weights."""
+def write_run(settings: dict[str, Any], folder: Path) -> str:
+    """The run file of a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
-    limbeck("train", str(path), "-q", "--json", log=folder / "log")
-    return latest(folder)
+    return str(path)
+
+
+def train(settings: dict[str, Any], folder: Path) -> int:
+    """Runs a run file; seconds that it took."""
+    start = time.time()
+    limbeck("train", write_run(settings, folder), "-q", "--json", log=folder / "log")
+    return round(time.time() - start)
 
 
 def latest(folder: Path) -> Path:
+    """Weights of a run's last checkpoint."""
     steps = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     if not steps:
         raise RuntimeError(f"{folder} has no checkpoint")
     return steps[-1] / "policy" / "weights"
 
 
-def measure(model: Path, corpus: Path, log: Path) -> dict[str, Any]:
-    """Bits per byte of a model or of a run's student, by domain and by class of token."""
-    files = [argument for path in sorted((corpus / "held_out").glob("*.jsonl")) for argument in ("-d", str(path))]
-    found = json.loads(limbeck("eval", str(model), *files, "--context", str(CONTEXT), "--json", log=log))
-    (own,) = found["models"].values()
-    return {
-        Path(path).stem: {key: figures[key] for key in ("bpb", "bytes", "classes")} for path, figures in own.items()
+# -- measures ----------------------------------------------------------------------------------------------------------
+
+
+def measure(model: Path, files: Iterable[Path], log: Path, *more: str) -> Row:
+    """Figures of a model or of a run's student on files: `measures` of texts by domain and class of token, `choices` of
+    multiple choice, `answers` of what it writes; `more` are further arguments of `limbeck eval`."""
+    data = [argument for path in files for argument in ("-d", str(path))]
+    options = ("--context", str(CONTEXT), "--max-new-tokens", str(ANSWER_TOKENS), "--json", *more)
+    return sorted_figures(json.loads(limbeck("eval", str(model), *data, *options, log=log)))
+
+
+def sorted_figures(found: dict[str, Any]) -> Row:
+    """What `limbeck eval --json` says of one model, by kind of file and name of file."""
+    kept = {
+        "text": ("measures", ("bpb", "bytes", "classes")),
+        "choice": ("choices", ("acc", "acc_norm", "bpb", "documents")),
+        "answers": ("answers", ("exact", "ended", "bpb", "documents")),
     }
-
-
-def teacher(corpus: Path, work: Path, tokenizer: str, sizes: Sizes) -> Path:
-    """A teacher over that tokenizer, trained once."""
-    folder = work / f"teacher_{tokenizer}"
-    if not (folder / "done").exists():
-        policy = model(corpus, tokenizer, TEACHER, sizes.teacher_steps, 6e-4, sizes.teacher_documents)
-        train(run_file(corpus, "teacher", policy, sizes.teacher_steps, sizes.teacher_documents, 1, folder), folder)
-        (folder / "done").touch()
-    return latest(folder)
-
-
-def student(corpus: Path, work: Path, pair: str, arm: str, seed: int, sizes: Sizes) -> dict[str, Any]:
-    """Trains and measures one student; its weights are not kept."""
-    own, other = PAIRS[pair]
-    folder = work / f"{pair}_{arm}_{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    policy = model(corpus, own, STUDENT, sizes.student_steps, 1e-3, sizes.student_documents)
-    settings = run_file(corpus, "student", policy, sizes.student_steps, sizes.student_documents, seed, folder)
-    loss = ARMS[arm]
-    if loss is not None:
-        settings["teacher"] = {
-            "model_name": str(latest(work / f"teacher_{other}")),
-            "tokenizer": {"name": str(corpus / other)},
-            "precision": "float32",
-            "max_total_sequence_length": CONTEXT,
-        }
-        settings["loss_fn"] = {"block_rows": 2048, **loss}
-    start = time.time()
-    train(settings, folder)
-    row = {"pair": pair, "arm": arm, "seed": seed, "seconds": round(time.time() - start)}
-    row["measures"] = measure(folder, corpus, folder / "log")
-    shutil.rmtree(folder / "checkpoints")
+    (own,) = found["models"].values()
+    row: Row = {}
+    for path, figures in own.items():
+        name, keys = kept[found["files"][path]]
+        row.setdefault(name, {})[Path(path).stem] = {key: figures[key] for key in keys}
     return row
+
+
+def questions(documents: Iterable[str], each: int = 8, shown: int = 4) -> list[dict[str, str]]:
+    """Prompts out of documents of `a + b = c` lines: `each` of a document, behind `shown` solved lines."""
+    found = []
+    for text in documents:
+        lines = text.strip().split("\n")
+        for last in range(shown, min(len(lines), (shown + 1) * each), shown + 1):
+            asked, answer = lines[last].split(" =")
+            before = "".join(line + "\n" for line in lines[last - shown : last])
+            found.append({"prompt": f"{before}{asked} =", "answer": answer})
+    return found
+
+
+def held_out(corpus: Path, work: Path) -> list[Path]:
+    """Files that every student is measured on: the texts, and sums to be worked out (`WORK/sums.jsonl`)."""
+    sums = work / "sums.jsonl"
+    texts = [json.loads(line)["text"] for line in (corpus / "held_out" / "arithmetic.jsonl").read_text().splitlines()]
+    sums.write_text("".join(json.dumps(row) + "\n" for row in questions(texts)))
+    return [*sorted((corpus / "held_out").glob("*.jsonl")), sums]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Runs of one corpus in one folder. What several of them need is made by the first, while the others wait."""
+
+    def __init__(self, corpus: Path, work: Path, sizes: Sizes, eval_options: Sequence[str] = ()) -> None:
+        self.corpus, self.work, self.sizes, self.eval_options = corpus, work, sizes, tuple(eval_options)
+        work.mkdir(parents=True, exist_ok=True)
+        self.files = held_out(corpus, work)
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._failed: set[str] = set()
+
+    def _once(self, name: str, make: Callable[[Path], Any]) -> Path:
+        """The folder of that name, which `make` fills if nobody has."""
+        folder, done = self.work / name, self.work / f"{name}.done"
+        with self._locks[name]:
+            if name in self._failed:
+                raise RuntimeError(f"{name} could not be made")
+            if not done.exists():
+                self._failed.add(name)
+                make(folder)
+                self._failed.remove(name)
+                done.touch()
+        return folder
+
+    def teacher(self, name: str) -> Path:
+        """Run folder of a teacher."""
+        tokenizer, domains = TEACHERS[name]
+        steps, documents = self.sizes.teacher_steps, self.sizes.teacher_documents
+
+        def make(folder: Path) -> None:
+            policy = model(self.corpus, tokenizer, self.sizes.teacher, steps, 6e-4, documents)
+            texts = [self.corpus / "teacher" / f"{domain}.jsonl" for domain in domains]
+            train(run_file(texts, policy | {"precision": "auto"}, steps, documents, 1, folder), folder)
+
+        return self._once(f"teacher_{name}", make)
+
+    def texts(self, share: float) -> list[Path]:
+        """The student's files: all of its documents, or the first of every domain."""
+        if share == 1:
+            return sorted((self.corpus / "student").glob("*.jsonl"))
+
+        def make(folder: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            for path in (self.corpus / "student").glob("*.jsonl"):
+                lines = path.read_text().splitlines(keepends=True)
+                (folder / path.name).write_text("".join(lines[: max(round(share * len(lines)), 1)]))
+
+        return sorted(self._once(f"text_{share:g}", make).glob("*.jsonl"))
+
+    def settings(self, pair: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
+        """Run file of a student."""
+        own, sizes = PAIRS[pair], self.sizes
+        policy = model(self.corpus, own.student, sizes.student, sizes.student_steps, 1e-3, sizes.student_documents)
+        settings = run_file(self.texts(own.share), policy, sizes.student_steps, sizes.student_documents, seed, folder)
+        loss = ARMS[arm]
+        if loss is None:
+            return settings
+        settings["teachers"] = [
+            {
+                "model_name": str(latest(self.teacher(name))),
+                "tokenizer": {"name": str(self.corpus / TEACHERS[name][0])},
+                "precision": "float32",
+                "max_total_sequence_length": CONTEXT,
+            }
+            for name in own.teachers
+        ]
+        settings["loss_fn"] = {"block_rows": 2048, **loss}
+        if arm in CACHED:
+            settings["teachers"][0] |= {"cache": str(self.cache(pair, CACHED[arm], settings)), "cache_k": CACHED[arm]}
+        return settings
+
+    def cache(self, pair: str, k: int, settings: dict[str, Any]) -> Path:
+        """The k most likely tokens of a pair's teacher at every position of the student's text."""
+
+        def make(folder: Path) -> None:
+            (teacher,) = settings["teachers"]
+            own = settings | {"teachers": [teacher | {"cache": str(folder), "cache_k": k}]}
+            aside = folder.with_name(f"{folder.name}_run")
+            limbeck("cache", write_run(own, aside), "--json", log=aside / "log")
+
+        return self._once(f"cache_{pair}_{k}", make)
+
+    def run(self, pair: str, arm: str, seed: int) -> Row:
+        """Trains one student, or the teacher of that name; what is measured comes later."""
+        row: Row = {"pair": pair, "arm": arm, "seed": seed}
+        if pair == "teacher":
+            start = time.time()
+            self.teacher(arm)
+            return row | {"seconds": round(time.time() - start)}
+        folder = self.folder(row)
+        shutil.rmtree(folder, ignore_errors=True)
+        row["seconds"] = train(self.settings(pair, arm, seed, folder), folder)
+        return row
+
+    def folder(self, row: Row) -> Path:
+        """Run folder of a row."""
+        name = f"teacher_{row['arm']}" if row["pair"] == "teacher" else f"{row['pair']}_{row['arm']}_{row['seed']}"
+        return self.work / name
+
+    def measured(self, row: Row) -> Row:
+        """The row with its figures; a student's weights are not kept."""
+        folder = self.folder(row)
+        row |= measure(folder, self.files, folder / "log", *self.eval_options)
+        if row["pair"] != "teacher":
+            shutil.rmtree(folder / "checkpoints")
+        return row
 
 
 class Results:
@@ -222,65 +424,77 @@ class Results:
     def __init__(self, path: Path, minutes: float, **more: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._minutes, self._more, self._begun = path, minutes, more, time.time()
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self.have = {(row["pair"], row["arm"], row["seed"]) for row in rows}
+        self._writing = threading.Lock()
+        self.have = {(row["pair"], row["arm"], row["seed"]) for row in self.rows()}
 
-    def report(self, row: dict[str, Any]) -> None:
+    def rows(self) -> list[Row]:
+        """What the file holds."""
+        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
+
+    def report(self, row: Row) -> None:
         """Store a finished run and print its mean over the domains."""
-        with self._path.open("a") as file:
+        with self._writing, self._path.open("a") as file:
             file.write(json.dumps(row | self._more | {"origin": origin()}) + "\n")
         bits = [domain["bpb"] for domain in row["measures"].values()]
+        written = "".join(f" {own['exact']:.1%} right" for own in row.get("answers", {}).values())
         print(f"{time.time() - self._begun:6.0f} s", row["pair"], row["arm"], row["seed"],
-              f"{sum(bits) / len(bits):.4f} ({row['seconds']} s)", flush=True)  # fmt: skip
+              f"{sum(bits) / len(bits):.4f}{written} ({row['seconds']} s)", flush=True)  # fmt: skip
 
-    def fill(self, keys: Iterable[Key], job: Callable[..., dict[str, Any]], parallel: int) -> None:
-        """``job(*key)`` for every key that has no row yet, as far as they can begin in time. A run that fails costs its
-        own row alone."""
+    def fill(self, keys: Iterable[Key], run: Callable[..., Row], measured: Callable[[Row], Row], parallel: int) -> None:
+        """``measured(run(*key))`` for every key that has no row yet, as far as they can begin in time. What is measured
+        leaves its place to the next run. A run that fails costs its own row alone."""
+
+        def finish(key: Key, row: Row) -> None:
+            try:
+                self.report(measured(row))
+            except RuntimeError as error:
+                print(*key, error, flush=True)
 
         def one(key: Key) -> None:
             if time.time() - self._begun > 60 * self._minutes:
                 return
             try:
-                self.report(job(*key))
+                measurers.submit(finish, key, run(*key))
             except RuntimeError as error:
                 print(*key, error, flush=True)
 
-        with ThreadPoolExecutor(parallel) as pool:
-            list(pool.map(one, [key for key in keys if key not in self.have]))
+        wanted = [key for key in dict.fromkeys(keys) if key not in self.have]
+        with ThreadPoolExecutor(max(parallel // 3, 1)) as measurers, ThreadPoolExecutor(parallel) as runners:
+            list(runners.map(one, wanted))
+
+
+def wanted_runs(groups: Iterable[Mapping[str, Sequence[str]]], seeds: Iterable[int]) -> list[Key]:
+    """Teachers, the arms that need none beside them, then the groups (arms by pair) in turn; in a group seeds are
+    outermost, so what is cut off is a seed of some arms, not an arm."""
+    runs = [(pair, arm, seed) for group in groups for seed in seeds for pair, arms in group.items() for arm in arms]
+    taught = [PAIRS[pair].teachers for pair, arm, _ in runs if ARMS[arm] is not None]
+    teachers = [("teacher", name, 1) for name in dict.fromkeys(name for names in taught for name in names)]
+    alone = [run for run in runs if ARMS[run[1]] is None]
+    return [*teachers, *alone, *(run for run in runs if run not in set(alone))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=["coarse", "fine"])
-    parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=["ce", "boundary_kl", "tree_kl", "tree_kl_cheap", "tree_kl_exact"]
-    )
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=["coarse", "fine"], help="with --arms")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="these in place of the groups")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--sizes", nargs=4, type=int, default=[500, 48, 300, 24], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="try the machinery: models of 2 x 64, two steps, few bytes")
     args = parser.parse_args()
-    corpus, work, sizes = args.corpus, args.work, Sizes(*args.sizes)
-    results = Results(work / "results.jsonl", args.minutes, sizes=args.sizes)
-
-    def teach(pair: str, tokenizer: str, seed: int) -> dict[str, Any]:
-        teacher(corpus, work, tokenizer, sizes)
-        folder = work / f"teacher_{tokenizer}"
-        measures = measure(folder, corpus, folder / "log")
-        return {"pair": pair, "arm": tokenizer, "seed": seed, "seconds": 0, "measures": measures}
-
-    def distil(pair: str, arm: str, seed: int) -> dict[str, Any]:
-        return student(corpus, work, pair, arm, seed, sizes)
-
-    results.fill(
-        [("teacher", name, 1) for name in sorted({PAIRS[pair][1] for pair in args.pairs})], teach, args.parallel
-    )
-    # seeds outermost: what is cut off is a seed of some arms, not an arm
-    wanted = [(pair, arm, seed) for seed in args.seeds for arm in args.arms for pair in args.pairs]
-    results.fill(wanted, distil, args.parallel)
+    sizes = Sizes(2, 2, 2, 2, TINY, TINY) if args.tiny else Sizes(*args.sizes)
+    bench = Bench(args.corpus, args.work, sizes, ("--max-bytes", "2000", "--max-documents", "8") if args.tiny else ())
+    shown = [sizes.teacher_steps, sizes.teacher_documents, sizes.student_steps, sizes.student_documents]
+    results = Results(args.work / "results.jsonl", args.minutes, sizes=shown, parallel=args.parallel)
+    groups = [GROUPS[name] for name in args.groups]
+    if args.arms:
+        groups = [dict.fromkeys(args.pairs, args.arms)]
+    results.fill(wanted_runs(groups, args.seeds), bench.run, bench.measured, args.parallel)
 
 
 if __name__ == "__main__":

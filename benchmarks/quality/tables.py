@@ -1,24 +1,40 @@
-"""Draws the results of `suite.py`: mean and spread over seeds, by domain and by class of token.
+"""Draws the results of `suite.py` and `real.py`: mean and spread over seeds, gaps, domains, classes of token, plots.
 
-PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl > benchmarks/quality/RESULTS.md
+    PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl [--write]
+
+Prints the page; with `--write` it goes to `RESULTS.md`, the plots beside it, and the summary between its marks in the
+project's README. Where two rows are of the same run, the later one counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.suite import ARMS, PAIRS
 
 Row = dict[str, Any]
+Figures = dict[str, float]
+
+HERE = Path(__file__).parent
+README = HERE.parents[1] / "README.md"
+MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"
+DEFAULT = "tree_kl"
+TOLERATED = 0.002
+"""Bits per byte by which the default may be worse than cross-entropy in a domain."""
 
 
-def by_class(row: Row) -> dict[str, float]:
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def by_class(row: Row) -> Figures:
     """Bits per byte of every class of token over all domains."""
     bits, size = defaultdict[str, float](float), defaultdict[str, int](int)
     for domain in row["measures"].values():
@@ -28,56 +44,381 @@ def by_class(row: Row) -> dict[str, float]:
     return {name: bits[name] / size[name] for name in bits}
 
 
-def by_domain(row: Row) -> dict[str, float]:
+def by_domain(row: Row) -> Figures:
+    """Bits per byte of every domain, behind their mean."""
     domains = {name: figures["bpb"] for name, figures in row["measures"].items()}
     return {"mean": statistics.mean(domains.values()), **domains}
 
 
-def table(rows: Iterable[Row], figures: Any) -> list[str]:
-    """One line per arm: mean over seeds, and in the first column the spread; bold where it is best."""
-    arms = defaultdict[str, list[dict[str, float]]](list)
+def numeral_mass(row: Row) -> float | None:
+    """Probability on numerals where a numeral follows, over all domains; None where it was not measured."""
+    digits = [domain["classes"].get("digits", {}) for domain in row["measures"].values()]
+    known = [(own["mass"], own["tokens"]) for own in digits if "mass" in own]
+    return sum(mass * tokens for mass, tokens in known) / sum(tokens for _, tokens in known) if known else None
+
+
+def skills(row: Row) -> Figures:
+    """Of what was measured: share of sums written right, mass on numerals, multiple choice."""
+    found = {}
+    if "answers" in row:
+        found["sums right"] = row["answers"]["sums"]["exact"]
+    mass = numeral_mass(row)
+    if mass is not None:
+        found["numeral mass"] = mass
+    for name, own in row.get("choices", {}).items():
+        found |= {f"{name} acc": own["acc_norm"], f"{name} bits": own["bpb"]}
+    return found
+
+
+def gap_closed(value: float, alone: float, teacher: float) -> float | None:
+    """Share of what cross-entropy alone leaves open towards the teacher that is closed; None where nothing is open.
+
+    >>> gap_closed(1.8, alone=2.0, teacher=1.6)
+    0.5
+    """
+    return round((alone - value) / (alone - teacher), 9) if alone > teacher else None
+
+
+def unique(rows: Iterable[Row]) -> list[Row]:
+    """One row per run, the last one."""
+    kept = {(row["pair"], row["arm"], row["seed"], str(row.get("sizes", row.get("epochs")))): row for row in rows}
+    return list(kept.values())
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of a summary; bits per byte, `gap` closed and `spread`s over seeds."""
+
+    name: str
+    seeds: int
+    mean: float
+    spread: float | None
+    gap: float | None
+    gap_spread: float | None
+    worst: tuple[str, float]
+    """The domain that fares worst beside cross-entropy alone, and by how much."""
+    skills: Figures
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of one pair at one size, cross-entropy alone and the teachers among them."""
+
+    name: str
+    title: str
+    rows: list[Row]
+    alone: list[Row]
+    teachers: list[Row]
+
+    def arms(self) -> list[Arm]:
+        """Summaries of all arms, in the order of `ARMS`."""
+        by_arm = group(self.alone + self.rows)
+        alone = mean_figures(map(by_domain, self.alone)) if self.alone else {}
+        taught = [by_domain(row) for row in self.teachers]
+        # of several teachers the better one in each domain
+        teacher = {name: min(own[name] for own in taught) for name in taught[0] if name != "mean"} if taught else {}
+        target = statistics.mean(teacher.values()) if teacher else None
+        found = []
+        for name, rows in by_arm.items():
+            means = [by_domain(row)["mean"] for row in rows]
+            own = mean_figures(map(by_domain, rows))
+            open_gap = alone["mean"] - target if alone and target is not None else 0.0
+            behind = {domain: own[domain] - alone[domain] for domain in alone if domain != "mean"} or {"-": 0.0}
+            spread = statistics.stdev(means) if len(means) > 1 else None
+            found.append(
+                Arm(
+                    name,
+                    len(rows),
+                    own["mean"],
+                    spread,
+                    gap_closed(own["mean"], alone["mean"], target) if alone and target is not None else None,
+                    spread / open_gap if spread is not None and open_gap > 0 else None,
+                    max(behind.items(), key=lambda pair: pair[1]),
+                    mean_figures(map(skills, rows)),
+                )
+            )
+        return found
+
+
+def group(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by arm, in the order of `ARMS`."""
+    arms = defaultdict[str, list[Row]](list)
     for row in rows:
-        arms[row["arm"]].append(figures(row))
-    columns = list(dict.fromkeys(name for found in arms.values() for own in found for name in own))
-    means = {arm: {c: statistics.mean(own[c] for own in found) for c in columns} for arm, found in arms.items()}
-    best = {c: min(own[c] for arm, own in means.items() if arm in ARMS) for c in columns}
-    lines = ["| arm | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for arm in sorted(means, key=lambda name: list(ARMS).index(name) if name in ARMS else -1):
+        arms[row["arm"]].append(row)
+    order = list(ARMS)
+    return {name: arms[name] for name in sorted(arms, key=lambda name: order.index(name) if name in order else -1)}
+
+
+def mean_figures(found: Iterable[Figures]) -> Figures:
+    """Means of all figures, each over those that have it."""
+    columns = defaultdict[str, list[float]](list)
+    for own in found:
+        for name, value in own.items():
+            columns[name].append(value)
+    return {name: statistics.mean(values) for name, values in columns.items()}
+
+
+def experiments(rows: Sequence[Row]) -> list[Experiment]:
+    """Of students from scratch, then of real models."""
+    found = []
+    for name, pair in PAIRS.items():
+        for sizes in sorted({tuple(row["sizes"]) for row in rows if row["pair"] == name}):
+            here = [row for row in rows if tuple(row.get("sizes", ())) == sizes]
+            likes = [other for other, own in PAIRS.items() if (own.student, own.share) == (pair.student, pair.share)]
+            own = [row for row in here if row["pair"] == name and row["arm"] != "ce"]
+            alone = [row for row in here if row["pair"] in likes and row["arm"] == "ce"]
+            teachers = [row for row in here if row["pair"] == "teacher" and row["arm"] in pair.teachers]
+            said = f"student {pair.student}, {' and '.join(pair.teachers)} teaching"
+            said += f", {pair.share:.0%} of the text" if pair.share < 1 else ""
+            run = f"{sizes[2]} steps of {sizes[3]} documents; {device(here)}."
+            found.append(Experiment(name, f"## {name}: {said}\n\n{run} Bits per byte, held out.", own, alone, teachers))
+    for name in sorted({row["pair"] for row in rows if row["pair"].startswith("real_")}, key=amount):
+        here = [row for row in rows if row["pair"] == name]
+        first = here[0]
+        run = f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs, AdamW at "
+        rates = sorted({row["learning_rate"] for row in here})
+        run += f"{', '.join(f'{rate:g}' for rate in rates)}; {device(here)}."
+        title = f"## Real models, {amount(name):g} MB of text\n\n{run}"
+        alone = [row for row in here if row["arm"] == "ce"]
+        others = [row for row in rows if row["pair"] == "real" and row["arm"] == "student"]
+        teachers = [row for row in rows if row["pair"] == "real" and row["arm"] == "teacher"]
+        found.append(Experiment(name, title, others + [row for row in here if row["arm"] != "ce"], alone, teachers))
+    return found
+
+
+def amount(pair: str) -> float:
+    """Megabytes of a pair `real_MB`."""
+    return float(pair.removeprefix("real_"))
+
+
+def device(rows: Sequence[Row]) -> str:
+    """Where rows were measured, and how many runs shared the machine."""
+    last = rows[-1]
+    shared = f", {last['parallel']} runs at a time" if "parallel" in last else ""
+    return f"{last['origin']['device']}{shared}"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of markdown."""
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def number(value: float | None, spread: float | None = None, *, percent: bool = False) -> str:
+    """A figure with its spread, or a dash."""
+    if value is None:
+        return "-"
+    text = f"{value:.0%}" if percent else f"{value:.3f}"
+    if spread is None:
+        return text
+    return f"{text} ± {spread:.0%}" if percent else f"{text} ± {spread:.3f}"
+
+
+def summary(experiment: Experiment) -> str:
+    """One line per arm: bits per byte, gap closed, worst domain beside cross-entropy, and what else was measured."""
+    arms = experiment.arms()
+    names = list(dict.fromkeys(name for arm in arms for name in arm.skills))
+    # a student as it comes is no arm
+    best = min((arm.mean for arm in arms if arm.name in ARMS), default=0.0)
+    lines = [
+        [
+            "the teacher" if len(experiment.teachers) == 1 else f"teacher {row['arm']}",
+            str(1),
+            number(by_domain(row)["mean"]),
+            "",
+            "",
+            *(number(skills(row).get(name)) for name in names),
+        ]
+        for row in experiment.teachers
+    ]
+    for arm in arms:
+        mean = number(arm.mean, arm.spread)
+        lines.append(
+            [
+                arm.name,
+                str(arm.seeds),
+                f"**{mean}**" if arm.mean == best else mean,
+                "" if arm.name == "ce" else number(arm.gap, arm.gap_spread, percent=True),
+                "" if arm.name == "ce" else f"{arm.worst[0]} {arm.worst[1]:+.3f}",
+                *(number(arm.skills.get(name)) for name in names),
+            ]
+        )
+    return grid(["arm", "seeds", "bits per byte", "gap closed", "worst domain beside ce", *names], lines)
+
+
+def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
+    """One line per arm: mean over seeds, and in the first column the spread; bold where an arm is best."""
+    arms = {name: list(map(figures, own)) for name, own in group(rows).items()}
+    means = {name: mean_figures(found) for name, found in arms.items()}
+    columns = list(dict.fromkeys(column for own in means.values() for column in own))
+    best = {c: min((own[c] for arm, own in means.items() if arm in ARMS and c in own), default=None) for c in columns}
+    lines = []
+    for arm, found in arms.items():
         cells = []
-        for c in columns:
-            text = f"{means[arm][c]:.3f}"
-            if c == columns[0] and len(arms[arm]) > 1:
-                text += f" ± {statistics.stdev(own[c] for own in arms[arm]):.3f}"
-            cells.append(f"**{text}**" if means[arm][c] == best[c] else text)
-        name = "the teacher" if arm.startswith("bpe") else arm
-        lines.append(f"| {name} | {len(arms[arm])} | " + " | ".join(cells) + " |")
+        for column in columns:
+            values = [own[column] for own in found if column in own]
+            spread = statistics.stdev(values) if column == columns[0] and len(values) > 1 else None
+            text = number(means[arm].get(column), spread)
+            cells.append(f"**{text}**" if values and means[arm][column] == best[column] else text)
+        lines.append([arm if arm in ARMS or arm == "student" else f"teacher {arm}", str(len(found)), *cells])
+    return grid(["arm", "seeds", *columns], lines)
+
+
+def goals(found: Sequence[Experiment]) -> list[str]:
+    """What was to be shown, and whether these results show it."""
+    lines = []
+    summaries = {experiment.name: {arm.name: arm for arm in experiment.arms()} for experiment in found}
+    for name in ("coarse", "fine"):
+        arms = summaries.get(name, {})
+        if DEFAULT not in arms:
+            continue
+        own = arms[DEFAULT]
+        best = min(arms.values(), key=lambda arm: arm.mean)
+        leads = "leads all arms" if best is own else f"is {own.mean - best.mean:.3f} behind {best.name}"
+        spread = f" (its own seeds spread by {own.spread:.3f})" if own.spread is not None and best is not own else ""
+        domain, behind = own.worst
+        kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
+        lines.append(
+            f"- {name}: the default, {DEFAULT}, {leads}{spread}; worse than cross-entropy by more than {TOLERATED}: "
+            f"{kept}; closes {number(own.gap, percent=True)} of the gap to the teacher."
+        )
+        if {"p_kl", "gold"} <= set(arms):
+            sign = "above" if arms["gold"].mean > arms["p_kl"].mean else "below"
+            lines.append(
+                f"- {name}: gold is {sign} p_kl ({arms['gold'].mean:.3f}, {arms['p_kl'].mean:.3f}); published: above, "
+                "which is worse."
+            )
     return lines
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole of RESULTS.md."""
+    rows = unique(rows)
+    found = experiments(rows)
+    parts = [(HERE / "reading.md").read_text().rstrip()]
+    if any(experiment.name in ("coarse", "fine") for experiment in found):
+        parts += ["## What was to be shown\n\n" + "\n".join(goals(found))]
+    for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
+        if (HERE / plot).exists():
+            parts.append(f"![{said}]({plot})")
+    for experiment in found:
+        everything = experiment.teachers + experiment.alone + experiment.rows
+        parts += [experiment.title, summary(experiment), "By domain:\n\n" + table(everything, by_domain)]
+        said = "By class of the student's (the teacher's own) tokens, all domains together:"
+        parts.append(f"{said}\n\n{table(everything, by_class)}")
+    return "\n\n".join(parts) + "\n"
+
+
+# -- README ------------------------------------------------------------------------------------------------------------
+
+SHOWN = ("ce", "gold", "p_kl", "boundary_kl", "tree_kl", "tree_kl_soft", "tree_kl_ce_0")
+
+
+def readme_table(rows: Sequence[Row]) -> str:
+    """What the project's README quotes: students from scratch in both directions, and the gap that is closed."""
+    found = {experiment.name: experiment for experiment in experiments(unique(rows))}
+    arms = {name: {arm.name: arm for arm in found[name].arms()} for name in ("coarse", "fine") if name in found}
+    lines = []
+    for name in SHOWN:
+        own = [arms[pair].get(name) for pair in arms]
+        if not any(own):
+            continue
+        cells = [number(arm.mean, arm.spread) if arm else "-" for arm in own]
+        gaps = ["" if name == "ce" else number(arm.gap, percent=True) if arm else "-" for arm in own]
+        shown = "cross-entropy alone" if name == "ce" else f"`{name}`" + (" (default)" if name == DEFAULT else "")
+        lines.append([shown, *(cell for pair in zip(cells, gaps, strict=True) for cell in pair)])
+    heads = {"coarse": "teacher 32k, student 8k", "fine": "teacher 8k, student 32k"}
+    head = ["objective", *(cell for name in arms for cell in (heads[name], "gap closed"))]
+    return grid(head, lines) + "\n"
+
+
+def quoted(readme: str, quote: str) -> str:
+    """The README with what stands between its marks replaced."""
+    start, end = MARKS
+    replaced, count = re.subn(f"{start}.*?{end}", lambda _: f"{start}\n{quote}\n{end}", readme, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"the README has {count} places between {start.strip()} and {end.strip()}, not one")
+    return replaced
+
+
+# -- plots -------------------------------------------------------------------------------------------------------------
+
+
+def draw_arms(found: Sequence[Experiment], path: Path) -> None:
+    """Bars: share of the gap to the teacher that every arm closes."""
+    from matplotlib.figure import Figure
+
+    shown = [experiment for experiment in found if experiment.name in PAIRS and len(experiment.rows) > 1]
+    shown = [e for e in shown if any(arm.gap is not None for arm in e.arms() if arm.name != "ce")]
+    if not shown:
+        return
+    heights = [sum(arm.name != "ce" for arm in experiment.arms()) for experiment in shown]
+    figure = Figure(figsize=(7, 0.8 * len(shown) + 0.24 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for experiment, axis in zip(shown, axes, strict=True):
+        arms = [arm for arm in experiment.arms() if arm.name != "ce" and arm.gap is not None][::-1]
+        colours = ["tab:blue" if arm.name == DEFAULT else "tab:gray" for arm in arms]
+        axis.barh([arm.name for arm in arms], [100 * (arm.gap or 0) for arm in arms], color=colours,
+                  xerr=[100 * (arm.gap_spread or 0) for arm in arms], error_kw={"elinewidth": 0.8})  # fmt: skip
+        axis.set_title(experiment.name, loc="left", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.axvline(0, color="black", linewidth=0.6)
+    axes[-1].set_xlabel("gap between cross-entropy alone and the teacher that is closed, %")
+    figure.savefig(path, dpi=110)
+
+
+def draw_curve(found: Sequence[Experiment], path: Path) -> None:
+    """Lines: bits per byte of real students over the amount of text."""
+    from matplotlib.figure import Figure
+
+    real = [experiment for experiment in found if experiment.name.startswith("real_")]
+    curves = defaultdict[str, list[tuple[float, float, float]]](list)
+    for experiment in real:
+        for arm in experiment.arms():
+            curves[arm.name].append((amount(experiment.name), arm.mean, arm.spread or 0.0))
+    if len(real) < 2:
+        return
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, points in curves.items():
+        x, y, spread = zip(*points, strict=True)
+        style = {"color": "black", "linestyle": ":"} if name == "student" else {"marker": "o"}
+        label = "the student as it comes" if name == "student" else name
+        axis.errorbar(x, y, yerr=spread, label=label, capsize=2, linewidth=1.2, **style)
+    axis.set_xscale("log")
+    axis.set_xticks([amount(e.name) for e in real], [f"{amount(e.name):g}" for e in real])
+    axis.minorticks_off()
+    axis.set_xlabel("text that the student reads, MB")
+    axis.set_ylabel("held-out bits per byte")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """Rows of results files, in order."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
-    print(Path(__file__).with_name("reading.md").read_text(), end="")
-    rows = [json.loads(line) for path in parser.parse_args().results for line in path.read_text().splitlines()]
-    for pair, (student, teacher) in PAIRS.items():
-        own = [row for row in rows if row["pair"] == pair]
-        if not own:
-            continue
-        own += [row for row in rows if row["pair"] == "teacher" and row["arm"] == teacher]
-        sizes = own[0]["sizes"]
-        print(f"## {pair}: student {student}, teacher {teacher}\n")
-        print(f"{sizes[2]} steps of {sizes[3]} documents; {own[0]['origin']['device']}. Bits per byte, held out.\n")
-        print("\n".join(table(own, by_domain)), "\n")
-        print("By class of the student's (the teacher's own) tokens, all domains together:\n")
-        print("\n".join(table(own, by_class)), "\n")
-    for pair in sorted({row["pair"] for row in rows if row["pair"].startswith("real_")}):
-        own = [row for row in rows if row["pair"] in (pair, "real")]
-        first = next(row for row in own if "steps" in row)
-        print(f"## Real models, {pair.removeprefix('real_')} MB of text\n")
-        print(f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs; ", end="")
-        print(f"{first['origin']['device']}.\n")
-        print("\n".join(table(own, by_domain)), "\n")
-        print("\n".join(table(own, by_class)), "\n")
+    parser.add_argument("--write", action="store_true", help="RESULTS.md, plots and the README's table")
+    args = parser.parse_args()
+    rows = read_rows(args.results)
+    if not args.write:
+        print(page(rows), end="")
+        return
+    found = experiments(unique(rows))
+    draw_arms(found, HERE / "arms.png")
+    draw_curve(found, HERE / "curve.png")
+    (HERE / "RESULTS.md").write_text(page(rows))
+    README.write_text(quoted(README.read_text(), readme_table(rows)))
 
 
 if __name__ == "__main__":

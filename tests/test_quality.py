@@ -1,0 +1,261 @@
+"""The quality benchmark's machinery: what is run, in which order and only once; what tables and README say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.quality import tables
+from benchmarks.quality.real import best_rates, cut, write_texts
+from benchmarks.quality.suite import (
+    ARMS,
+    CACHED,
+    GROUPS,
+    PAIRS,
+    TEACHERS,
+    TINY,
+    Bench,
+    Results,
+    Sizes,
+    questions,
+    sorted_figures,
+    wanted_runs,
+)
+from limbeck.losses import CrossTokenizerDistillationLossConfig
+
+QUALITY = Path(tables.__file__).parent
+STORED = [QUALITY / "results.jsonl", QUALITY / "real.jsonl"]
+
+
+def _row(pair: str, arm: str, seed: int = 1, bits: float = 2.0, **more: Any) -> dict[str, Any]:
+    digits = {"bpb": bits, "bytes": 10, "tokens": 5, "mass": bits / 10}
+    measures = {"a": {"bpb": bits, "bytes": 10, "classes": {"digits": digits}}, "b": {"bpb": bits + 1, "classes": {}}}
+    origin = {"origin": {"device": "one", "versions": {}, "date": "2026-11-16"}}
+    return (
+        {"pair": pair, "arm": arm, "seed": seed, "seconds": 1, "sizes": [1, 2, 3, 4], "measures": measures}
+        | origin
+        | more
+    )
+
+
+# -- what is run -------------------------------------------------------------------------------------------------------
+
+
+def test_every_arm_of_every_group_exists_and_is_a_setting_of_the_loss() -> None:
+    for group in GROUPS.values():
+        for pair, arms in group.items():
+            assert set(arms) <= set(ARMS)
+            assert set(PAIRS[pair].teachers) <= set(TEACHERS)
+    for settings in ARMS.values():
+        CrossTokenizerDistillationLossConfig(**(settings or {}))
+    assert set(CACHED) <= set(ARMS)
+
+
+def test_teachers_come_first_then_arms_without_one_then_groups_with_all_their_seeds() -> None:
+    runs = wanted_runs([{"coarse": ["ce", "tree_kl"]}, {"both": ["tree_kl"], "scarce": ["ce"]}], [1, 2])
+    assert runs == [
+        *(("teacher", name, 1) for name in ("bpe_32k", "prose", "formal")),
+        *(("coarse", "ce", 1), ("coarse", "ce", 2), ("scarce", "ce", 1), ("scarce", "ce", 2)),
+        *(("coarse", "tree_kl", 1), ("coarse", "tree_kl", 2), ("both", "tree_kl", 1), ("both", "tree_kl", 2)),
+    ]
+
+
+def test_a_second_call_runs_what_is_missing_and_a_failure_costs_its_own_row(tmp_path: Path) -> None:
+    path, begun = tmp_path / "results.jsonl", list[tuple[str, str, int]]()
+
+    def run(pair: str, arm: str, seed: int) -> dict[str, Any]:
+        begun.append((pair, arm, seed))
+        if arm == "gold" and len(begun) < 4:
+            raise RuntimeError("lost")
+        return {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
+
+    def measured(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"measures": {"a": {"bpb": 1.0}}}
+
+    keys = [("coarse", "ce", 1), ("coarse", "gold", 1), ("coarse", "uld", 1)]
+    Results(path, minutes=1).fill(keys, run, measured, parallel=1)
+    assert [row["arm"] for row in Results(path, 1).rows()] == ["ce", "uld"]
+    Results(path, minutes=1, note="again").fill(keys, run, measured, parallel=1)
+    assert begun == [*keys, keys[1]]
+    assert [row.get("note") for row in Results(path, 1).rows()] == [None, None, "again"]
+
+
+def test_nothing_begins_after_the_time_is_up(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl", minutes=-1)
+    results.fill([("coarse", "ce", 1)], lambda *key: pytest.fail("began"), dict, parallel=1)
+    assert not results.rows()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for part in ("teacher", "student", "held_out"):
+        (tmp_path / "corpus" / part).mkdir(parents=True)
+        for name, (_, domains) in TEACHERS.items():
+            for domain in domains if name == "bpe_8k" else ():
+                text = "".join(f"{n} + 1 = {n + 1}\n" for n in range(20))
+                rows = "".join(json.dumps({"text": text}) + "\n" for _ in range(10))
+                (tmp_path / "corpus" / part / f"{domain}.jsonl").write_text(rows)
+    return tmp_path / "corpus"
+
+
+def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teachers and caches are made once, however many arms need them."""
+    made: list[str] = []
+
+    def limbeck(verb: str, *arguments: str, log: Path) -> str:
+        made.append(f"{verb} {log.parent.name}")
+        (log.parent / "checkpoints" / "step_2" / "policy" / "weights").mkdir(parents=True)
+        return ""
+
+    monkeypatch.setattr("benchmarks.quality.suite.limbeck", limbeck)
+    bench = Bench(corpus, tmp_path / "work", Sizes(2, 2, 2, 2, TINY, TINY))
+    both = bench.settings("both", "tree_kl_by_ce", 1, tmp_path / "a")
+    assert [Path(own["model_name"]).parts[-5] for own in both["teachers"]] == ["teacher_prose", "teacher_formal"]
+    assert both["loss_fn"]["teacher_scoring"] == "ce"
+    for seed in (1, 2):
+        cached = bench.settings("coarse", "tree_kl_top64", seed, tmp_path / "b")
+        assert cached["teachers"][0]["cache"].endswith("cache_coarse_64")
+    assert made == [
+        *("train teacher_prose", "train teacher_formal", "train teacher_bpe_32k", "cache cache_coarse_64_run")
+    ]
+    scarce = bench.settings("scarce", "ce", 1, tmp_path / "c")
+    assert "teachers" not in scarce
+    assert {len(Path(path).read_text().splitlines()) for path in scarce["data"]["train"]} == {1}, "a tenth of ten"
+
+
+def test_what_could_not_be_made_is_not_tried_by_all_who_need_it(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def limbeck(verb: str, *arguments: str, log: Path) -> str:
+        tried.append(verb)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("benchmarks.quality.suite.limbeck", limbeck)
+    bench = Bench(corpus, tmp_path / "work", Sizes(2, 2, 2, 2, TINY, TINY))
+    for message in ("no room", "could not be made"):
+        with pytest.raises(RuntimeError, match=message):
+            bench.run("coarse", "tree_kl", 1)
+    assert tried == ["train"]
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def test_questions_are_lines_behind_solved_ones_and_never_overlap() -> None:
+    lines = [f"{n} + 1 = {n + 1}" for n in range(12)]
+    found = questions(["\n".join(lines) + "\n"], each=2, shown=4)
+    assert [row["answer"] for row in found] == [" 5", " 10"]
+    assert found[0]["prompt"] == "\n".join([*lines[:4], "4 + 1 ="])
+    assert found[1]["prompt"] == "\n".join([*lines[5:9], "9 + 1 ="])
+    assert not questions(["1 + 1 = 2\n"]), "no line is left to be asked"
+
+
+def test_figures_are_kept_by_kind_of_file() -> None:
+    text = {"bpb": 1.0, "bytes": 3, "documents": 1, "tokens": 2, "classes": {}}
+    sums = {"exact": 0.5, "ended": 1.0, "bpb": 2.0, "bytes": 3, "documents": 4, "tokens": 5}
+    choice = {"acc": 0.1, "acc_norm": 0.2, "bpb": 3.0, "bytes": 3, "documents": 9, "tokens": 5}
+    files = {"x/wiki.jsonl": "text", "x/sums.jsonl": "answers", "x/piqa.jsonl": "choice"}
+    found = {"models": {"m": dict(zip(files, (text, sums, choice), strict=True))}, "files": files}
+    row = sorted_figures(found)
+    assert row["measures"] == {"wiki": {"bpb": 1.0, "bytes": 3, "classes": {}}}
+    assert row["answers"]["sums"]["exact"] == 0.5
+    assert row["choices"]["piqa"]["acc_norm"] == 0.2
+
+
+# -- real models -------------------------------------------------------------------------------------------------------
+
+
+def test_domains_have_equal_shares_and_what_one_lacks_the_others_give() -> None:
+    texts = {"small": ["x" * 10] * 2, "large": ["y" * 10] * 50, "other": ["é" * 5] * 50}
+    taken = {name: sum(len(text.encode()) for text in own) for name, own in cut(texts, 300).items()}
+    assert taken == {"small": 20, "large": 140, "other": 140}
+
+
+def test_amounts_of_text_contain_the_smaller_ones(corpus: Path, tmp_path: Path) -> None:
+    sizes = [write_texts(corpus, "student", tmp_path / str(n), ["wiki", "code"], n) for n in (400, 1_200)]
+    small, large = ((tmp_path / str(n) / "wiki.jsonl").read_text() for n in (400, 1_200))
+    assert sizes[0] < sizes[1]
+    assert large.startswith(small)
+
+
+def test_the_learning_rate_is_the_best_of_the_sweep_by_amount() -> None:
+    rows = [
+        *(_row("sweep_0.3", rate, bits=bits) for rate, bits in (("3e-05", 1.5), ("0.0001", 1.4), ("0.0003", 2.9))),
+        *(_row("sweep_1", rate, bits=bits) for rate, bits in (("3e-05", 1.5), ("0.0001", 1.4), ("0.0003", 1.3))),
+        _row("real_1", "ce", bits=1.0),
+    ]
+    assert best_rates(rows) == {"0.3": 1e-4, "1": 3e-4}
+
+
+# -- what tables say ---------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_that_is_closed() -> None:
+    assert tables.gap_closed(2.0, alone=2.0, teacher=1.0) == 0
+    assert tables.gap_closed(1.0, alone=2.0, teacher=1.0) == 1
+    assert tables.gap_closed(2.5, alone=2.0, teacher=1.0) == -0.5
+    assert tables.gap_closed(1.0, alone=1.0, teacher=1.5) is None, "a teacher that is no better leaves nothing open"
+
+
+def test_an_experiment_takes_cross_entropy_of_the_same_student_and_the_better_teacher_of_each_domain() -> None:
+    rows = [_row("teacher", "prose", bits=1.0), _row("teacher", "formal", bits=1.5)]
+    rows[1]["measures"]["b"]["bpb"] = 1.0
+    rows += [_row("coarse", "ce", seed, bits=2.0) for seed in (1, 2)]
+    rows += [_row("both", "tree_kl", seed, bits=bits) for seed, bits in ((1, 1.4), (2, 1.6))]
+    (both,) = (own for own in tables.experiments(rows) if own.name == "both")
+    alone, taught = both.arms()
+    assert (alone.name, alone.seeds, alone.gap) == ("ce", 2, 0.0)
+    # cross-entropy has 2.5, the teachers 1.0 in both domains, the student 2.0
+    assert taught.gap == pytest.approx(0.5 / 1.5)
+    assert taught.gap_spread == pytest.approx(0.1 * 2**0.5 / 1.5)
+    assert taught.worst[1] == pytest.approx(-0.5)
+    assert taught.skills["numeral mass"] == pytest.approx(0.15)
+
+
+def test_the_later_of_two_rows_of_a_run_counts_and_other_sizes_are_other_runs() -> None:
+    rows = [_row("coarse", "ce", bits=1.0), _row("coarse", "ce", bits=2.0), _row("coarse", "ce", sizes=[1, 1, 1, 1])]
+    assert [(row["sizes"][0], row["measures"]["a"]["bpb"]) for row in tables.unique(rows)] == [(1, 2.0), (1, 2.0)]
+    assert len(tables.experiments(tables.unique(rows))) == 2
+
+
+def test_goals_tell_a_default_that_is_behind_and_a_domain_that_lost() -> None:
+    rows = [
+        _row("teacher", "bpe_32k", bits=1.0),
+        _row("coarse", "ce", bits=2.0),
+        _row("coarse", "boundary_kl", bits=1.5),
+    ]
+    rows += [_row("coarse", "tree_kl", bits=1.6), _row("coarse", "p_kl", bits=1.7), _row("coarse", "gold", bits=1.9)]
+    rows[3]["measures"]["b"]["bpb"] = 3.1
+    default, published = tables.goals(tables.experiments(rows))
+    assert "is 0.350 behind boundary_kl" in default
+    assert "in b by 0.100" in default
+    assert "gold is above p_kl" in published
+
+
+def test_figures_that_only_some_rows_have_leave_dashes(tmp_path: Path) -> None:
+    rows = [_row("coarse", "ce"), _row("coarse", "tree_kl", answers={"sums": {"exact": 0.25}})]
+    (experiment,) = tables.experiments(rows)
+    lines = tables.summary(experiment).splitlines()
+    column = [cell.strip() for cell in lines[0].split("|")].index("sums right")
+    assert [line.split("|")[column].strip() for line in lines[2:]] == ["-", "0.250"]
+
+
+def test_the_quote_replaces_what_stands_between_the_marks() -> None:
+    start, end = tables.MARKS
+    assert tables.quoted(f"a\n{start}old\n{end}b\n", "| new |") == f"a\n{start}\n| new |\n{end}b\n"
+    with pytest.raises(SystemExit, match="0 places"):
+        tables.quoted("nothing", "x")
+
+
+def test_the_pages_say_what_the_stored_results_say() -> None:
+    rows = tables.read_rows(STORED)
+    assert (QUALITY / "RESULTS.md").read_text() == tables.page(rows)
+    readme = tables.README.read_text()
+    assert tables.quoted(readme, tables.readme_table(rows)) == readme
+    assert re.search(r"^\| `tree_kl` \(default\) \|", readme, re.MULTILINE)
