@@ -219,9 +219,12 @@ def test_an_experiment_takes_cross_entropy_of_the_same_student_and_the_better_te
 
 
 def test_the_later_of_two_rows_of_a_run_counts_and_other_sizes_are_other_runs() -> None:
-    rows = [_row("coarse", "ce", bits=1.0), _row("coarse", "ce", bits=2.0), _row("coarse", "ce", sizes=[1, 1, 1, 1])]
-    assert [(row["sizes"][0], row["measures"]["a"]["bpb"]) for row in tables.unique(rows)] == [(1, 2.0), (1, 2.0)]
-    assert len(tables.experiments(tables.unique(rows))) == 2
+    rows = [_row("coarse", "ce", bits=1.0), _row("coarse", "ce", bits=2.0), _row("coarse", "ce", sizes=[5, 6, 7, 8])]
+    rows.append(_row("coarse", "uld"))
+    kept = tables.unique(rows)
+    assert [(row["sizes"][0], row["measures"]["a"]["bpb"]) for row in kept] == [(1, 2.0), (5, 2.0), (1, 2.0)]
+    assert len(tables.experiments(kept)) == 2
+    assert [row["sizes"][0] for row in tables.usual(kept)] == [1, 1], "what most rows have"
 
 
 def test_goals_tell_a_default_that_is_behind_and_a_domain_that_lost() -> None:

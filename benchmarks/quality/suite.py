@@ -133,22 +133,34 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
         "same": ("tree_kl",),
     },
+    "objectives": {"coarse": ("strict", "simct", "escd", "bpm", "tree_kl_all_chunks")},
     "parts": {
         "coarse": ("tree_kl_root", "tree_kl_inner_student", "tree_kl_chunk", "tree_kl_no_chunk"),
-        "fine": ("tree_kl_root", "tree_kl_inner_teacher", "tree_kl_chunk", "tree_kl_no_chunk"),
+        "fine": ("tree_kl_inner_teacher",),
     },
+    "teachers": {"prose": ("tree_kl",), "formal": ("tree_kl",), "both": ("tree_kl", "tree_kl_by_ce")},
     "scarce": {"scarce": ("ce", "tree_kl", "tree_kl_ce_0")},
-    "teachers": {
-        "prose": ("tree_kl",),
-        "formal": ("tree_kl",),
-        "both": ("tree_kl", "tree_kl_by_ce", "tree_kl_select"),
+    "published": {"coarse": ("p_kl", "gold")},
+    "weights": {"coarse": ("tree_kl_ce_0", "tree_kl_ce_.3")},
+    "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
+    "more": {
+        "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm_forward", "tree_kl_cheap", "tree_kl_terminals"),
+        "fine": (
+            "strict",
+            "simct",
+            "escd",
+            "bpm",
+            "p_kl",
+            "gold",
+            "tree_kl_all_chunks",
+            "tree_kl_root",
+            "tree_kl_no_chunk",
+        ),
+        "both": ("tree_kl_select",),
         "two": ("tree_kl",),
     },
-    "weights": {"coarse": ("tree_kl_ce_.3", "tree_kl_ce_0"), "fine": ("tree_kl_ce_0",)},
-    "published": {"coarse": ("p_kl", "gold", "h_kl", "uld", "alm"), "fine": ("p_kl", "gold")},
-    "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
 }
-"""What one call does, in this order: all seeds of a group come before the next group."""
+"""What one call does, in this order, the most telling first: all seeds of a group come before the next group."""
 
 STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
@@ -459,7 +471,7 @@ class Results:
                 print(*key, error, flush=True)
 
         wanted = [key for key in dict.fromkeys(keys) if key not in self.have]
-        with ThreadPoolExecutor(max(parallel // 3, 1)) as measurers, ThreadPoolExecutor(parallel) as runners:
+        with ThreadPoolExecutor(max(parallel // 2, 1)) as measurers, ThreadPoolExecutor(parallel) as runners:
             list(runners.map(one, wanted))
 
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,13 @@ def unique(rows: Iterable[Row]) -> list[Row]:
     """One row per run, the last one."""
     kept = {(row["pair"], row["arm"], row["seed"], str(row.get("sizes", row.get("epochs")))): row for row in rows}
     return list(kept.values())
+
+
+def usual(rows: Sequence[Row]) -> list[Row]:
+    """Rows of students from scratch, and their teachers, at the sizes that most of them have."""
+    scratch = [row for row in rows if "sizes" in row]
+    sizes = Counter(tuple(row["sizes"]) for row in scratch)
+    return [row for row in scratch if tuple(row["sizes"]) == sizes.most_common(1)[0][0]]
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def page(rows: Sequence[Row]) -> str:
     found = experiments(rows)
     parts = [(HERE / "reading.md").read_text().rstrip()]
     if any(experiment.name in ("coarse", "fine") for experiment in found):
-        parts += ["## What was to be shown\n\n" + "\n".join(goals(found))]
+        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(usual(rows))))]
     for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
         if (HERE / plot).exists():
             parts.append(f"![{said}]({plot})")
@@ -322,7 +329,7 @@ SHOWN = ("ce", "gold", "p_kl", "boundary_kl", "tree_kl", "tree_kl_soft", "tree_k
 
 def readme_table(rows: Sequence[Row]) -> str:
     """What the project's README quotes: students from scratch in both directions, and the gap that is closed."""
-    found = {experiment.name: experiment for experiment in experiments(unique(rows))}
+    found = {experiment.name: experiment for experiment in experiments(usual(unique(rows)))}
     arms = {name: {arm.name: arm for arm in found[name].arms()} for name in ("coarse", "fine") if name in found}
     lines = []
     for name in SHOWN:
