@@ -51,7 +51,9 @@ class InTurn:
     def _one(self, rank: int, work: Callable[[Comm], T], results: dict[int, T]) -> None:
         try:
             self._wait(rank)
-            results[rank] = work(_Rank(self, rank))
+            # otherwise the backward passes of all ranks share one thread per device, and the first would wait for ever
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = work(_Rank(self, rank))
         except BaseException as error:
             self._errors.append(error)
         finally:

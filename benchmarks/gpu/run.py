@@ -34,6 +34,7 @@ import torch
 
 from benchmarks.gpu.common import GIB, save_row
 from benchmarks.gpu.step import SHAPES, TINY
+from limbeck.distributed.device import host_threads
 
 RUNS = ("small", "large", "quiet", "whole")
 WARMUP = 4
@@ -152,7 +153,8 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
             row = speed(Path(folder), ends)
             row["seconds_to_the_first_step"] = round(ends[0] - started, 1)
             if kind == "small":
-                bare = bare_step(parts)
+                with host_threads(parts[0].device):
+                    bare = bare_step(parts)
                 row["bare_tokens_per_s"] = round(bare)
                 row["behind_the_bare_step"] = round(1 - row["tokens_per_s"] / bare, 4)
     return row

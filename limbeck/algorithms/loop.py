@@ -24,7 +24,7 @@ from limbeck.algorithms import run_folder
 from limbeck.algorithms.profiling import StepProfile
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, leave_distributed, naming_silent_ranks
-from limbeck.distributed.device import memory_in_use
+from limbeck.distributed.device import host_threads, memory_in_use
 from limbeck.errors import CheckpointError, ConfigError, DataError, LossError, StoppedEarly
 from limbeck.losses.contract import State
 from limbeck.models.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ class TrainingLoop(ABC):
             StoppedEarly: SIGTERM, Ctrl-C or a deadline ended the run after a step, which is saved.
         """
         try:
-            with self._stops.watched():
+            with self._stops.watched(), host_threads(self.student.device):
                 self._run()
         finally:
             if self.profile.close():

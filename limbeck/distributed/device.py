@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,24 @@ _Tree = TypeVar("_Tree")
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def host_threads(device: torch.device) -> Iterator[None]:
+    """One thread for torch's work on the host while an accelerator computes, unless OMP_NUM_THREADS says otherwise.
+
+    What is left to the host is small (which rows carry which loss), and threads that wait for each other lose more
+    than they gain beside the processes that read the data.
+    """
+    if device.type == "cpu" or "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from limbeck.distributed.device import to_device
+from limbeck.distributed.device import host_threads, to_device
 
 
 class Named(NamedTuple):
@@ -76,3 +76,20 @@ def test_the_host_does_not_wait_for_a_copy() -> None:
     assert single.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(found.table["weight"].cpu(), torch.ones(2))
     assert float(found.named.value) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "expected"), [("cuda", None, 1), ("cuda", "2", 2), ("cpu", None, 2)], ids=["gpu", "said", "cpu"]
+)
+def test_threads_of_the_host(device: str, said: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with host_threads(torch.device(device)):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

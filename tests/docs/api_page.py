@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -122,7 +123,9 @@ def entry(name: str, value: Any) -> str:
     if not inspect.isclass(value):
         return ""
     model = issubclass(value, BaseModel)
-    arguments = "" if model or issubclass(value, BaseException | dict) or inspect.isabstract(value) else _made(value)
+    # nobody makes members of an enumeration, and versions of Python say it differently
+    unmade = model or issubclass(value, BaseException | dict | Enum) or inspect.isabstract(value)
+    arguments = "" if unmade else _made(value)
     documented = value.__dict__.get("__doc__") or ""
     made = f"`{name}{arguments}`\n\n" if arguments else ""
     text = f"### `{name}`\n\n{made}{prose('' if documented.startswith(f'{value.__name__}(') else documented)}\n"
