@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/quality/hints.py WORK [--worlds tools logs] [--arms hint sft_after ...]
         [--seeds 1 2 3] [--rates .0003 .001] [--logs FILES --model MODEL] [--parallel 2] [--minutes 9] [--tiny]
 
-`tools`: the generated world of `tool_world.py`, a student from scratch. It learns logs of an agent with bad habits
-(`nothing`); every arm goes on from there, on the same failed calls for the same number of steps, and then answers at
-states of new tasks: of tools whose failures the arms saw, of tools with the same faults that they did not, and of tools
-that never failed. The environment executes what it writes. Arms are compared at the rate that does best on the states
-of even number; the others are reported.
+`tools`: the generated world of `tool_world.py`, and a student from scratch, or `--model`. It learns logs of an agent
+with bad habits (`nothing`); every arm goes on from there, on the same failed calls for the same number of steps, and then
+answers at states of new tasks: of tools whose failures the arms saw, of tools with the same faults that they did not,
+and of tools that never failed. The environment executes what it writes. Arms are compared at the rate that does best on
+one half of the states; the other half is reported.
 
 `logs`: a real model on real logs (`--logs`), in folds of whole tasks, so that every failed call is held out once. It
 imitates the failed messages of the other folds first (`nothing`), then learns by the arms.
@@ -83,11 +83,12 @@ class Sizes:
 
 
 SIZES = {
-    "tools": Sizes(256, 4, 8000, 96, 180, 800, 32, 1e-3, 40, 16, 512, 64),
+    "tools": Sizes(256, 4, 8000, 96, 180, 1200, 32, 1e-3, 40, 16, 512, 64),
     "tools_tiny": Sizes(32, 1, 60, 6, 12, 3, 4, 1e-3, 2, 3, 512, 16),
-    "logs": Sizes(0, 0, 0, 0, 0, 40, 8, 3e-5, 30, 8, 2048, 192),
+    "logs": Sizes(0, 0, 0, 0, 0, 60, 8, 5e-5, 30, 8, 2048, 320),
     "logs_tiny": Sizes(0, 0, 0, 0, 0, 1, 2, 3e-5, 1, 2, 512, 8),
 }
+CHATML = "package:limbeck/recipes/data/chatml_tools.jinja"
 RATES = {"tools": (1e-4, 3e-4, 1e-3), "logs": (2e-5,)}
 
 
@@ -161,7 +162,9 @@ def make_tools(folder: Path, seed: int, sizes: Sizes) -> None:
     ]
     kept = world.kept_traces(sizes.held_out // 2, dice, used)
     logs = world.traces(every, sizes.logs, world.Habits(), dice, used, name="log")
+    logs += world.echoes(sizes.logs // 3, dice)
     world.train_tokenizer(logs[:2000], folder / "tokenizer")
+    (folder / "template.jinja").write_text(world.TEMPLATE)
     world.write(folder / "base.jsonl", [trace.model_copy(update={"tools": []}) for trace in logs])
     world.write(folder / "held_out.jsonl", [*held, *kept])
     world.write(folder / "hinted.jsonl", [world.hinted(trace) for trace in held])
@@ -204,6 +207,10 @@ class World:
     sizes: Sizes
     model: str | None = None
 
+    @property
+    def template(self) -> str:
+        return str(self.folder / "template.jinja") if self.name == "tools" else CHATML
+
     def student(self, rate: float, steps: int, batch: int, start: str | None) -> dict[str, Any]:
         """The student: `start`, or random weights of the world's size, under a cosine schedule."""
         sizes, warmup = self.sizes, max(steps // 20, 1)
@@ -221,20 +228,18 @@ class World:
                 {"milestones": [warmup]},
             ],
         }  # fmt: skip
+        tokenizer = {"name": self.model or str(self.folder / "tokenizer"), "chat_template": self.template}
         if start is not None:
-            policy["model_name"] = start
-        if self.name == "logs":
-            template = "package:limbeck/recipes/data/chatml_tools.jinja"
-            return policy | {"tokenizer": {"name": self.model, "chat_template": template}}
-        policy["tokenizer"] = {"name": str(self.folder / "tokenizer")}
-        if start is None:
-            policy["init"] = "random"
-            policy["model_overrides"] = {
+            return policy | {"model_name": start, "tokenizer": tokenizer}
+        return policy | {
+            "init": "random",
+            "tokenizer": tokenizer,
+            "model_overrides": {
                 "model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": sizes.context,
                 "hidden_size": sizes.hidden, "intermediate_size": 3 * sizes.hidden, "num_hidden_layers": sizes.layers,
                 "num_attention_heads": 4, "num_key_value_heads": 4,
-            }  # fmt: skip
-        return policy
+            },
+        }  # fmt: skip
 
     def run(
         self, name: str, traces: dict[str, Any], loss: dict[str, Any], start: str | None, rate: float, steps: int,
@@ -274,7 +279,8 @@ class World:
             found = self.measure(self.base(), "held_out", self.folder / "base")
             if self.name == "tools":
                 found |= _named("hinted_", self.measure(self.base(), "hinted", self.folder / "base"))
-            elif self.model is not None:
+            else:
+                assert self.model is not None, "logs are for a real model"
                 found |= _named("as_it_came_", self.measure(self.model, "held_out", self.folder / "base"))
             return found
         name = f"{arm}_{rate:g}"
@@ -289,11 +295,10 @@ class World:
     def measure(self, model: str, file: str, folder: Path) -> dict[str, Any]:
         """What a model writes at the failed states of a file."""
         sizes = self.sizes
-        template = ["--chat-template", "package:limbeck/recipes/data/chatml_tools.jinja"] if self.name == "logs" else []
         out = limbeck(
             "eval", model, "--traces", str(self.folder / f"{file}.jsonl"), "--generate", "100000", "--json",
             "--max-new-tokens", str(sizes.answer), "--context", str(sizes.context - sizes.answer), "--precision",
-            "float32", *template, log=folder / "log",
+            "float32", "--chat-template", self.template, log=folder / "log",
         )  # fmt: skip
         (figures,) = json.loads(out)["traces"].values()
         answers = figures["behaviour"]["answers"]
@@ -381,9 +386,9 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", choices=("tools", "logs"), default=["tools"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of `logs`: which folds, of three")
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates (default: by world)")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates of the arms (default: by world)")
     parser.add_argument("--logs", nargs="+", default=[], help="agent logs, files or globs, for `logs`")
-    parser.add_argument("--model", help="model folder or GGUF file, for `logs`")
+    parser.add_argument("--model", help="model folder or GGUF file; `tools` goes without")
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true", help="one seed, one rate, smallest sizes: does it run?")
@@ -396,8 +401,7 @@ def main() -> None:
     pairs, places = [given.split("=") for given in args.sizes], []
     for name in args.worlds:
         sizes = replace(SIZES[name + tiny], **{key: yaml.safe_load(value) for key, value in pairs})
-        model = args.model if name == "logs" else None
-        places += [World(name, seed, args.work / f"{name}_{seed}", sizes, model) for seed in seeds]
+        places += [World(name, seed, args.work / f"{name}_{seed}", sizes, args.model) for seed in seeds]
     rows = Rows(args.work / "hints.jsonl", args.minutes)
 
     def begin(place: World) -> None:

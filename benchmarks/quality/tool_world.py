@@ -5,7 +5,8 @@ call, often twice, before it makes the right one; where a note of the harness (a
 own hints) stands in front, it makes the right one at once. A model of these logs therefore errs as the agent does, and
 knows what notes mean. `Habits` says how often, `traces` writes logs, `judge` executes a call.
 
-The right call always follows from what the user said: file, folder, number and mode are copied from there.
+The right call always follows from what the user said: path, number and mode are copied from there. Paths are quoted
+as in calls, so that they are the same tokens.
 """
 
 from __future__ import annotations
@@ -97,33 +98,33 @@ def make_task(tool: str, dice: random.Random) -> Task:
     if tool in ("copy_file", "move_file"):
         mode, verb = dice.choice(list(MODES)), tool.split("_")[0].capitalize()
         arguments = {"source": path, "target": f"{other}/{name}"}
-        said = f"{verb} {name} from {folder} to {other} {MODES[mode]}."
+        said = f'{verb} "{path}" to "{other}" {MODES[mode]}.'
         return Task(tool, said, ((tool, arguments | {"mode": mode}),), (tool, arguments))
     if tool in ("show_head", "show_tail"):
         lines, end = dice.randrange(2, 60), "first" if tool == "show_head" else "last"
-        said = f"Show the {end} {lines} lines of {name} in {folder}."
+        said = f'Show the {end} {lines} lines of "{path}".'
         right = {"path": path, "lines": lines}
         return Task(tool, said, ((tool, right),), (tool, right | {"lines": str(lines)}))
     if tool in ("search_text", "count_text"):
         word, verb = dice.choice(WORDS), "Find" if tool == "search_text" else "Count"
         right = {"word": word, "path": path}
-        return Task(tool, f"{verb} {word} in {name} of {folder}.", ((tool, right),), (tool, right | {"deep": True}))
+        return Task(tool, f'{verb} "{word}" in "{path}".', ((tool, right),), (tool, right | {"deep": True}))
     if tool in ("erase_file", "print_file"):
         verb, habit = ("Erase", "delete_file") if tool == "erase_file" else ("Print", "cat_file")
-        return Task(tool, f"{verb} {name} of {folder}.", ((tool, {"path": path}),), (habit, {"path": path}))
+        return Task(tool, f'{verb} "{path}".', ((tool, {"path": path}),), (habit, {"path": path}))
     if tool in ("read_table", "read_image"):
         right_calls = (("list_folder", {"path": folder}), (tool, {"path": path}))
-        return Task(tool, f"Read the {tool.split('_')[1]} {name} of {folder}.", right_calls, (tool, {"path": name}))
+        return Task(tool, f'Read the {tool.split("_")[1]} "{path}".', right_calls, (tool, {"path": name}))
     if tool in ("write_note", "write_list"):
         word, kind = dice.choice(WORDS), tool.split("_")[1]
         right = {"path": f"shared/{path}", "text": word}
-        return Task(tool, f"Write the {kind} {word} to {name} in {folder}.", ((tool, right),),
+        return Task(tool, f'Write the {kind} "{word}" to "{path}".', ((tool, right),),
                     (tool, right | {"path": path}))  # fmt: skip
     if tool == "list_folder":
         path = f"{folder}/{other}/{dice.choice(STEMS)}"
-        return Task(tool, f"What is in {path}?", ((tool, {"path": path}),))
+        return Task(tool, f'What is in "{path}"?', ((tool, {"path": path}),))
     what = "large" if tool == "file_size" else "old"
-    return Task(tool, f"How {what} is {name} in {folder}?", ((tool, {"path": path}),))
+    return Task(tool, f'How {what} is "{path}"?', ((tool, {"path": path}),))
 
 
 def judge(call: ToolCall) -> str | None:
@@ -231,6 +232,18 @@ def traces(
     return made
 
 
+def echoes(count: int, dice: random.Random) -> list[Trace]:
+    """Conversations in which paths are said back: a small model learns there to copy, sooner than from calls."""
+    made = []
+    for number in range(count):
+        paths = [f"{dice.choice(FOLDERS)}/{dice.choice(STEMS)}.{dice.choice(SUFFIXES)}" for _ in range(8)]
+        said, log = " ".join(f'"{path}"' for path in paths), _Log(f"echo-{number}")
+        log.say("user", f"Repeat {said}")
+        log.say("assistant", said)
+        made.append(log.trace)
+    return made
+
+
 def kept_traces(count: int, dice: random.Random, used: set[str]) -> list[Trace]:
     """States at which the recorded call is right, marked as failed so that an evaluation of failures stops there: its
     `repeated` is the share of right calls that stayed."""
@@ -257,7 +270,7 @@ def write(path: Path, rows: list[Trace]) -> None:
     path.write_text("".join(row.to_json() + "\n" for row in rows), encoding="utf-8")
 
 
-def train_tokenizer(logs: list[Trace], folder: Path, size: int = 640) -> None:
+def train_tokenizer(logs: list[Trace], folder: Path, size: int = 1024) -> None:
     """A byte-level BPE of these logs, single digits, with the template of the world."""
     texts = [text for trace in logs for message in trace.messages for text in (
         message.content, *(json.dumps({"name": c.name, "arguments": c.arguments}) for c in message.tool_calls),
