@@ -4,7 +4,7 @@
         [--seeds 1 2 3] [--rates .0003 .001] [--logs FILES --model MODEL] [--parallel 2] [--minutes 9] [--tiny]
 
 `tools`: the generated world of `tool_world.py`, and a student from scratch, or `--model`. It learns logs of an agent
-with bad habits (`nothing`); every arm goes on from there, on the same failed calls for the same number of steps, and then
+with bad habits (`nothing`); every arm goes on from there, on the same failed calls for as many steps, and then
 answers at states of new tasks: of tools whose failures the arms saw, of tools with the same faults that they did not,
 and of tools that never failed. The environment executes what it writes. Arms are compared at the rate that does best on
 one half of the states; the other half is reported.
