@@ -55,11 +55,12 @@ def test_every_arm_of_every_group_exists_and_is_a_setting_of_the_loss() -> None:
     assert set(CACHED) <= set(ARMS)
 
 
-def test_teachers_come_first_then_arms_without_one_then_groups_with_all_their_seeds() -> None:
+def test_teachers_come_a_group_ahead_and_arms_without_one_before_all_others() -> None:
     runs = wanted_runs([{"coarse": ["ce", "tree_kl"]}, {"both": ["tree_kl"], "scarce": ["ce"]}], [1, 2])
     assert runs == [
-        *(("teacher", name, 1) for name in ("bpe_32k", "prose", "formal")),
+        ("teacher", "bpe_32k", 1),
         *(("coarse", "ce", 1), ("coarse", "ce", 2), ("scarce", "ce", 1), ("scarce", "ce", 2)),
+        *(("teacher", "prose", 1), ("teacher", "formal", 1)),
         *(("coarse", "tree_kl", 1), ("coarse", "tree_kl", 2), ("both", "tree_kl", 1), ("both", "tree_kl", 2)),
     ]
 

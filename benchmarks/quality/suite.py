@@ -475,14 +475,22 @@ class Results:
             list(runners.map(one, wanted))
 
 
-def wanted_runs(groups: Iterable[Mapping[str, Sequence[str]]], seeds: Iterable[int]) -> list[Key]:
-    """Teachers, the arms that need none beside them, then the groups (arms by pair) in turn; in a group seeds are
-    outermost, so what is cut off is a seed of some arms, not an arm."""
-    runs = [(pair, arm, seed) for group in groups for seed in seeds for pair, arms in group.items() for arm in arms]
-    taught = [PAIRS[pair].teachers for pair, arm, _ in runs if ARMS[arm] is not None]
-    teachers = [("teacher", name, 1) for name in dict.fromkeys(name for names in taught for name in names)]
-    alone = [run for run in runs if ARMS[run[1]] is None]
-    return [*teachers, *alone, *(run for run in runs if run not in set(alone))]
+def wanted_runs(groups: Sequence[Mapping[str, Sequence[str]]], seeds: Sequence[int]) -> list[Key]:
+    """The first group's teachers, all arms that need none, then the groups (arms by pair) in turn, each behind the
+    teachers of the next. In a group seeds are outermost: what is cut off is a seed of some arms, not an arm."""
+
+    def runs(group: Mapping[str, Sequence[str]]) -> list[Key]:
+        return [(pair, arm, seed) for seed in seeds for pair, arms in group.items() for arm in arms]
+
+    def teachers(group: Mapping[str, Sequence[str]]) -> list[Key]:
+        taught = [pair for pair, arms in group.items() if any(ARMS[arm] is not None for arm in arms)]
+        return [("teacher", name, 1) for pair in taught for name in PAIRS[pair].teachers]
+
+    alone = [run for group in groups for run in runs(group) if ARMS[run[1]] is None]
+    ordered = [*teachers(groups[0]), *alone]
+    for group, following in zip(groups, [*groups[1:], {}], strict=True):
+        ordered += [*teachers(following), *runs(group)]
+    return list(dict.fromkeys(ordered))
 
 
 def main() -> None:
