@@ -24,7 +24,8 @@ from torch import Tensor
 from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
-from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, Sums
+from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, ProjectedObjective, Sums
+from limbeck.losses.probe import Probe, shared_mass
 from limbeck.losses.signals import Head, TeacherRows, compute_dtype
 
 # ---- cutting ----
@@ -233,6 +234,7 @@ class BlockRun:
     terms: list[TeacherTerm]
     comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
     classes: TokenClasses | None = None  # counted by, too, and by kind of chunk; a chunk is of its first token's class
+    probe: Probe | None = None  # filled, where there is one: what the parts of the loss do
     metrics: Sums = field(default_factory=dict)
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
     raise_mismatch: Callable[[], object] | None = None  # raises the error that belongs to such a flag
@@ -271,6 +273,8 @@ def _block_loss(
         loss, metrics = block_cross_entropy(student, block, run.classes)
         total = total + loss * run.token_factor
         run.add("", metrics)
+        if run.probe is not None:
+            run.probe.parts["ce"] = loss * run.token_factor
     for term, leaves in zip(run.terms, learned, strict=True):
         chunks = term.chunks(block)
         if not chunks.num_chunks:
@@ -293,6 +297,12 @@ def _block_loss(
             run.add(f"{term.name}/", run.classes.sums("kl_loss", ids_C, out.rows_C, weight_C))
             counts = chunks.student_count_C, chunks.teacher_count_C
             run.add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, out.rows_C, weight_C))
+        if run.probe is not None:
+            run.probe.parts |= {f"{term.name}/{name}": part for name, part in out.parts.items()}
+            run.probe.parts[f"{term.name}/"] = out.loss * term.factor
+            if isinstance(term.objective, ProjectedObjective) and "shared_mass_student" not in out.metrics:
+                with torch.no_grad():
+                    run.add(f"{term.name}/", shared_mass(term.objective, student, chunks, scores))
         total = total + out.loss * term.factor
         if out.grad_NV is not None:
             grad_NV = out.grad_NV * term.factor
@@ -343,6 +353,7 @@ class _Pass:
             finished_NV = head.finish(source_NV)
             logits_NV = finished_NV.detach().requires_grad_()
             loss, explicit_NV = _block_loss(self.work, block, logits_NV, self.learned)
+            self._probe(logits_NV, finished_NV, source_NV, raw_NV, hidden_NH)
             grad_NV = explicit_NV
             if loss.requires_grad:
                 leaves = [leaf for leaves in self.learned for leaf in leaves]
@@ -354,6 +365,31 @@ class _Pass:
             (grad_NV,) = torch.autograd.grad(finished_NV, source_NV, grad_NV)
         self._through_head(block.rows_N, hidden_NH, raw_NV, grad_NV)
         return loss.detach()
+
+    def _probe(
+        self, logits_NV: Tensor, finished_NV: Tensor, source_NV: Tensor, raw_NV: Tensor, hidden_NH: Tensor
+    ) -> None:
+        """Gradients of a block's parts with respect to a vector that is added to all of its hidden states."""
+        probe, head = self.work.probe, self.work.head
+        if probe is None:
+            return
+        for name, part in probe.parts.items():
+            if not part.requires_grad:
+                continue
+            (grad_NV,) = torch.autograd.grad(part, logits_NV, retain_graph=True, allow_unused=True)
+            if grad_NV is None:
+                continue
+            if finished_NV is not source_NV:
+                (grad_NV,) = torch.autograd.grad(finished_NV, source_NV, grad_NV, retain_graph=True)
+            if head.module is not None:
+                (grad_NH,) = torch.autograd.grad(raw_NV, hidden_NH, grad_NV.to(raw_NV.dtype), retain_graph=True)
+                grad_H = grad_NH.sum(0, dtype=grad_NV.dtype)
+            elif head.weight is None:
+                grad_H = grad_NV.sum(0)
+            else:
+                grad_H = grad_NV.sum(0).to(head.weight.dtype) @ head.weight.detach()[: head.local_size]
+            probe.add(name, head.axis.total(grad_H.to(grad_NV.dtype)))
+        probe.parts.clear()
 
     def _through_head(self, rows_N: Tensor, hidden_NH: Tensor, raw_NV: Tensor, grad_NV: Tensor) -> None:
         head = self.work.head

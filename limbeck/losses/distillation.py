@@ -48,6 +48,7 @@ from limbeck.losses.fast import FastPath
 from limbeck.losses.fast.order import Lanes
 from limbeck.losses.objectives import OBJECTIVES, Objective, ObjectiveOptions, SameVocabulary
 from limbeck.losses.objectives.base import ChunkTerms, Condition, Gate
+from limbeck.losses.probe import Probe, strict_coverage
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.losses.weights import DynamicScale, Scoring, sample_scores, sample_weights
@@ -134,6 +135,11 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     block_rows: int | None = Field(
         None, description="rows that pass through the heads at a time; default: 512, with kernels as memory allows"
     )
+    probe_every: int = Field(
+        0,
+        description="every so many steps, in plain torch: one-to-one coverage, shared mass, and cosines between the "
+        "gradients of the loss's parts; 0: never",
+    )
     fast_path: FastPath = Field("auto", description="auto: kernels on CUDA where they know the mode; off; force")
 
     @model_validator(mode="after")
@@ -147,6 +153,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         for name in ("kl_loss_weight", "ce_loss_scale", "chunk_weight", "span_weight", *trees):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.probe_every < 0:
+            raise ValueError(f"probe_every is {self.probe_every}; it must be a number of steps, or 0 for never")
         if not 0 <= self.dynamic_scaling_decay < 1:
             raise ValueError(f"dynamic_scaling_decay is {self.dynamic_scaling_decay}; it must lie in [0, 1)")
         if self.reverse_kl:
@@ -308,6 +316,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         self.needs_first_pass = cfg.dynamic_loss_scaling and cfg.dynamic_scaling_source == "first_pass"
         self.weights = [float(w) for w in weights]
         self.block_rows = cfg.block_rows or PLAIN_BLOCK_ROWS
+        self._steps = 0  # of this process
         self.vocab_shards = 1  # ranks among which the student's vocabulary is divided; its head tells
         self.register_buffer("class_of_id", None, persistent=False)
         self.scale = DynamicScale(cfg.dynamic_scaling_decay)
@@ -413,7 +422,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         for term in terms:
             term.factor = _over(distil * float(term.factor), counts[f"chunks_{term.index}"])
         self.vocab_shards = head.axis.comm.size  # of micro-batches that are planned from now on
-        lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
+        probing = self._probing
+        lanes = None if probing else fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
         if lanes is None:
             for term in terms:
                 term.teacher.vocab_ids_K = term.objective.choose_ids(term.teacher, self.block_rows, inputs.comm)
@@ -421,12 +431,23 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm)
         if self.class_of_id is not None and not torch.is_grad_enabled():
             run.classes = TokenClasses(TEXT_CLASSES, self.class_of_id)
+        run.probe = Probe() if probing else None
         run.id_mismatch_flags = differing
         run.raise_mismatch = lambda: self._compare_ids(signals, inputs, defer=False)
         loss = fast.run_blocks(run, hidden_RH, lanes)
+        if run.probe is not None:
+            run.add("", run.probe.cosines())
+            for i, layout in enumerate(inputs.layouts):
+                run.add(f"teacher_{i}/", strict_coverage(layout))
         metrics = self._metrics(run, loss.detach(), inputs, counts)
         verify(run, loss.detach(), hidden_RH)  # last: it waits for the device
         return loss, metrics
+
+    @property
+    def _probing(self) -> bool:
+        """Whether this step's passes with gradients are measured."""
+        every = self.cfg.probe_every
+        return every > 0 and self._steps % every == 0 and torch.is_grad_enabled()
 
     def _factors(self) -> tuple[float, float]:
         """Of distillation and of cross-entropy."""
@@ -566,6 +587,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
     def step_end(self, metrics: Mapping[str, Pair]) -> None:
         """Once per training step, with metrics summed over all micro-batches and ranks: moves the running estimate
         of dynamic scaling and lets the misalignment guard look at the mean JSD."""
+        self._steps += 1
         kd, ce = self._means(metrics)
         if self.guard.active and kd is not None:
             self.guard.observe(kd)

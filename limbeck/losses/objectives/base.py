@@ -7,6 +7,7 @@ chosen ids.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -17,7 +18,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.losses.divergences import Direction, DivergenceSpec
 from limbeck.losses.signals import TeacherRows, TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
-from limbeck.losses.vocab.projection import ProjectionLike, ShardedMap, VocabMap
+from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike, ShardedMap, VocabMap
 from limbeck.projection.events import Conditions
 
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -87,6 +88,11 @@ class ChunkBlock:
         """Values times what their chunks count."""
         return values_C if self.weight_C is None else values_C * self.weight_C.to(values_C.dtype)
 
+    def counted(self, values_C: Tensor) -> Tensor:
+        """Values times what their chunks count in the loss."""
+        values_C = self.weighted(values_C)
+        return values_C if self.gate_C is None else values_C * self.gate_C.to(values_C.dtype)
+
     def count(self, like: Tensor) -> Tensor:
         """Number of chunks as a scalar."""
         return like.new_full((), float(self.num_chunks))
@@ -148,12 +154,13 @@ def advantage_gate(advantage_C: Tensor, kind: Gate) -> Tensor:
 class BlockOut:
     """Result of an objective on one block. `loss`: sum over chunks, by weight. `grad_NV`: its gradient with respect to
     the block's logits where the objective computes it itself; `loss` then needs no graph. rows_C: what each chunk adds
-    to `loss`, detached."""
+    to `loss`, detached. parts: sums over chunks whose weighted sum is `loss`, unweighted, with their graph."""
 
     loss: Tensor
     metrics: Sums
     grad_NV: Tensor | None = None
     rows_C: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -249,33 +256,52 @@ class Objective(nn.Module, ABC):
     def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
         """The loss of a block's chunks and its metrics; learned: what `learned` gave."""
 
-    def out(self, rows_C: Tensor, chunks: ChunkBlock, **metrics: tuple[Tensor, Tensor]) -> BlockOut:
+    def out(
+        self,
+        rows_C: Tensor,
+        chunks: ChunkBlock,
+        parts: Mapping[str, Tensor] | None = None,
+        **metrics: tuple[Tensor, Tensor],
+    ) -> BlockOut:
         """Weighted and gated sum of per-chunk losses times temperature squared, with the metrics `kl` and, where there
-        is a gate, `gate` beside the others."""
-        rows_C = chunks.weighted(rows_C)
+        is a gate, `gate` beside the others. parts: what the losses are made of, per chunk, without their factors."""
+        rows_C = chunks.counted(rows_C)
         if chunks.gate_C is not None:
-            rows_C = rows_C * chunks.gate_C.to(rows_C.dtype)
             metrics["gate"] = (chunks.gate_C.sum(), chunks.count(rows_C))
         loss = rows_C.sum() * self.temperature**2
         detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
         rows_C = rows_C.detach() * self.temperature**2
-        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached}, rows_C=rows_C)
+        sums = {name: chunks.counted(part_C).sum() for name, part_C in (parts or {}).items()}
+        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached}, rows_C=rows_C, parts=sums)
 
 
 class ProjectedObjective(Objective):
-    """An objective between two vocabularies, with a projection from the student's to the teacher's."""
+    """An objective between two vocabularies, with a projection from the student's to the teacher's.
+
+    equals: pairs of tokens with equal bytes, or equal role.
+    """
 
     vocab: VocabMap
 
     def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
         super().__init__(options)
         self.vocab = VocabMap(projection, teacher_size or projection.teacher_size, learnable=options.learnable)
+        student, teacher = projection.exact_pairs()
+        self.equals = CommonPairs(torch.as_tensor(student), torch.as_tensor(teacher))
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         self.vocab.fit(student_size, teacher_size)
 
     def learned(self) -> tuple[Tensor, ...]:
         return () if self.vocab.log_weight is None else (self.vocab.extra_weight(),)
+
+    def at_equals(
+        self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, at: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, VocabAxis]:
+        """Log-probabilities `[n, P]` of `equals` at the starts of the chunks `at`, and the axis on which they lie."""
+        log_s = chunks.student_boundary(student.log_probs(temperature)).index_select(0, at)
+        log_t = teacher.log_probs(temperature).index_select(0, chunks.teacher_first_C[at]).to(log_s.dtype)
+        return self.equals.common(log_s, log_t, (student.axis, teacher.axis))
 
     def map_between(self, student: BlockLogits, teacher: TeacherScores) -> VocabMap | ShardedMap:
         """The map between columns as they lie on both sides."""

@@ -159,6 +159,7 @@ class EventSets(PrefixObjective):
         return self.out(
             root_C + child_C,
             chunks,
+            {"root": root_C, "child": child_C},
             root_kl=(chunks.weighted(root_C).sum(), count),
             child_loss=(chunks.weighted(child_C).sum(), entered),
             child_kl=(chunks.weighted(child_C - least_C).sum(), entered),
@@ -264,6 +265,7 @@ class BytePrefixKL(PrefixObjective):
         return self.out(
             root_C + inner_C,
             chunks,
+            {"root": root_C, "inner": inner_C},
             root_kl=(chunks.weighted(root_C).sum(), roots),
             inner_student_kl=(chunks.weighted(inner_C).sum(), (~root).sum().to(values)),
             blank_rows=(number(float(every.numel() - kept.numel())), number(float(every.numel()))),

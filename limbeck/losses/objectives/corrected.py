@@ -145,6 +145,7 @@ class BoundaryKL(DistributionObjective):
         return self.out(
             rows_C + self.options.chunk_weight * chunk_C,
             chunks,
+            {"boundary": rows_C, "chunk": chunk_C},
             boundary_kl=(chunks.weighted(rows_C).sum(), count),
             chunk_kl=(chunks.weighted(chunk_C).sum(), multi_C.sum()),
             proj_accuracy=(right, count),

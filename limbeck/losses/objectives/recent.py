@@ -23,28 +23,18 @@ from limbeck.losses.objectives.base import (
 from limbeck.losses.objectives.corrected import ABSENT
 from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
-from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike
+from limbeck.losses.vocab.projection import ProjectionLike
 
 
 class SharedVocabulary(ProjectedObjective):
-    """An objective that reads both sides at the pairs of tokens with equal bytes, or equal role."""
+    """An objective that reads both sides at the tokens that both vocabularies have."""
 
     needs_logits = True
 
     def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
         super().__init__(options, projection, teacher_size)
-        student, teacher = projection.exact_pairs()
-        self.pairs = CommonPairs(torch.as_tensor(student), torch.as_tensor(teacher))
-        if not self.pairs.student.numel():
+        if not self.equals.student.numel():
             raise LossError(f"mode {self.mode!r} found no common token in the projection; use boundary_kl or p_kl_norm")
-
-    def shared(
-        self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, at: Tensor
-    ) -> tuple[Tensor, Tensor, VocabAxis]:
-        """Log-probabilities `[n, P]` of the pairs at the starts of the chunks `at`, and the axis on which they lie."""
-        log_s = chunks.student_boundary(student.log_probs(self.temperature)).index_select(0, at)
-        log_t = teacher.log_probs(self.temperature).index_select(0, chunks.teacher_first_C[at]).to(log_s.dtype)
-        return self.pairs.common(log_s, log_t, (student.axis, teacher.axis))
 
 
 class StrictKL(SharedVocabulary):
@@ -61,7 +51,7 @@ class StrictKL(SharedVocabulary):
         options = self.options
         multi_C = chunks.multi_C
         at = (~multi_C).nonzero().squeeze(1)
-        log_s, log_t, axis = self.shared(student, chunks, teacher, at)
+        log_s, log_t, axis = self.at_equals(student, chunks, teacher, at, self.temperature)
         with torch.no_grad():
             right = (axis.argmax(log_s) == axis.argmax(log_t)).sum().to(log_s)
             shared_s, shared_t = axis.sum(log_s.exp()).sum(), axis.sum(log_t.exp()).sum()
@@ -83,6 +73,7 @@ class StrictKL(SharedVocabulary):
         return self.out(
             strict_C + options.span_weight * span_C,
             chunks,
+            {"strict": strict_C, "span": span_C},
             strict_kl=(chunks.weighted(strict_C).sum(), few),
             span_loss=(chunks.weighted(span_C).sum(), rest),
             shared_mass_student=(shared_s, few),
@@ -111,7 +102,7 @@ class UnitKL(SharedVocabulary):
         refuse_shards(self.mode, student)
         multi_C = chunks.multi_C
         every = torch.arange(chunks.num_chunks, device=multi_C.device)
-        log_s, log_t, _ = self.shared(student, chunks, teacher, every)
+        log_s, log_t, _ = self.at_equals(student, chunks, teacher, every, self.temperature)
         span_s, span_t = chunk_log_probs(student, chunks, teacher, self.temperature)
         unit_s = (span_s / chunks.student_count_C).masked_fill(~multi_C, ABSENT)
         unit_t = (span_t / chunks.teacher_count_C).masked_fill(~multi_C, ABSENT)

@@ -657,6 +657,7 @@ class TreeKL(ProjectedObjective):
         return self.out(
             rows_C,
             chunks,
+            {"root": root.rows_C, "inner_student": student_C, "inner_teacher": teacher_C, "chunk": chunk_C},
             root_kl=(chunks.weighted(root.rows_C).sum(), count),
             inner_student_kl=(chunks.weighted(student_C).sum(), number(float(inner_s.count))),
             inner_teacher_kl=(chunks.weighted(teacher_C).sum(), number(float(inner_t.count))),
