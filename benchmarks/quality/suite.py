@@ -121,6 +121,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "bpm": {"mode": "bpm"},
     "bpm_forward": {"mode": "bpm", "direction": "forward"},
     "bpm_blanks": {"mode": "bpm", "mask_blanks": False},
+    "partition": {"mode": "partition"},
+    "partition_last": {"mode": "partition", "root_weight": 0.0},
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 

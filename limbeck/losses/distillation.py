@@ -57,7 +57,19 @@ from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.utils.metrics import Metrics, Pair
 
 LossMode = Literal[
-    "tree_kl", "boundary_kl", "p_kl_norm", "alm", "uld", "p_kl", "gold", "h_kl", "strict", "simct", "escd", "bpm"
+    "tree_kl",
+    "boundary_kl",
+    "p_kl_norm",
+    "alm",
+    "uld",
+    "p_kl",
+    "gold",
+    "h_kl",
+    "strict",
+    "simct",
+    "escd",
+    "bpm",
+    "partition",
 ]
 Combination = Literal["sum", "averaged_logits", "select_teacher"]
 ScalingSource = Literal["running", "first_pass"]
@@ -95,12 +107,14 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     student_vocab_size: int | None = Field(None, description="student ids; default: as the head says")
     teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
     allow_inexact: bool = Field(False, description="other objectives: keep chunks whose bytes differ")
-    chunk_weight: float = Field(1.0, description="boundary_kl, tree_kl: factor of the chunk term")
+    chunk_weight: float = Field(1.0, description="boundary_kl, tree_kl, partition: factor of the chunk term")
     chunk_terms: ChunkTerms = Field(
         "open",
         description="tree_kl: which chunks have it: open, those that no tree spells to the end; all of several tokens",
     )
-    root_weight: float = Field(1.0, description="tree_kl: factor of the comparison of cells at a chunk's start")
+    root_weight: float = Field(
+        1.0, description="tree_kl: factor of the comparison at a chunk's start; partition: in chunks of several tokens"
+    )
     inner_student_weight: float = Field(1.0, description="tree_kl: factor of the parts inside teacher tokens")
     inner_teacher_weight: float = Field(1.0, description="tree_kl: factor of the parts inside student tokens")
     terminal_weight: float = Field(0.0, description="tree_kl: factor of the parts where a spelled token has ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,39 @@ class Enumerated:
             out[name] = value if not row else out[name] + value
         return out
 
+    def partition(self, s: list[int], t: list[int], p_s: list[Tensor], p_t: list[Tensor]) -> dict[str, Tensor]:
+        """The shared tokens at the start, and the last tokens that spell a token of the other side."""
+        sigma, tau = worlds.spellings(self.student, self.teacher)
+        shared = [(u, spelling[0]) for u, spelling in enumerate(tau) if len(spelling) == 1]
+        out = {
+            "boundary_kl": self.events_and_rest(
+                torch.stack([p_t[0][w] for _, w in shared]), torch.stack([p_s[0][u] for u, _ in shared])
+            ),
+            "chunk_kl": p_s[0].sum() * 0,
+        }
+        if len(s) == len(t) == 1:
+            return out
+        before_s, before_t = (
+            math.prod(
+                (p[i] for p, i in zip(rows[:-1], ids[:-1], strict=True)), start=torch.ones((), dtype=torch.float64)
+            )
+            for rows, ids in ((p_s, s), (p_t, t))
+        )
+        ours, theirs = [before_s * p_s[-1][s[-1]]], [before_t * p_t[-1][t[-1]]]
+        if len(t) == 1 and sigma[t[0]] == tuple(s):
+            found = [
+                w for w, spelling in enumerate(sigma) if len(spelling) == len(s) and spelling[:-1] == tuple(s[:-1])
+            ]
+            ours, theirs = [before_s * p_s[-1][sigma[w][-1]] for w in found], [p_t[0][w] for w in found]
+        elif len(s) == 1 and tau[s[0]] == tuple(t):
+            found = [u for u, spelling in enumerate(tau) if len(spelling) == len(t) and spelling[:-1] == tuple(t[:-1])]
+            ours, theirs = [p_s[0][u] for u in found], [before_t * p_t[-1][tau[u][-1]] for u in found]
+        return out | {"chunk_kl": self.events_and_rest(torch.stack(theirs), torch.stack(ours))}
+
+    def events_and_rest(self, target: Tensor, own: Tensor) -> Tensor:
+        both = [torch.cat((mass, 1 - mass.sum()[None])) for mass in (target, own)]
+        return divergence(*both, self.direction)
+
 
 def sums_over_chunks(pair: Pair, batch: dict[str, Any], models: Models, parts_of: Any) -> dict[str, Tensor]:
     """`parts_of(student ids, teacher ids, student rows, teacher rows, student row behind)`, summed over a batch."""
@@ -218,6 +252,34 @@ def test_bpm_is_its_definition(name: str, direction: str) -> None:
     want = sums_over_chunks(pair, batch, models, lambda *sides: plain.every_row(*sides[:4]))
     metrics = check(loss_of(pair, mode="bpm", direction=direction), pair, want, batch, models)
     assert float(metrics["teacher_0/blank_rows"][0]) == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_partition_is_its_definition(name: str, direction: str) -> None:
+    pair = PAIRS[name]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    plain = Enumerated(pair, direction)
+    want = sums_over_chunks(pair, batch, models, lambda *sides: plain.partition(*sides[:4]))
+    check(loss_of(pair, mode="partition", direction=direction), pair, want, batch, models)
+
+
+def test_factors_of_partition() -> None:
+    pair = PAIRS["coarser teacher"]
+    batch = text_batch(pair, samples=5)
+    models = models_of(batch, pair)
+    plain = Enumerated(pair)
+
+    def weighted(s: list[int], t: list[int], *rows: Any) -> dict[str, Tensor]:
+        parts = plain.partition(s, t, *rows[:2])
+        alone = len(s) == len(t) == 1
+        return {"sum": parts["boundary_kl"] if alone else 0.5 * (parts["chunk_kl"] + 0.3 * parts["boundary_kl"])}
+
+    want = sums_over_chunks(pair, batch, models, weighted)["sum"] / len(chunks_of(batch))
+    loss, metrics = run(loss_of(pair, mode="partition", chunk_weight=0.5, root_weight=0.3), batch, models)
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    assert 0 < float(metrics["teacher_0/spelled_chunks"][0]) <= float(metrics["teacher_0/spelled_chunks"][1])
 
 
 def test_bpm_leaves_rows_of_white_space_out() -> None:
@@ -307,7 +369,7 @@ def test_simct_of_the_published_example() -> None:
 
 # ---- all of them ----
 
-RECENT = ["strict", "simct", "escd", "bpm"]
+RECENT = ["strict", "simct", "escd", "bpm", "partition"]
 
 
 @pytest.mark.parametrize("mode", RECENT)
@@ -332,7 +394,7 @@ def test_no_divergence_is_negative(mode: str, direction: str) -> None:
         fn = loss_of(pair, mode=mode, direction=direction)
         loss, metrics = run(fn, batch, models_of(batch, pair, torch.float32))
         assert float(loss.detach()) >= -1e-6, name
-        for key in ("strict_kl", "root_kl", "child_kl", "inner_student_kl"):
+        for key in ("strict_kl", "root_kl", "child_kl", "inner_student_kl", "chunk_kl"):
             assert float(metrics.get(f"teacher_0/{key}", (torch.zeros(()),))[0]) >= -1e-5, (name, key)
 
 

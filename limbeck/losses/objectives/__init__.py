@@ -10,7 +10,7 @@ from limbeck.losses.objectives.corrected import (
     SortedProbabilities,
 )
 from limbeck.losses.objectives.published import PKL, Gold, HybridKL
-from limbeck.losses.objectives.recent import StrictKL, UnitKL
+from limbeck.losses.objectives.recent import PartitionKL, StrictKL, UnitKL
 from limbeck.losses.objectives.tree_kl import TreeKL
 
 OBJECTIVES: dict[str, type[ProjectedObjective]] = {
@@ -18,7 +18,7 @@ OBJECTIVES: dict[str, type[ProjectedObjective]] = {
     for cls in (
         *(BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities),
         *(PKL, Gold, HybridKL),
-        *(StrictKL, UnitKL, EventSets, BytePrefixKL),
+        *(StrictKL, UnitKL, EventSets, BytePrefixKL, PartitionKL),
     )
 }
 """Objective of each mode, for teachers with a vocabulary of their own."""

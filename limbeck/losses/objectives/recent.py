@@ -3,15 +3,20 @@ over which events. `docs/losses.md` says what of each is published and what diff
 
 - **strict** (arXiv 2610.08448): only chunks of one token on both sides, over the tokens that both vocabularies have.
 - **simct** (arXiv 2605.07711): every chunk's start, over those tokens and the chunk itself as one more unit.
+- **partition** (NeMo RL's pull request 4177): events that both sides can say, and a rest.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from limbeck.errors import LossError
-from limbeck.losses.divergences import DivergenceSpec, divergence_entries, log1mexp, tail_log_prob
+from limbeck.losses.divergences import DivergenceSpec, binary_divergence, divergence_entries, log1mexp, tail_log_prob
 from limbeck.losses.objectives.base import (
     BlockLogits,
     BlockOut,
@@ -19,8 +24,17 @@ from limbeck.losses.objectives.base import (
     ObjectiveOptions,
     ProjectedObjective,
     chunk_log_probs,
+    chunk_sum,
 )
 from limbeck.losses.objectives.corrected import ABSENT
+from limbeck.losses.objectives.tree_kl import (
+    Positions,
+    TreeTables,
+    inside_student,
+    inside_teacher,
+    log_target,
+    ranges,
+)
 from limbeck.losses.signals import TeacherScores
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import ProjectionLike
@@ -64,8 +78,7 @@ class StrictKL(SharedVocabulary):
         if not options.strict_rest:
             rows = axis.sum(divergence_entries(axis.log_softmax(log_s), axis.log_softmax(log_t), self.spec))
         else:
-            outside = divergence_entries(_rest(log_s, axis), _rest(log_t, axis), self.spec)
-            rows = axis.sum(divergence_entries(log_s, log_t, self.spec)) + outside
+            rows = rest_divergence(log_s, log_t, axis, self.spec)
         strict_C = torch.zeros_like(multi_C, dtype=rows.dtype).index_put((at,), rows)
         span_s, span_t = chunk_log_probs(student, chunks, teacher, self.temperature)
         span_C = (span_s - span_t).square() * multi_C
@@ -125,6 +138,138 @@ class UnitKL(SharedVocabulary):
 def unit_divergence(scores_s: Tensor, scores_t: Tensor, spec: DivergenceSpec) -> Tensor:
     """Divergence `[n]` between the softmaxes of two sides' scores of units `[n, units]`."""
     return divergence_entries(scores_s.log_softmax(-1), scores_t.log_softmax(-1), spec).sum(-1)
+
+
+class PartitionKL(SharedVocabulary):
+    """Events that both sides can say, and one bucket for all others.
+
+    A chunk of one token on both sides: the tokens that both vocabularies have. Where one side spells the other's token:
+    its tokens but the last as they are, then every last token that makes the spelling of some token of the other side.
+    Other chunks: the realised tokens alone. The start of chunks of several tokens is compared like that of the others,
+    times `root_weight`.
+    """
+
+    mode = "partition"
+    needs_trees = True
+
+    def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
+        super().__init__(options, projection, teacher_size)
+        trees = projection.trees
+        if trees is None:
+            raise LossError(
+                "mode 'partition' needs the trees of the two vocabularies, which this projection does not hold; build "
+                "it anew with `limbeck project -o` or leave projection_matrix_path out"
+            )
+        self.student_tree, self.teacher_tree = TreeTables(trees.student_tree), TreeTables(trees.teacher_tree)
+
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
+        refuse_shards(self.mode, student)
+        tau, options, multi_C = self.temperature, self.options, chunks.multi_C
+        every = torch.arange(chunks.num_chunks, device=multi_C.device)
+        log_s, log_t, axis = self.at_equals(student, chunks, teacher, every, tau)
+        first_C = rest_divergence(log_s, log_t, axis, self.spec)
+        ours = _Side(
+            student.log_probs(tau),
+            chunks.student_row_M,
+            chunks.student_ids_M,
+            chunks.student_chunk_M,
+            chunks.student_first_C,
+        )
+        theirs = _Side(
+            teacher.log_probs(tau).to(log_s.dtype),
+            torch.arange(chunks.teacher_ids_Q.numel(), device=multi_C.device),
+            chunks.teacher_ids_Q,
+            chunks.teacher_chunk_Q,
+            chunks.teacher_first_C,
+        )
+        last_C = binary_divergence(ours.chain, theirs.chain, self.spec) * multi_C
+        spelled = 0
+        for tree, inside, fine, coarse in (
+            (self.student_tree, inside_student, ours, theirs),
+            (self.teacher_tree, inside_teacher, theirs, ours),
+        ):
+            at, done_C = inside(tree, chunks)
+            at = at.at((done_C[at.chunk] & fine.is_last(at.row)).nonzero().squeeze(1))
+            events = _last_tokens(tree, at, fine, coarse)
+            target, own = (events.coarse, events.fine) if fine is ours else (events.fine, events.coarse)
+            last_C = last_C.index_put((at.chunk,), event_divergence(target, own, events.owner, at.count, self.spec))
+            spelled += at.count
+        one_C = (~multi_C).to(first_C)
+        rows_C = first_C * one_C + options.chunk_weight * (last_C + options.root_weight * first_C * (1 - one_C))
+        count, several = chunks.count(rows_C), (1 - one_C).sum()
+        with torch.no_grad():
+            right = (log_s.argmax(-1) == log_t.argmax(-1)).sum().to(rows_C)
+        return self.out(
+            rows_C,
+            chunks,
+            {"first": first_C, "last": last_C},
+            boundary_kl=(chunks.weighted(first_C).sum(), count),
+            chunk_kl=(chunks.weighted(last_C).sum(), several),
+            spelled_chunks=(rows_C.new_tensor(float(spelled)), several),
+            proj_accuracy=(right, count),
+        )
+
+
+@dataclass
+class _Side:
+    """One model in a block: log-probabilities `[rows, V]`, and of each token of the chunks its row, id and chunk."""
+
+    log_probs: Tensor
+    row: Tensor
+    ids: Tensor
+    chunk: Tensor
+    first_C: Tensor
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Log-probability of each realised token."""
+        return self.log_probs[self.row, self.ids]
+
+    @cached_property
+    def chain(self) -> Tensor:
+        """Log-probability `[C]` of each chunk's realised tokens."""
+        return chunk_sum(self.tokens, self.chunk, self.first_C.numel())
+
+    def is_last(self, token: Tensor) -> Tensor:
+        """bool: the tokens end their chunks."""
+        ends = F.pad(self.first_C[1:], (0, 1), value=self.ids.numel())
+        return token + 1 == ends[self.chunk[token]]
+
+
+@dataclass(frozen=True)
+class _Events:
+    """Events at some chunks, one after another: the place of each one's chunk among them, and its probability."""
+
+    owner: Tensor
+    coarse: Tensor
+    fine: Tensor
+
+
+def _last_tokens(tree: TreeTables, at: Positions, fine: _Side, coarse: _Side) -> _Events:
+    """At the last tokens of spellings: all tokens there that spell a token of the coarse side to its end."""
+    child, owner = ranges(tree.child_start[at.node], tree.child_start[at.node + 1])
+    whole = (tree.ends[child] > 0).nonzero().squeeze(1)
+    child, owner = child[whole], owner[whole]
+    member, event = ranges(tree.start[child], tree.start[child] + tree.ends[child])
+    start = coarse.row[coarse.first_C[at.chunk]]
+    mass = coarse.log_probs[start[owner[event]], tree.order[member]].exp()
+    before = fine.chain[at.chunk] - fine.tokens[at.row]
+    last = fine.log_probs[fine.row[at.row][owner], tree.token[child]]
+    return _Events(owner, chunk_sum(mass, event, child.numel()), (before[owner] + last).exp())
+
+
+def event_divergence(target: Tensor, student: Tensor, owner: Tensor, count: int, spec: DivergenceSpec) -> Tensor:
+    """Divergence `[count]` over events of `owner`'s and one bucket of all others."""
+    tiny = torch.finfo(student.dtype).tiny
+    entries = divergence_entries((student + tiny).log(), log_target(target, spec), spec)
+    rests = [log1mexp((chunk_sum(mass, owner, count) + tiny).log()) for mass in (student, target)]
+    return chunk_sum(entries, owner, count) + divergence_entries(rests[0], rests[1], spec)
+
+
+def rest_divergence(log_s: Tensor, log_t: Tensor, axis: VocabAxis, spec: DivergenceSpec) -> Tensor:
+    """Divergence `[n]` over columns `[n, K]` of probabilities and one bucket of all others."""
+    outside = divergence_entries(_rest(log_s, axis), _rest(log_t, axis), spec)
+    return axis.sum(divergence_entries(log_s, log_t, spec)) + outside
 
 
 def refuse_shards(mode: str, student: BlockLogits) -> None:
