@@ -47,6 +47,7 @@ from limbeck.utils.logger import read_metrics
 END = "<eos>"
 GIVEN, TERMS = 4, 16
 """Digits of a problem, and of its answer."""
+TASK = f"a recurrence of digits, {GIVEN} given and {TERMS} to follow"
 PROMPT, ANSWER = 2 * GIVEN - 1, 2 * TERMS + 1
 """Characters of a problem, and of its answer with the end."""
 MERGED = 280
@@ -342,8 +343,8 @@ class Bench:
         one = Run(*pair, rate, seed, students[pair[0], seed]["weights"])
         return self.pool.submit(curve_of, self.world, one, problems)
 
-    def compare(self, students: Students, chosen: Chosen) -> dict[str, Any]:
-        """Curves of all arms and seeds, by number of records."""
+    def compare(self, teacher: dict[str, Any], students: Students, chosen: Chosen) -> None:
+        """Curves of all arms and seeds, by number of records; written as they come."""
         seeds = self.args.seeds
         made = {
             (*pair, seed): self._run(pair, own["rate"], seed, students, "test")
@@ -359,7 +360,8 @@ class Bench:
             own = found.setdefault(str(records), {"starts": starts, "arms": {}})
             own["arms"][arm] = {**rate, "mean": mean, "runs": runs}
             self.tell(f"{records} records, {arm}: {[(one['student_tokens'], one['right']) for one in mean]}")
-        return found
+            about = {"task": TASK, "held_out": self.args.held_out, "rows": self.args.rows, "teacher": teacher}
+            record(self.args.out, {**about, "records": found})
 
 
 def main() -> None:
@@ -392,9 +394,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         bench = Bench(args, world, pool)
         teacher, students = bench.begin()
-        found = bench.compare(students, bench.choose(students))
-    task = f"a recurrence of digits, {GIVEN} given and {TERMS} to follow"
-    record(args.out, {"task": task, "held_out": args.held_out, "rows": args.rows, "teacher": teacher, "records": found})
+        bench.compare(teacher, students, bench.choose(students))
 
 
 if __name__ == "__main__":

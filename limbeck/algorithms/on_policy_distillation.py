@@ -113,7 +113,7 @@ def setup(
     rows: ContinuationCollator = loader.collate_fn.rows
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = off_policy.foreign_tokenizers(student_tokenizer, teacher_tokenizers)
-    sampled_loss = _sampled_loss(config, student, student_tokenizer, foreign)
+    sampled_loss = _sampled_loss(config, student, student_tokenizer, foreign, rows.end_ids)
     anchor = None if own.anchor is None else _anchor(config, student)
     guard = RunawayGuard(own.guard)
     reward = None if own.reward is None else make_reward(own.reward)
@@ -161,12 +161,18 @@ def _sampler(config: OnPolicyMasterConfig, student: Policy, end_ids: Sequence[in
 
 
 def _sampled_loss(
-    config: OnPolicyMasterConfig, student: Policy, student_tokenizer: object, foreign: Sequence[Any]
+    config: OnPolicyMasterConfig,
+    student: Policy,
+    student_tokenizer: object,
+    foreign: Sequence[Any],
+    end_ids: Sequence[int],
 ) -> Loss[Any]:
     own = config.on_policy
     if own.policy_gradient is not None:
         classes = torch.from_numpy(form_table(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size))
-        return ChunkPolicyLossFn(own.policy_gradient, len(foreign), classes_V=classes, class_names=FORM_CLASSES)
+        return ChunkPolicyLossFn(
+            own.policy_gradient, len(foreign), classes_V=classes, class_names=FORM_CLASSES, end_ids=end_ids
+        )
     paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
     return off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
 
@@ -318,13 +324,13 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
 
     def channels(self, batch: StepData, rollout: Rollout) -> list[Channel]:
         """What a step learns from; the same ones on every rank, whatever rows it has."""
-        most = self.config.on_policy.monitor_chunks
+        most, ends = self.config.on_policy.monitor_chunks, self.rollouts.rows.end_ids
 
         # the policy gradient tells all but the entropy itself
         told = not isinstance(self.sampled_loss, CrossTokenizerDistillationLossFn)
 
         def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
-            found = sampled_figures(hidden, head, signals, inputs.layouts, most=most)
+            found = sampled_figures(hidden, head, signals, inputs.layouts, most=most, end_ids=ends)
             return {"entropy": found["entropy"]} if told else found
 
         monitor = measure if most else None

@@ -72,7 +72,7 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
     """Policy gradient of the reverse KL to one or several teachers, by chunks.
 
     num_teachers: each counts alike. classes_V: a class number per student token, with class_names: the metrics then
-    tell how the advantages are shared among them.
+    tell how the advantages are shared among them. end_ids: the student's tokens that end an answer, for the metrics.
     """
 
     tensor_parallel = True
@@ -85,10 +85,11 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
         *,
         classes_V: Tensor | None = None,
         class_names: Sequence[str] = (),
+        end_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.config, self.num_teachers, self.class_names = config, num_teachers, tuple(class_names)
-        self.classes_V = classes_V
+        self.classes_V, self.end_ids = classes_V, tuple(end_ids)
 
     def annotate(self, batch: Batch) -> Batch:
         """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read."""
@@ -166,7 +167,7 @@ class ChunkPolicyLossFn(Loss[ChunkPolicyInputs]):
             count = counts[f"chunks_{i}"].to(total).clamp(min=1e-9)
             total = total + losses_M.sum() / count / self.num_teachers
             metrics.add(found, f"teacher_{i}/")
-            metrics.add(chunk_figures(layout, advantage_C, log_t_C), f"teacher_{i}/")
+            metrics.add(chunk_figures(layout, advantage_C, log_t_C, self.end_ids), f"teacher_{i}/")
             metrics.add(self._credit_shares(layout, clipped_C), f"teacher_{i}/")
             changed = (clipped_C != advantage_C).sum()
             metrics.add({f"teacher_{i}/advantage_clipped": (changed, float(layout.num_chunks))})
@@ -206,8 +207,11 @@ def teacher_log_probs(signal: Signal, layout: ChunkLayout, like: Tensor, block_r
     return chunk_sum(log_Q, layout.teacher_chunk_Q, layout.num_chunks)
 
 
-def chunk_figures(layout: ChunkLayout, advantage_C: Tensor, log_t_C: Tensor) -> dict[str, Pair]:
-    """The teacher's log-probability per token, and the reverse KL as sampled: log p_S - log p_T, by kind of chunk."""
+def chunk_figures(
+    layout: ChunkLayout, advantage_C: Tensor, log_t_C: Tensor, end_ids: Sequence[int] = ()
+) -> dict[str, Pair]:
+    """The teacher's log-probability per token, and the reverse KL as sampled: log p_S - log p_T, by kind of chunk and
+    of the student's tokens ``end_ids``, which end an answer."""
     kind_C = 2 * (layout.student_count_C > 1).long() + (layout.teacher_count_C > 1).long()
     out: dict[str, Pair] = {
         "log_prob": (log_t_C.sum(), float(layout.teacher_rows_Q.numel())),
@@ -216,12 +220,22 @@ def chunk_figures(layout: ChunkLayout, advantage_C: Tensor, log_t_C: Tensor) -> 
     for number, name in enumerate(KINDS):
         own = kind_C == number
         out[f"reverse_kl_{name}"] = (-advantage_C[own].sum(), own.sum())
+    if end_ids:
+        first_C = layout.student_ids_M[layout.student_first_C]
+        own = torch.isin(first_C, torch.tensor(end_ids, device=first_C.device))
+        out["reverse_kl_end"] = (-advantage_C[own].sum(), own.sum())
     return out
 
 
 @torch.no_grad()
 def sampled_figures(
-    hidden_RH: Tensor, head: Head, signals: Sequence[Signal], layouts: Sequence[ChunkLayout], *, most: int
+    hidden_RH: Tensor,
+    head: Head,
+    signals: Sequence[Signal],
+    layouts: Sequence[ChunkLayout],
+    *,
+    most: int,
+    end_ids: Sequence[int] = (),
 ) -> dict[str, Pair]:
     """`chunk_figures` of every teacher, and the student's entropy where it chose, beside a loss that does not need
     them. most: chunks that are looked at, evenly spaced."""
@@ -234,7 +248,7 @@ def sampled_figures(
         log_M = head.axis.gather(log_p, layout.student_ids_M[:, None]).squeeze(1)
         log_s_C = chunk_sum(log_M, layout.student_chunk_M, layout.num_chunks)
         log_t_C = teacher_log_probs(signal.on_shards(head.axis), layout, log_s_C)
-        found = chunk_figures(layout, log_t_C - log_s_C, log_t_C)
+        found = chunk_figures(layout, log_t_C - log_s_C, log_t_C, end_ids)
         out |= {f"teacher_{i}/{name}": pair for name, pair in found.items()}
         if i == 0:
             out["entropy"] = (-head.axis.sum(log_p.exp() * log_p).sum(), float(log_M.numel()))

@@ -14,7 +14,7 @@ from limbeck.align.boundaries import Chunks, chunk_stretch, role_pairs
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import ChunkLayout, padded_row_start
 from limbeck.errors import LossError
-from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyConfig, ChunkPolicyLossFn
+from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyConfig, ChunkPolicyLossFn, chunk_figures
 from limbeck.losses.signals import Head, LogitsSignal
 from tests.losses.trace_cases import microbatch
 
@@ -200,6 +200,18 @@ def test_a_chunks_advantage_is_clipped_and_the_figures_add_up() -> None:
     total = sum(float(free[f"teacher_0/reverse_kl_{kind}"][0]) for kind in ("1_1", "1_n", "n_1", "n_m"))
     assert total == pytest.approx(float(free["teacher_0/reverse_kl"][0]))
     assert float(free["teacher_0/reverse_kl"][0]) == float(tight["teacher_0/reverse_kl"][0])
+
+
+def test_the_divergence_of_ends_is_told_apart() -> None:
+    world = World(4)
+    layout = world.batch(torch.ones(len(world.mine)), torch.zeros(1))["chunks_0"]
+    advantage = torch.arange(layout.num_chunks, dtype=torch.float64)
+    first = layout.student_ids_M[layout.student_first_C]
+    end = int(first[-1])
+    total, count = chunk_figures(layout, advantage, advantage, [end])["reverse_kl_end"]
+    assert 0 < int(count) < layout.num_chunks
+    assert (float(total), int(count)) == (-float(advantage[first == end].sum()), int((first == end).sum()))
+    assert "reverse_kl_end" not in chunk_figures(layout, advantage, advantage)
 
 
 def test_a_batch_that_nobody_sampled_is_refused() -> None:
