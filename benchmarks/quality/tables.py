@@ -81,8 +81,8 @@ def gap_closed(value: float, alone: float, teacher: float) -> float | None:
 
 def unique(rows: Iterable[Row]) -> list[Row]:
     """One row per run, the last one."""
-    kept = {(row["pair"], row["arm"], row["seed"], str(row.get("sizes", row.get("epochs")))): row for row in rows}
-    return list(kept.values())
+    settings = ("pair", "arm", "seed", "sizes", "epochs", "learning_rate")
+    return list({str([row.get(name) for name in settings]): row for row in rows}.values())
 
 
 def usual(rows: Sequence[Row]) -> list[Row]:
@@ -182,17 +182,17 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
             said += f", {pair.share:.0%} of the text" if pair.share < 1 else ""
             run = f"{sizes[2]} steps of {sizes[3]} documents; {device(here)}."
             found.append(Experiment(name, f"## {name}: {said}\n\n{run} Bits per byte, held out.", own, alone, teachers))
-    for name in sorted({row["pair"] for row in rows if row["pair"].startswith("real_")}, key=amount):
-        here = [row for row in rows if row["pair"] == name]
+    as_it_comes = [row for row in rows if row["pair"] == "real" and row["arm"] == "student"]
+    teachers = [row for row in rows if row["pair"] == "real" and row["arm"] == "teacher"]
+    real = {(amount(row["pair"]), row["learning_rate"]) for row in rows if row["pair"].startswith("real_")}
+    for size, rate in sorted(real):
+        here = [row for row in rows if row["pair"] == f"real_{size:g}" and row["learning_rate"] == rate]
         first = here[0]
-        run = f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs, AdamW at "
-        rates = sorted({row["learning_rate"] for row in here})
-        run += f"{', '.join(f'{rate:g}' for rate in rates)}; {device(here)}."
-        title = f"## Real models, {amount(name):g} MB of text\n\n{run}"
+        run = f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs, AdamW at {rate:g}"
+        title = f"## Real models, {size:g} MB of text\n\n{run}; {device(here)}."
         alone = [row for row in here if row["arm"] == "ce"]
-        others = [row for row in rows if row["pair"] == "real" and row["arm"] == "student"]
-        teachers = [row for row in rows if row["pair"] == "real" and row["arm"] == "teacher"]
-        found.append(Experiment(name, title, others + [row for row in here if row["arm"] != "ce"], alone, teachers))
+        own = as_it_comes + [row for row in here if row["arm"] != "ce"]
+        found.append(Experiment(f"real_{size:g}", title, own, alone, teachers))
     return found
 
 
@@ -384,7 +384,15 @@ def draw_curve(found: Sequence[Experiment], path: Path) -> None:
     """Lines: bits per byte of real students over the amount of text."""
     from matplotlib.figure import Figure
 
-    real = [experiment for experiment in found if experiment.name.startswith("real_")]
+    best: dict[str, Experiment] = {}
+    for experiment in found:
+        bits = [by_domain(row)["mean"] for row in experiment.alone]
+        # of several learning rates the one that is best for cross-entropy alone
+        if experiment.name.startswith("real_") and bits:
+            have = best.setdefault(experiment.name, experiment)
+            if statistics.mean(bits) < statistics.mean(by_domain(row)["mean"] for row in have.alone):
+                best[experiment.name] = experiment
+    real = sorted(best.values(), key=lambda experiment: amount(experiment.name))
     curves = defaultdict[str, list[tuple[float, float, float]]](list)
     for experiment in real:
         for arm in experiment.arms():
