@@ -135,9 +135,12 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
         "same": ("tree_kl",),
     },
-    "objectives": {"coarse": ("strict", "simct", "escd", "bpm", "tree_kl_all_chunks")},
+    "objectives": {"coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition")},
     "parts": {
-        "coarse": ("tree_kl_root", "tree_kl_inner_student", "tree_kl_chunk", "tree_kl_no_chunk"),
+        "coarse": (
+            *("tree_kl_root", "tree_kl_inner_student", "tree_kl_chunk", "tree_kl_no_chunk"),
+            "tree_kl_all_chunks",
+        ),
         "fine": ("tree_kl_inner_teacher",),
     },
     "teachers": {"prose": ("tree_kl",), "formal": ("tree_kl",), "both": ("tree_kl", "tree_kl_by_ce")},
@@ -146,18 +149,8 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
     "weights": {"coarse": ("tree_kl_ce_0", "tree_kl_ce_.3")},
     "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
     "more": {
-        "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm_forward", "tree_kl_cheap", "tree_kl_terminals"),
-        "fine": (
-            "strict",
-            "simct",
-            "escd",
-            "bpm",
-            "p_kl",
-            "gold",
-            "tree_kl_all_chunks",
-            "tree_kl_root",
-            "tree_kl_no_chunk",
-        ),
+        "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals"),
+        "fine": ("strict", "bpm_forward", "escd", "simct", "partition", "p_kl", "gold", "tree_kl_no_chunk"),
         "both": ("tree_kl_select",),
         "two": ("tree_kl",),
     },
@@ -328,8 +321,11 @@ def held_out(corpus: Path, work: Path) -> list[Path]:
 class Bench:
     """Runs of one corpus in one folder. What several of them need is made by the first, while the others wait."""
 
-    def __init__(self, corpus: Path, work: Path, sizes: Sizes, eval_options: Sequence[str] = ()) -> None:
-        self.corpus, self.work, self.sizes, self.eval_options = corpus, work, sizes, tuple(eval_options)
+    def __init__(
+        self, corpus: Path, work: Path, sizes: Sizes, eval_options: Sequence[str] = (), probe_every: int = 0
+    ) -> None:
+        self.corpus, self.work, self.sizes = corpus, work, sizes
+        self.eval_options, self.probe_every = tuple(eval_options), probe_every
         work.mkdir(parents=True, exist_ok=True)
         self.files = held_out(corpus, work)
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -390,7 +386,7 @@ class Bench:
             }
             for name in own.teachers
         ]
-        settings["loss_fn"] = {"block_rows": 2048, **loss}
+        settings["loss_fn"] = {"block_rows": 2048, "probe_every": self.probe_every, **loss}
         if arm in CACHED:
             settings["teachers"][0] |= {"cache": str(self.cache(pair, CACHED[arm], settings)), "cache_k": CACHED[arm]}
         return settings
@@ -507,10 +503,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--sizes", nargs=4, type=int, default=[500, 48, 300, 24], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
+    parser.add_argument("--probe-every", type=int, default=0, help="loss_fn.probe_every of all students with a teacher")
     parser.add_argument("--tiny", action="store_true", help="try the machinery: models of 2 x 64, two steps, few bytes")
     args = parser.parse_args()
     sizes = Sizes(2, 2, 2, 2, TINY, TINY) if args.tiny else Sizes(*args.sizes)
-    bench = Bench(args.corpus, args.work, sizes, ("--max-bytes", "2000", "--max-documents", "8") if args.tiny else ())
+    most = ("--max-bytes", "2000", "--max-documents", "8") if args.tiny else ()
+    bench = Bench(args.corpus, args.work, sizes, most, args.probe_every)
     shown = [sizes.teacher_steps, sizes.teacher_documents, sizes.student_steps, sizes.student_documents]
     results = Results(args.work / "results.jsonl", args.minutes, sizes=shown, parallel=args.parallel)
     groups = [GROUPS[name] for name in args.groups]
