@@ -11,14 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from limbeck.losses.divergences import DivergenceSpec
-from limbeck.losses.objectives.recent import unit_divergence
+from limbeck.losses.objectives.base import BlockLogits
+from limbeck.losses.objectives.recent import refuse_shards, unit_divergence
+from limbeck.losses.vocab.axis import ShardedAxis
 from tests.losses.cases import FakeProjection, Models, make_batch, make_models, make_projection, run, teacher_ids
 from tests.losses.test_modes import compare, expected, settings_for
-from tests.losses.test_tree_kl import COARSE, FINE, Pair, chunks_of, divergence, gradients, models_of, text_batch
+from tests.losses.test_tree_kl import (
+    COARSE,
+    FINE,
+    Pair,
+    chunks_of,
+    divergence,
+    gradients,
+    models_of,
+    same_in_layout,
+    text_batch,
+)
 from tests.projection import worlds
 from tests.projection.worlds import TinyVocab
 
@@ -312,8 +325,9 @@ BEHIND_A = [0.2, 0.2, 0.2, 0.3, 0.1]
 TEACHER_ROOT = [0.4, 0.2, 0.3, 0.1]
 
 
-def example(mode: str, behind: list[float], **cfg: Any) -> dict[str, float]:
-    """Means of the example's one chunk: the student writes `a`, `x`, the teacher `ax`."""
+def example(mode: str, behind: list[float], more: tuple[bytes, ...] = (), **cfg: Any) -> dict[str, float]:
+    """Sums of the example's one chunk: the student writes `a`, `x`, the teacher `ax`. more: student tokens for which
+    there are no logits."""
 
     def logs(rows: list[list[float]]) -> Tensor:
         return torch.tensor([[*row, 1e-30] for row in rows], dtype=torch.float64).log()[None]
@@ -331,10 +345,10 @@ def example(mode: str, behind: list[float], **cfg: Any) -> dict[str, float]:
         "alignment_0_teacher_chunk_id": torch.tensor([[-1, 0]]),
     }
     projection = FakeProjection(
-        np.array([[0], [3], [0], [1], [2], [4]], np.int32),
-        np.array([[0.5], [1], [0.5], [0.5], [0.5], [1]], np.float32),
+        np.array([[0], [3], [0], [1], [2], [4], *([-1] for _ in more)], np.int32),
+        np.array([[0.5], [1], [0.5], [0.5], [0.5], [1], *([0] for _ in more)], np.float32),
         5,
-        token_bytes=(STUDENT.data, TEACHER.data),
+        token_bytes=((*STUDENT.data, *more), TEACHER.data),
     )
     fn = CrossTokenizerDistillationLossFn({"mode": mode, "ce_loss_scale": 0.0, **cfg}, projections=[projection])
     _, metrics = fn(batch, None, None, logs([AT_ROOT, behind, behind]), logs([TEACHER_ROOT, TEACHER_ROOT]))
@@ -414,6 +428,14 @@ def test_blocks_change_nothing(mode: str) -> None:
             assert metrics[name][1] == count
 
 
+@pytest.mark.parametrize("layout", ["one by one", "packed"])
+@pytest.mark.parametrize("mode", RECENT)
+def test_cutting_and_packing_change_nothing(mode: str, layout: str) -> None:
+    pair = PAIRS["coarser teacher"]
+    cfg = {"mode": mode, "ce_loss_scale": 0.5, "span_weight": 0.1}
+    same_in_layout(loss_of(pair, **cfg, block_rows=1000), loss_of(pair, **cfg, block_rows=7), pair, layout)
+
+
 @pytest.mark.parametrize("mode", RECENT)
 def test_a_list_of_likely_tokens_is_refused(mode: str) -> None:
     pair = PAIRS["random 5"]
@@ -425,3 +447,21 @@ def test_a_list_of_likely_tokens_is_refused(mode: str) -> None:
 def test_a_projection_without_bytes_is_refused() -> None:
     with pytest.raises(LossError, match="needs the bytes of both vocabularies"):
         CrossTokenizerDistillationLossFn({"mode": "escd"}, projections=[make_projection(23, 31)])
+
+
+def test_partition_needs_trees() -> None:
+    with pytest.raises(LossError, match="needs the trees of the two vocabularies"):
+        CrossTokenizerDistillationLossFn({"mode": "partition"}, projections=[make_projection(23, 31)])
+
+
+@pytest.mark.parametrize("mode", ["escd", "bpm"])
+def test_a_head_may_lack_rows_of_tokens_without_bytes_only(mode: str) -> None:
+    assert example(mode, BEHIND_A, more=(b"",)) == pytest.approx(example(mode, BEHIND_A))
+    with pytest.raises(LossError, match="heads that have a row for every token of a text"):
+        example(mode, BEHIND_A, more=(b"axe",))
+
+
+def test_vocabularies_that_are_split_over_ranks_are_refused() -> None:
+    split = BlockLogits(torch.zeros(1, 2), ShardedAxis(Comm.alone(), [(0, 2)]))
+    with pytest.raises(LossError, match="mode 'bpm' needs whole vocabularies"):
+        refuse_shards("bpm", split)
