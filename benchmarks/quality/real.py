@@ -13,6 +13,12 @@ Of several learning rates each amount of text takes the one that is best for cro
 of documents that nobody reports on (of the corpus's teacher part, which no model here reads): the teacher's arms have
 to beat cross-entropy at its own best. Every arm is a `limbeck train` run; results go to `WORK/real.jsonl`, one line per
 finished run, and a second call goes on where the first one stopped.
+
+SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU, then the largest amount with fewer arms:
+
+    PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student minimind --teacher smollm2.gguf --parallel 7
+        --megabytes .1 .3 1 --arms ce tree_kl_soft tree_kl boundary_kl --choices hellaswag.jsonl arc_easy.jsonl
+    PYTHONPATH=. python benchmarks/quality/real.py ... --megabytes 3 --arms ce tree_kl_soft
 """
 
 from __future__ import annotations

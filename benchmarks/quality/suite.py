@@ -11,6 +11,13 @@ runs the same on a processor in minutes, with models too small to say anything.
 
 Measured of every student: bits per byte by domain and class of token, the probability on numerals where a numeral
 follows, and the share of held-out sums, differences and products that it writes right.
+
+All of it on one GPU, 150 runs in calls of ten minutes, each of which goes on where the last one stopped:
+
+    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --parallel 10 --minutes 8
+    PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl WORK/results.jsonl
+
+Processes take turns on a GPU; where `nvidia-cuda-mps-control -d` may be started, their kernels run side by side.
 """
 
 from __future__ import annotations
