@@ -181,10 +181,12 @@ def speed(folder: Path, ends: list[float]) -> dict[str, Any]:
     return {
         "tokens_per_s": round(sum(tokens) / sum(seconds)),
         "ms": round(statistics.mean(seconds) * 1e3, 1),
+        "median_ms": round(statistics.median(seconds) * 1e3, 1),
         "slowest_ms": round(max(seconds) * 1e3, 1),
         "tokens": round(sum(tokens) / len(tokens)),
         "waited_for_data_ms": round(statistics.mean(row["train/time/data"] for row in steps) * 1e3, 2),
         "steps": len(steps),
+        "step_ms": [round(own * 1e3) for own in seconds],
         "loss": steps[-1]["train/loss"],
     }
 

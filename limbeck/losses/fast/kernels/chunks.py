@@ -74,7 +74,7 @@ def _complement(x):
 # Sums a chunk's log-probabilities on both sides, writes its divergence and, at every lane of the student's tokens, the
 # derivative by the chunk's log-probability. Over chunks; the tokens behind the first of a chunk lie one after another,
 # in lanes behind those of all chunks.
-@triton.jit
+@triton.jit(do_not_specialize=["start", "single", "chunks"])
 def _chunk_kernel(
     s_ptr, t_ptr, weight_ptr, s_first_ptr, s_count_ptr, t_first_ptr, t_count_ptr, row_ptr, slope_ptr,
     start, single, chunks, beta, rescale, clip, KIND: tl.constexpr, CLIP: tl.constexpr, BM: tl.constexpr,

@@ -119,7 +119,7 @@ def _finish(
 # Reads each logit once and writes its gradient over it. Over the student's tokens: each looks up its few entries of W,
 # or its pair, so nothing is scattered and no addition is atomic. All four terms of the gradient in one pass, because
 # the logits' memory is what this costs; STEPS tokens per program keep the lanes' factors in registers.
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def _gradient_kernel(
     s_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr, prob1_coef_ptr, label_coef_ptr, label_ptr,
     r_ptr, index_ptr, weight_ptr, entries_ptr, owner_ptr, shift_ptr,
@@ -257,7 +257,10 @@ class Entries:
 
 # Puts the gradient of one token after another together from its own part and its lane's factors, and stores it over
 # what is there. Over a list of tokens, none of which comes twice; their lanes and rows lie anywhere.
-@triton.jit
+@triton.jit(
+    do_not_specialize=["number"],
+    do_not_specialize_on_alignment=["id_ptr", "lane_ptr", "logit_ptr", "value_ptr", "kept_ptr"],
+)
 def _entries_kernel(
     grad_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr, kept_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr,
     prob1_coef_ptr, label_coef_ptr, label_ptr, kept_coef_ptr, r_ptr, index_ptr, owner_ptr,
@@ -354,7 +357,7 @@ _BLOCK = 2048
 
 # Reads the gradient once, writes it once in its final type. Plain torch either makes a copy in the wide type first or,
 # with `out=`, converts element by element at a third of the memory's speed.
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def _scale_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)

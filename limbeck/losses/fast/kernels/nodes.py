@@ -50,7 +50,10 @@ class NodeBuckets(NamedTuple):
 # Reads the logits of the coarse tokens below each bucket, and of those that end at each position's node, at the
 # chunk's lane; and the fine side's logit of each bucket's token. SEGMENTS at a time, since most have a token or two;
 # neighbours read neighbouring lanes or the same, so what one of them reads is often in the cache for the next.
-@triton.jit
+@triton.jit(
+    do_not_specialize=["buckets", "positions"],
+    do_not_specialize_on_alignment=["mass_ptr", "prob_ptr", "id_ptr", "lane_ptr", "logit_ptr"],
+)
 def _bucket_kernel(
     coarse_ptr, coarse_lse_ptr, fine_ptr, fine_lse_ptr, order_ptr, start_ptr, stop_ptr, ends_ptr, child_ptr, token_ptr,
     node_ptr, offset_ptr, owner_ptr, coarse_lane_ptr, fine_lane_ptr, mass_ptr, prob_ptr, id_ptr, lane_ptr, logit_ptr,
@@ -119,7 +122,9 @@ def _mass_terms(log_s, t, beta, rescale, KIND: tl.constexpr):
 # Divergence at one position of the student's tree, and its gradient by the student's logits there. Three passes over
 # the position's buckets, whose numbers stay in the cache: totals, the divergence, its slopes. LISTED: children that
 # the teacher's list does not name leave both sides.
-@triton.jit
+@triton.jit(
+    do_not_specialize=["buckets"], do_not_specialize_on_alignment=["mass_ptr", "fine_ptr", "row_ptr", "value_ptr"]
+)
 def _student_kernel(
     mass_ptr, fine_ptr, offset_ptr, slot_ptr, coarse_lane_ptr, fine_lane_ptr, weight_ptr, row_ptr, value_ptr,
     prob_coef_ptr, buckets, beta, rescale, KIND: tl.constexpr, LISTED: tl.constexpr, BM: tl.constexpr,
@@ -181,7 +186,10 @@ def _student_kernel(
 
 # Divergence at one position of the teacher's tree, and its slope by each of the student's masses there; in three
 # passes as above. LISTED: children that the teacher's list does not name share the bucket of the end, or leave with it.
-@triton.jit
+@triton.jit(
+    do_not_specialize=["buckets"],
+    do_not_specialize_on_alignment=["mass_ptr", "fine_ptr", "row_ptr", "slope_ptr", "dense_ptr"],
+)
 def _teacher_kernel(
     mass_ptr, fine_ptr, offset_ptr, slot_ptr, node_ptr, ends_ptr, coarse_lane_ptr, weight_ptr, row_ptr, slope_ptr,
     dense_ptr, buckets, beta, rescale, KIND: tl.constexpr, LISTED: tl.constexpr, BM: tl.constexpr,
@@ -293,7 +301,10 @@ def teacher_nodes(
 # One program finds the slopes of ENTRIES coarse tokens below chunks' first nodes. A token goes down its chunk's
 # positions; at each it lies in a bucket, found by halving among children, whose ranges follow each other, or at the
 # end, or in another branch: then no later position has it.
-@triton.jit
+@triton.jit(
+    do_not_specialize=["number", "buckets", "depths"],
+    do_not_specialize_on_alignment=["slope_ptr", "id_ptr", "lane_ptr", "logit_ptr", "value_ptr"],
+)
 def _below_kernel(
     x_ptr, lse_ptr, slope_ptr, order_ptr, start_ptr, stop_ptr, ends_ptr, child_ptr, node_ptr, offset_ptr, path_ptr,
     top_ptr, first_ptr, coarse_lane_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr,

@@ -107,7 +107,7 @@ def p_kl_divergence(
 
 # Reads the lanes of a chunk's tokens once, writes its own lane once. Over chunks and not over lanes: lanes of several
 # tokens are few, and a chunk's sum needs no atomic addition.
-@triton.jit
+@triton.jit(do_not_specialize=["start", "extras", "chunks"])
 def _chunk_mean_kernel(
     x_ptr, first_ptr, count_ptr, size, lanes, start, extras, chunks, BV: tl.constexpr, BN: tl.constexpr
 ):
