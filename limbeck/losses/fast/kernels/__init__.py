@@ -5,8 +5,8 @@ gather through a vocabulary map, however scattered, reads whole runs of memory, 
 is a loop without exchange between threads. Column counts are padded to `COLUMNS`, so no kernel masks columns; what
 lands in padding is finite and is given a factor of 0.
 
-Numbers and addresses that change from block to block are not specialised on: whether a count is a multiple of 16 helps no
-kernel here, and each new case would be compiled while the device waits.
+Numbers and addresses that change from block to block are not specialised on: whether a count is a multiple of 16 helps
+no kernel here, and each new case would be compiled while the device waits.
 
 Each module names the plain torch code that says what it computes. Import these modules only where Triton is installed.
 """
