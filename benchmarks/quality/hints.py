@@ -213,7 +213,7 @@ class World:
 
     def student(self, rate: float, steps: int, batch: int, start: str | None) -> dict[str, Any]:
         """The student: `start`, or random weights of the world's size, under a cosine schedule."""
-        sizes, warmup = self.sizes, max(steps // 20, 1)
+        sizes, warmup = self.sizes, max(steps // 10, 1)
         policy: dict[str, Any] = {
             "max_total_sequence_length": sizes.context,
             "train_micro_batch_size": batch if self.name == "tools" else 4,
