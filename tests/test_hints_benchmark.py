@@ -79,10 +79,9 @@ def answer(trace: str, message: int, **more: object) -> dict[str, object]:
 
 
 def test_answers_are_counted_by_tools_and_by_what_came_before() -> None:
-    wrong = '<tool_call>{"name": "cat_file", "arguments": {"path": "a/b"}}</tool_call>'
     found = hints.grouped(
         [
-            answer("seen-6", 1, calls=True, repeated=True, text=wrong),
+            answer("seen-6", 1, calls=True, repeated=True, failing=True),
             answer("seen-6", 3, calls=True, recovered=True),
             answer("hinted-unseen-0", 2),
             answer("kept-1", 1, calls=True, repeated=True, recovered=None),
@@ -95,11 +94,24 @@ def test_answers_are_counted_by_tools_and_by_what_came_before() -> None:
     assert (found["kept"]["repeated"], found["kept"]["recoverable"]) == (1, 0)
 
 
+def test_an_answer_is_judged_by_its_form_and_by_the_world() -> None:
+    trace = next(trace for trace in failing() if trace.messages[1].tool_calls[0].name == "show_head")
+
+    def verdict(path: str, lines: object) -> list[bool]:
+        call = json.dumps({"name": "show_head", "arguments": {"path": path, "lines": lines}})
+        found = hints.judged(answer(trace.id, 1, text=f"<tool_call>{call}</tool_call>"), trace)
+        return [found[name] for name in ("failing", "same_form", "right_form")]
+
+    assert verdict("docs/notes", "9") == [True, True, False]
+    assert verdict("docs/notes", 9) == [False, False, True]
+    assert list(hints.judged(answer(trace.id, 1, text="I do not know."), trace).values()) == [False, False, False]
+
+
 def test_a_rate_is_chosen_on_states_that_are_not_reported() -> None:
     def row(rate: float, dev: int, test: int) -> dict[str, object]:
-        counts = {"states": 10, "calls": 10, "repeated": 10 - test, "recoverable": 10, "failing": 0}
+        counts = {"states": 10, "same_form": 10 - test, "repeated": 0, "recoverable": 10, "right": 0}
         measures = {
-            f"{group}_{part}": counts | {"right": right}
+            f"{group}_{part}": counts | {"right_form": right}
             for _, group in hints_tables.GROUPS
             for part, right in (("dev", dev), ("test", test))
         }
@@ -107,5 +119,7 @@ def test_a_rate_is_chosen_on_states_that_are_not_reported() -> None:
         return {"arm": "hint", "rate": rate, "seed": 1, "measures": measures, "sizes": sizes, "device": "a CPU"}
 
     lines = hints_tables.tools_tables([row(0.1, 9, 3), row(0.2, 4, 8)])
-    chosen = [line for line in lines[: lines.index("Every rate:\n")] if line.startswith("| hint")]
-    assert chosen == ["| hint (0.1) | 70 | 30 | 70 | 30 | 70 | 30 | 70 | 30 | - |"]
+    assert [line for line in lines if line.startswith("| hint")] == [
+        "| hint (0.1) | 70 | 30 | 70 | 30 | 70 | 30 | 70 | 30 | - |",
+        "| hint (0.1) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | - |",
+    ]

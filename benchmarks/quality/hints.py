@@ -151,17 +151,17 @@ def write_examples(folder: Path, examples: Sequence[Trace]) -> None:
 
 def make_tools(folder: Path, seed: int, sizes: Sizes) -> None:
     """Logs, examples and held-out states of the generated world."""
-    dice, used = random.Random(seed), set[str]()
+    dice = random.Random(seed)
     every = world.SEEN + world.UNSEEN + world.NEUTRAL
-    # what arms learn from and what they are held against first: logs may then repeat nothing of it
-    failed = world.traces(world.SEEN, sizes.sites, world.ALWAYS_WRONG, dice, used, name="site")
     held = [
         trace
         for name, tools in (("seen", world.SEEN), ("unseen", world.UNSEEN))
-        for trace in world.traces(tools, sizes.held_out, world.ALWAYS_WRONG, dice, used, name=name)
+        for trace in world.traces(tools, sizes.held_out, world.ALWAYS_WRONG, dice, set(), name=name)
     ]
-    kept = world.kept_traces(sizes.held_out // 2, dice, used)
-    logs = world.traces(every, sizes.logs, world.Habits(), dice, used, name="log")
+    kept = world.kept_traces(sizes.held_out // 2, dice, set())
+    used = world.asked([*held, *kept])
+    failed = world.traces(world.SEEN, sizes.sites, world.ALWAYS_WRONG, dice, used, name="site")
+    logs = world.traces(every, sizes.logs, world.Habits(), dice, used | world.asked(failed), name="log")
     logs += world.echoes(sizes.logs // 3, dice)
     world.train_tokenizer(logs[:2000], folder / "tokenizer")
     (folder / "template.jinja").write_text(world.TEMPLATE)
@@ -302,8 +302,29 @@ class World:
         )  # fmt: skip
         (figures,) = json.loads(out)["traces"].values()
         answers = figures["behaviour"]["answers"]
+        if self.name == "tools":
+            lines = (self.folder / f"{file}.jsonl").read_text().splitlines()
+            traces = {trace.id: trace for trace in map(Trace.model_validate_json, lines)}
+            answers = [answer | judged(answer, traces[answer["trace"]]) for answer in answers]
         measures = grouped(answers, group_of_task if self.name == "tools" else group_of_log)
         return measures | {key: figures[key] for key in ("failed_logprob", "hinted_logprob", "better_logprob")}
+
+
+def form(call: ToolCall) -> tuple[Any, ...]:
+    """A call without its values: name, types of arguments, and what the generated world says to it."""
+    arguments = call.arguments if isinstance(call.arguments, dict) else {}
+    types = sorted((key, type(value).__name__) for key, value in arguments.items())
+    return call.name, types, world.judge(call) is None
+
+
+def judged(answer: dict[str, Any], trace: Trace) -> dict[str, bool]:
+    """What the generated world makes of an answer's first call: refused; the same mistake as the recorded one, whatever
+    values it has; of the form of the call that put things right."""
+    calls, recovery = parse_calls(answer["text"])[:1], find_recoveries(trace).get(answer["message"] + 1)
+    wrong = form(trace.messages[answer["message"]].tool_calls[0])
+    right = None if recovery is None else form(trace.messages[recovery].tool_calls[0])
+    own = [form(call) for call in calls]
+    return {"failing": own[:1] != [] and not own[0][2], "same_form": own == [wrong], "right_form": own == [right]}
 
 
 def _named(prefix: str, figures: dict[str, Any]) -> dict[str, Any]:
@@ -325,7 +346,7 @@ def group_of_log(answer: dict[str, Any]) -> str:
 
 def grouped(answers: Iterable[dict[str, Any]], group: Any) -> dict[str, Any]:
     """By group: number of states, and how many answers hold a call that parses, make the failed call again, make the
-    calls that put things right (`recoverable`: states of which that is known), and, in the generated world, fail."""
+    calls that put things right (`recoverable`: states of which that is known), and what `judged` says."""
     found: dict[str, Any] = defaultdict(lambda: defaultdict(int))
     for answer in answers:
         own = found[group(answer)]
@@ -334,14 +355,9 @@ def grouped(answers: Iterable[dict[str, Any]], group: Any) -> dict[str, Any]:
         own["repeated"] += answer["repeated"]
         own["recoverable"] += answer["recovered"] is not None
         own["right"] += bool(answer["recovered"])
-        own["failing"] += fails(answer["text"])
+        for name in ("failing", "same_form", "right_form"):
+            own[name] += answer.get(name, False)
     return {name: dict(own) for name, own in found.items()}
-
-
-def fails(text: str) -> bool:
-    """Whether the first call of an answer is one that the generated world refuses."""
-    calls: list[ToolCall] = parse_calls(text)
-    return bool(calls) and world.judge(calls[0]) is not None
 
 
 class Rows:
@@ -372,11 +388,11 @@ class Rows:
 
 
 def summary(measures: dict[str, Any]) -> str:
-    """Repeated and right of a run's groups, for the eye."""
+    """Mistakes made again and right calls of a run's groups, for the eye."""
     shown = []
     for name, own in measures.items():
         if isinstance(own, dict) and not name.endswith("dev"):
-            shown.append(f"{name} {own['repeated']}+{own['right']}/{own['states']}")
+            shown.append(f"{name} {own['same_form']}+{own['right_form']}/{own['states']}")
     return ", ".join(shown)
 
 

@@ -22,7 +22,7 @@ GROUPS = [(f"{tools} tools, {WHEN[key]}", f"{tools}_{key}") for tools in ("seen"
 
 def share(own: dict[str, int], name: str) -> float:
     """Of the states that can tell."""
-    of = own["recoverable"] if name == "right" else own["states"]
+    of = own["recoverable"] if name.startswith("right") else own["states"]
     return own[name] / of if of else float("nan")
 
 
@@ -37,7 +37,9 @@ def by_arm(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
 def right_on_dev(rows: Sequence[Row]) -> float:
     """What rates are chosen by: right calls at the even states, mean of groups and seeds."""
     names = [f"{group}_dev" for _, group in GROUPS]
-    return statistics.mean(share(row["measures"][n], "right") for row in rows for n in names if n in row["measures"])
+    return statistics.mean(
+        share(row["measures"][n], "right_form") for row in rows for n in names if n in row["measures"]
+    )
 
 
 def cell(values: Sequence[float]) -> str:
@@ -48,14 +50,17 @@ def cell(values: Sequence[float]) -> str:
     return f"{statistics.mean(known):.0f}{spread}"
 
 
-def tools_line(name: str, rows: Sequence[Row], prefix: str = "") -> str:
-    """Repeated / right of the reported states, by group, and what stayed right."""
+FORM, EXACT = ("same_form", "right_form"), ("repeated", "right")
+
+
+def tools_line(name: str, rows: Sequence[Row], prefix: str = "", measured: tuple[str, str] = FORM) -> str:
+    """Mistakes and right calls at the reported states, by group, and what stayed right."""
     cells = []
     for _, group in GROUPS:
         own = [row["measures"].get(f"{prefix}{group}_test") for row in rows]
         found = [one for one in own if one]
-        cells += [cell([share(one, what) for one in found]) for what in ("repeated", "right")]
-    kept = [share(row["measures"]["kept"], "repeated") for row in rows if not prefix and "kept" in row["measures"]]
+        cells += [cell([share(one, what) for one in found]) for what in measured]
+    kept = [share(row["measures"]["kept"], measured[0]) for row in rows if not prefix and "kept" in row["measures"]]
     return f"| {name} | " + " | ".join([*cells, cell(kept)]) + " |"
 
 
@@ -64,7 +69,7 @@ def tools_tables(rows: list[Row]) -> list[str]:
     for arm, rate in found:
         if arm not in chosen or right_on_dev(found[arm, rate]) > right_on_dev(found[arm, chosen[arm]]):
             chosen[arm] = rate
-    head = "| arm | " + " | ".join(f"{name}: repeated | right" for name, _ in GROUPS) + " | kept |"
+    head = "| arm | " + " | ".join(f"{name}: mistake | right" for name, _ in GROUPS) + " | kept |"
     rule = "|---" * (2 * len(GROUPS) + 2) + "|"
     seeds, sizes = sorted({row["seed"] for row in rows}), rows[0]["sizes"]
     lines = [
@@ -72,18 +77,31 @@ def tools_tables(rows: list[Row]) -> list[str]:
         f"Seeds {', '.join(map(str, seeds))}; {sizes['layers']} layers x {sizes['hidden']}; {sizes['base_steps']} "
         f"steps of {sizes['base_batch']} logs, then {sizes['steps']} steps of {sizes['batch']} failed calls of "
         f"{sizes['sites']} tasks; {rows[0]['device']}. Per cent of the states, mean and standard deviation over seeds; "
-        "each arm at its own rate, chosen on other states.\n",
+        "each arm at its own rate, chosen on other states. A mistake is a call of the form of the recorded failure, "
+        "right one of the form of the recovery, whatever values were copied.\n",
         head,
         rule,
     ]
+    lines += chosen_lines(found, chosen, FORM)
+    lines += ["", "The very same call again, and the very same recovery, values included:\n", head, rule]
+    lines += chosen_lines(found, chosen, EXACT)
+    if len({rate for _, rate in found}) <= 2:
+        return [*lines, ""]
+    lines += ["", "Every rate, by form:\n", head, rule]
+    return [*lines, *(tools_line(f"{arm} ({rate:g})", own) for (arm, rate), own in found.items() if ARMS[arm]), ""]
+
+
+def chosen_lines(
+    found: dict[tuple[str, float], list[Row]], chosen: dict[str, float], measured: tuple[str, str]
+) -> list[str]:
+    lines = []
     for arm, rate in chosen.items():
         if ARMS[arm] is None:
-            lines.append(tools_line(arm, found[arm, rate]))
-            lines.append(tools_line("nothing, but the hint is read", found[arm, rate], "hinted_"))
+            lines.append(tools_line(arm, found[arm, rate], measured=measured))
+            lines.append(tools_line("nothing, but the hint is read", found[arm, rate], "hinted_", measured))
         else:
-            lines.append(tools_line(f"{arm} ({rate:g})", found[arm, rate]))
-    lines += ["", "Every rate:\n", head, rule]
-    return [*lines, *(tools_line(f"{arm} ({rate:g})", own) for (arm, rate), own in found.items() if ARMS[arm]), ""]
+            lines.append(tools_line(f"{arm} ({rate:g})", found[arm, rate], measured=measured))
+    return lines
 
 
 def logs_table(rows: list[Row]) -> list[str]:

@@ -24,16 +24,9 @@ from limbeck.traces.errors import ErrorSignal, check_call, mark_error
 from limbeck.traces.hints import HintRequest, LayeredHints
 from limbeck.traces.schema import Message, ToolCall, Trace
 
-STEMS = (
-    "report", "notes", "budget", "letter", "invoice", "summary", "draft", "plan", "survey", "sketch", "index",
-    "ledger", "memo", "recipe", "schedule", "roster", "catalog", "diary", "manual", "minutes",
-)  # fmt: skip
-FOLDERS = (
-    "docs", "work", "music", "archive", "office", "garden", "school", "travel", "photos", "letters", "backup", "inbox",
-    "projects", "family",
-)  # fmt: skip
-SUFFIXES = ("txt", "csv", "md", "png", "log")
-WORDS = ("total", "draft", "final", "urgent", "paid", "open", "late", "red", "blue", "north")
+STEMS = ("report", "notes", "budget", "letter", "plan", "sketch", "recipe", "diary")
+FOLDERS = ("docs", "work", "music", "office", "garden", "travel")
+WORDS = ("total", "draft", "final", "paid", "open", "late")
 MODES = {"keep": "and keep what is there", "replace": "and replace what is there", "ask": "and ask about what is there"}
 
 SEEN = ("copy_file", "show_head", "search_text", "erase_file", "read_table", "write_note")
@@ -92,7 +85,7 @@ class Task:
 
 def make_task(tool: str, dice: random.Random) -> Task:
     """A task for that tool; files and folders as the dice fall."""
-    name = f"{dice.choice(STEMS)}.{dice.choice(SUFFIXES)}"
+    name = dice.choice(STEMS)
     folder, other = dice.sample(FOLDERS, 2)
     path = f"{folder}/{name}"
     if tool in ("copy_file", "move_file"):
@@ -209,22 +202,21 @@ def _work(log: _Log, task: Task, habits: Habits, dice: random.Random) -> None:
     log.say("assistant", "Done.")
 
 
-def fresh_tasks(tools: tuple[str, ...], dice: random.Random, used: set[str]) -> Iterator[Task]:
-    """Tasks for these tools in turn, none of which was asked before."""
+def other_tasks(tools: tuple[str, ...], dice: random.Random, used: set[str]) -> Iterator[Task]:
+    """Tasks for these tools in turn, none of which is among those used."""
     while True:
         for tool in tools:
             task = make_task(tool, dice)
             while task.said in used:
                 task = make_task(tool, dice)
-            used.add(task.said)
             yield task
 
 
 def traces(
     tools: tuple[str, ...], count: int, habits: Habits, dice: random.Random, used: set[str], *, name: str
 ) -> list[Trace]:
-    """Logs of the agent, each of one task that was not asked before, called `name-0`, `name-1` and so on."""
-    source, made = fresh_tasks(tools, dice, used), list[Trace]()
+    """Logs of the agent, each of one task that is none of those used, called `name-0`, `name-1` and so on."""
+    source, made = other_tasks(tools, dice, used), list[Trace]()
     for number in range(count):
         log = _Log(f"{name}-{number}")
         _work(log, next(source), habits, dice)
@@ -232,11 +224,16 @@ def traces(
     return made
 
 
+def asked(rows: list[Trace]) -> set[str]:
+    """What the users of these logs said."""
+    return {row.messages[0].content for row in rows}
+
+
 def echoes(count: int, dice: random.Random) -> list[Trace]:
     """Conversations in which paths are said back: a small model learns there to copy, sooner than from calls."""
     made = []
     for number in range(count):
-        paths = [f"{dice.choice(FOLDERS)}/{dice.choice(STEMS)}.{dice.choice(SUFFIXES)}" for _ in range(8)]
+        paths = [f"{dice.choice(FOLDERS)}/{dice.choice(STEMS)}" for _ in range(8)]
         said, log = " ".join(f'"{path}"' for path in paths), _Log(f"echo-{number}")
         log.say("user", f"Repeat {said}")
         log.say("assistant", said)
