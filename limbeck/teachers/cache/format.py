@@ -170,7 +170,7 @@ class RecordLayout:
             exponent = 0x7F80 if self._spec.hidden_dtype == "bfloat16" else 0x7C00
             not_finite = (arrays["hidden"] & exponent == exponent).any()
             return "hidden holds numbers that are not finite" if not_finite else None
-        ids = np.sort(arrays["topk_ids"].astype(np.int64), axis=1)
+        ids = np.sort(arrays["topk_ids"], axis=1)
         empty = ids == (EMPTY if self._spec.id_dtype.itemsize == 2 and self._spec.vocab_size <= EMPTY else -1)
         beyond = ids[~empty & ((ids < 0) | (ids >= self._spec.vocab_size))]
         if beyond.size:
