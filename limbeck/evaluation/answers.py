@@ -27,7 +27,7 @@ def is_answered(row: Row) -> bool:
 def answered(row: Row) -> Question:
     """Prompt and answer of a record as a question with one continuation; raises BadRecord."""
     if not is_answered(row):
-        raise BadRecord("no_answer", f"the keys {', '.join(sorted(row))} lack the texts prompt and answer")
+        raise BadRecord("no_answer", f"the record must have the texts prompt and answer; it has the keys {', '.join(sorted(row))}")
     if not row["prompt"] or not row["answer"].strip():
         raise BadRecord("no_answer", "the prompt or the answer is empty")
     return Question((row["prompt"],), (row["answer"],), 0)
