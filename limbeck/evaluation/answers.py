@@ -27,7 +27,8 @@ def is_answered(row: Row) -> bool:
 def answered(row: Row) -> Question:
     """Prompt and answer of a record as a question with one continuation; raises BadRecord."""
     if not is_answered(row):
-        raise BadRecord("no_answer", f"the record must have the texts prompt and answer; it has the keys {', '.join(sorted(row))}")
+        found = ", ".join(sorted(row))
+        raise BadRecord("no_answer", f"a record must have the texts prompt and answer; this one has the keys {found}")
     if not row["prompt"] or not row["answer"].strip():
         raise BadRecord("no_answer", "the prompt or the answer is empty")
     return Question((row["prompt"],), (row["answer"],), 0)
