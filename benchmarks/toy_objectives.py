@@ -49,6 +49,14 @@ OBJECTIVES: dict[str, dict[str, Any] | None] = {
     "tree_kl, exact, terminal": {"mode": "tree_kl", "condition": "exact", "terminal_weight": 1.0},
     "tree_kl, exact, hard gate": {"mode": "tree_kl", "condition": "exact", "gate": "hard"},
     "boundary_kl, hard gate": {"mode": "boundary_kl", "gate": "hard"},
+    "strict": {"mode": "strict"},
+    "strict, span .25": {"mode": "strict", "span_weight": 0.25},
+    "strict, rest, forward": {"mode": "strict", "strict_rest": True, "direction": "forward"},
+    "simct": {"mode": "simct"},
+    "escd": {"mode": "escd"},
+    "bpm": {"mode": "bpm"},
+    "bpm, forward": {"mode": "bpm", "direction": "forward"},
+    "partition": {"mode": "partition"},
 }
 Merges = list[tuple[int, int, int]]
 
@@ -93,7 +101,9 @@ def projection_of(student: Vocabulary, teacher: Vocabulary) -> Projection:
     indices, weights = from_triples(*zip(*triples, strict=True), shape=shape, k=4)
     exact = np.array([spelling[0] if len(spelling) == 1 else -1 for spelling in tau], np.int32)
     trees = VocabTrees.from_spellings(sigma, tau, *rules)
-    return Projection(indices, weights, exact, shape[1], "toy student", "toy teacher", "rules", trees=trees)
+    data = tuple(student.data), tuple(teacher.data)
+    names = "toy student", "toy teacher", "rules"
+    return Projection(indices, weights, exact, shape[1], *names, trees=trees, token_bytes=data)
 
 
 def source(rng: np.random.Generator, letters: str, longest: int) -> tuple[list[bytes], np.ndarray]:
