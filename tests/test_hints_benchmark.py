@@ -123,3 +123,21 @@ def test_a_rate_is_chosen_on_states_that_are_not_reported() -> None:
         "| hint (0.1) | 70 | 30 | 70 | 30 | 70 | 30 | 70 | 30 | - |",
         "| hint (0.1) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | - |",
     ]
+
+
+def test_an_arm_is_measured_by_the_weights_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    weights = ("checkpoints", "step_2", "policy", "weights")
+
+    def train(settings: object, folder: Path) -> int:
+        folder.joinpath(*weights).mkdir(parents=True)
+        return 64
+
+    def measure(own: hints.World, model: str, file: str, folder: Path) -> dict[str, object]:
+        measured.append(model)
+        return {}
+
+    monkeypatch.setattr(hints, "train", train)
+    monkeypatch.setattr(hints.World, "measure", measure)
+    assert hints.World("tools", 1, tmp_path, hints.SIZES["tools_tiny"]).arm("hint", 0.1) == {}
+    assert measured == [str(tmp_path.joinpath("hint_0.1", *weights))]

@@ -259,7 +259,8 @@ class World:
             "checkpointing": {"keep_top_k": 1},
             "logger": {"log_dir": str(self.folder / name), "tensorboard_enabled": False},
         }  # fmt: skip
-        return train(settings, self.folder / name)
+        train(settings, self.folder / name)
+        return latest(self.folder / name)
 
     def base(self) -> str:
         """The student that imitates the logs, trained once."""
