@@ -141,3 +141,9 @@ def test_an_arm_is_measured_by_the_weights_of_its_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(hints.World, "measure", measure)
     assert hints.World("tools", 1, tmp_path, hints.SIZES["tools_tiny"]).arm("hint", 0.1) == {}
     assert measured == [str(tmp_path.joinpath("hint_0.1", *weights))]
+
+
+def test_a_world_that_is_held_out_whole_is_refused() -> None:
+    every = {f'Erase "{folder}/{stem}".' for folder in tool_world.FOLDERS for stem in tool_world.STEMS}
+    with pytest.raises(ValueError, match="erase_file is held out"):
+        next(tool_world.other_tasks(("erase_file",), random.Random(1), every))

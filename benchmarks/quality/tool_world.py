@@ -206,9 +206,10 @@ def other_tasks(tools: tuple[str, ...], dice: random.Random, used: set[str]) -> 
     """Tasks for these tools in turn, none of which is among those used."""
     while True:
         for tool in tools:
-            task = make_task(tool, dice)
-            while task.said in used:
-                task = make_task(tool, dice)
+            tried = (make_task(tool, dice) for _ in range(1000))
+            task = next((task for task in tried if task.said not in used), None)
+            if task is None:
+                raise ValueError(f"every task for {tool} is held out; ask for fewer held-out states or sites")
             yield task
 
 
