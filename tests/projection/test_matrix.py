@@ -32,7 +32,10 @@ def make(indices: Any, weights: Any, exact: Any = None, teacher_size: int = 6, *
 
 
 def vocab(fingerprint: str, size: int) -> Any:
-    return SimpleNamespace(fingerprint=fingerprint, size=size, has_fingerprint=fingerprint.__eq__)
+    token_bytes = [bytes([number]) for number in range(size)]
+    return SimpleNamespace(
+        fingerprint=fingerprint, size=size, has_fingerprint=fingerprint.__eq__, token_bytes=token_bytes
+    )
 
 
 @st.composite
@@ -165,7 +168,8 @@ def test_malformed_matrices_are_refused(build: Callable[[], object], message: st
 
 def test_loading_checks_whose_tokenizers_it_belongs_to(tmp_path: Path) -> None:
     path = make([[0], [1]], [[1.0], [1.0]]).save(tmp_path / "w.safetensors")
-    Projection.load(path, vocab("s" * 64, 2), vocab("t" * 64, 6))
+    loaded = Projection.load(path, vocab("s" * 64, 2), vocab("t" * 64, 6))
+    assert loaded.token_bytes == ([b"\0", b"\1"], [bytes([number]) for number in range(6)])
     with pytest.raises(ProjectionError, match="belongs to another student tokenizer"):
         Projection.load(path, vocab("x" * 64, 2), None)
     with pytest.raises(
