@@ -41,6 +41,19 @@ class RandomProjection:
         return student[first].astype(np.int64), teacher.astype(np.int64)
 
 
+def random_weights_on_the_device() -> None:
+    """Have limbeck draw the weights of models there: billions of random numbers take seconds, on the host minutes."""
+    from limbeck.models import loading
+
+    load = loading.load_model
+
+    def load_there(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return load(*args, **kwargs)
+
+    loading.load_model = load_there
+
+
 def make_projection(student: int = V_S, teacher: int = V_T, seed: int = 0) -> RandomProjection:
     """Rows as `limbeck project` finds them for Llama-3.2 -> Qwen3: 85.5% of one entry, 14.3% of several, others empty;
     multi-piece rows prefer few columns, the longest column has some 560 entries."""

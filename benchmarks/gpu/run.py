@@ -27,13 +27,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.common import GIB, save_row
-from benchmarks.gpu.step import SHAPES, TINY
+from benchmarks.gpu.common import GIB, random_weights_on_the_device, save_row
+from benchmarks.gpu.step import SHAPES, TINY, compiled_graphs
 from limbeck.distributed.device import host_threads
 
 RUNS = ("small", "large", "quiet", "whole")
@@ -96,19 +97,6 @@ def validation(args: argparse.Namespace, folder: str) -> Path:
     return path
 
 
-def _random_weights_on_the_device() -> None:
-    """Four billion random numbers take seconds there and minutes on the host."""
-    from limbeck.models import loading
-
-    load = loading.load_model
-
-    def load_there(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return load(*args, **kwargs)
-
-    loading.load_model = load_there
-
-
 def bare_step(parts: tuple[Any, ...]) -> float:
     """Tokens per second of steps on batches that lie ready; ``parts``: what ``setup`` gave, after the run."""
     from limbeck.algorithms.xtoken_off_policy_distillation import as_teachers
@@ -145,12 +133,14 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
             student_tokenizer, others = load_tokenizers(config)
             parts = algorithm.setup(config, student_tokenizer, others, *load_datasets(config))
             ends: list[float] = []
-            _note_ends(parts[0], ends)
+            made: list[int] = []
+            _note_ends(parts[0], ends, made)
             algorithm.xtoken_off_policy_distillation_train(*parts)
             if kind == "whole":
                 return sections(Path(folder))
             _wait()
             row = speed(Path(folder), ends)
+            row["compiled"] = [b - a for a, b in itertools.pairwise(made)][WARMUP - 1 :]
             row["seconds_to_the_first_step"] = round(ends[0] - started, 1)
             if kind == "small":
                 with host_threads(parts[0].device):
@@ -160,16 +150,28 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
     return row
 
 
-def _note_ends(student: Any, ends: list[float]) -> None:
-    """Write down when each step of a student has ended."""
-    train = student.train
+def _note_ends(student: Any, ends: list[float], made: list[int]) -> None:
+    """Write down when each training step of a student has ended, and how much had been compiled by then."""
+    train, kernels = student.train, compiled_kernels()
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         result = train(*args, **kwargs)
-        ends.append(time.perf_counter())
+        if not kwargs.get("eval_mode"):  # the comparison with the teacher at the start
+            ends.append(time.perf_counter())
+            made.append(compiled_graphs() + len(kernels))
         return result
 
     student.train = noting
+
+
+def compiled_kernels() -> list[str]:
+    """Names of Triton's kernels, to which each one is added that is compiled from now on."""
+    found: list[str] = []
+    with suppress(ImportError):
+        from triton import knobs
+
+        knobs.compilation.listener = lambda *, src, **_: found.append(str(getattr(src, "name", src)))
+    return found
 
 
 def speed(folder: Path, ends: list[float]) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="write one in the run `whole`, 15 GB")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     args = parser.parse_args()
-    _random_weights_on_the_device()
+    random_weights_on_the_device()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.runs:

@@ -31,7 +31,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.gpu.common import RESULTS, save_row
+from benchmarks.gpu.common import RESULTS, random_weights_on_the_device, save_row
 from benchmarks.gpu.step import ROPE, SHAPES, TINY, timed
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import Continuation, ContinuationCollator
@@ -215,6 +215,7 @@ def main() -> None:
     arguments.add_argument("--tiny", action="store_true")
     arguments.add_argument("--out", type=Path, default=RESULTS)
     args = arguments.parse_args()
+    random_weights_on_the_device()
     shape = "tiny" if args.tiny else "llama_1b"
     if "writing" in args.parts:
         writing(args, shape)
