@@ -131,7 +131,11 @@ class ContinuationCollator:
         self.prompt_tokens = min(prompt_tokens, self.room)
         self.vocab = collator.student.encoder.vocab
         self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
-        self.same_ids = [side is not None and side.encoder.vocab.same_tokens(self.vocab) for side in collator.teachers]
+        # a text is rendered as a whole: whoever is to read the student's ids there has no side of its own
+        self.same_ids = [
+            side is not None and collator.mode == "chat" and side.encoder.vocab.same_tokens(self.vocab)
+            for side in collator.teachers
+        ]
         self.reads_bytes = any(
             s is not None and not same for s, same in zip(collator.teachers, self.same_ids, strict=True)
         )

@@ -130,6 +130,12 @@ def test_a_teacher_of_the_same_tokenizer_reads_the_ids_themselves() -> None:
     assert batch["token_mask"][0, -4:].tolist() == [int(STUDENT.vocab.token_bytes[i].strip(b" \t") != b"") for i in ids]
 
 
+def test_a_text_may_be_read_by_its_bytes_by_the_same_tokenizer_too() -> None:
+    made = rows([tiny(300)])
+    written = Continuation(prompt(made, TEXTS[0]), STUDENT.encode(" and more").ids, False)
+    assert all(mine == theirs for mine, theirs in chunk_texts(made.batch([written]), made))
+
+
 def test_a_conversation_is_answered_under_each_sides_own_template() -> None:
     made = rows(mode="chat", size=96, mask_blanks=False)
     talk = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "There."}]
