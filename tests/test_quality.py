@@ -16,6 +16,9 @@ from benchmarks.quality.suite import (
     CACHED,
     GROUPS,
     PAIRS,
+    PUBLISHED,
+    STEPS,
+    STUDENT,
     TEACHERS,
     TINY,
     Bench,
@@ -52,7 +55,15 @@ def test_every_arm_of_every_group_exists_and_is_a_setting_of_the_loss() -> None:
             assert set(PAIRS[pair].teachers) <= set(TEACHERS)
     for settings in ARMS.values():
         CrossTokenizerDistillationLossConfig(**(settings or {}))
-    assert set(CACHED) <= set(ARMS)
+    assert set(CACHED) | set(STEPS) <= set(ARMS)
+
+
+def test_all_pairs_of_a_teacher_train_it_alike(corpus: Path, tmp_path: Path) -> None:
+    bench = Bench(corpus, tmp_path / "work", Sizes(5, 4, 3, 2))
+    for name in TEACHERS:
+        own = [bench.sizes_of(pair) for pair in PAIRS.values() if name in pair.teachers]
+        assert len({str((sizes.teacher, sizes.said[:2])) for sizes in own}) == 1, name
+    assert all(PAIRS[name].student not in ("bpe_8k", "bpe_32k") for name in PUBLISHED)
 
 
 def test_teachers_come_a_group_ahead_and_arms_without_one_before_all_others() -> None:
@@ -123,6 +134,13 @@ def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypat
     assert made == [
         *("train teacher_prose", "train teacher_formal", "train teacher_bpe_32k", "cache cache_coarse_64_run")
     ]
+    tokenizers = tmp_path / "published"
+    named = Bench(corpus, tmp_path / "work", Sizes(2, 2, 2, 2, TINY, STUDENT), tokenizers=tokenizers)
+    digits = named.settings("digits", "gold", 1, tmp_path / "d")
+    assert digits["policy"]["tokenizer"]["name"] == str(tokenizers / "llama3_2")
+    assert digits["teachers"][0]["tokenizer"]["name"] == str(tokenizers / "qwen3")
+    runs = [named.settings("scarce", arm, 1, tmp_path / "e") for arm in ("ce", "ce_100")]
+    assert [run["distillation"]["max_num_steps"] for run in runs] == [900, 100]
     scarce = bench.settings("scarce", "ce", 1, tmp_path / "c")
     assert "teachers" not in scarce
     assert {len(Path(path).read_text().splitlines()) for path in scarce["data"]["train"]} == {1}, "a tenth of ten"
@@ -225,7 +243,29 @@ def test_the_later_of_two_rows_of_a_run_counts_and_other_sizes_are_other_runs() 
     kept = tables.unique(rows)
     assert [(row["sizes"][0], row["measures"]["a"]["bpb"]) for row in kept] == [(1, 2.0), (5, 2.0), (1, 2.0)]
     assert len(tables.experiments(kept)) == 2
-    assert [row["sizes"][0] for row in tables.usual(kept)] == [1, 1], "what most rows have"
+    assert [row["sizes"][0] for row in tables.latest(kept)] == [1, 1], "as the last row"
+
+
+def test_another_precision_is_another_table_and_the_last_one_is_quoted() -> None:
+    rows = [_row("coarse", "ce", bits=1.0), _row("coarse", "tree_kl", bits=0.5), _row("teacher", "bpe_32k", bits=0.25)]
+    rows += [row | {"precision": "bfloat16"} for row in (_row("teacher", "bpe_32k", bits=1.0), _row("coarse", "ce"))]
+    old, new = sorted(tables.experiments(tables.unique(rows)), key=lambda own: len(own.alone + own.rows), reverse=True)
+    assert [arm.mean for arm in old.arms()] == [1.5, 1.0]
+    assert [by["arm"] for by in old.teachers + new.teachers] == ["bpe_32k"] * 2
+    assert "bfloat16" in new.title
+    assert {row["precision"] for row in tables.latest(rows)} == {"bfloat16"}
+
+
+def test_arms_are_compared_with_the_best_number_of_steps_of_cross_entropy() -> None:
+    rows = [_row("scarce", arm, bits=bits) for arm, bits in (("ce", 3.0), ("ce_100", 2.0), ("tree_kl", 1.5))]
+    # a teacher's student may read longer than another student of it
+    rows.append(_row("teacher", "bpe_32k", bits=1.0, sizes=[1, 2, 8, 9]))
+    (scarce,) = tables.experiments(rows)
+    gaps = {arm.name: arm.gap for arm in scarce.arms()}
+    assert gaps == {"ce": -1.0, "ce_100": 0.0, "tree_kl": 0.5}
+    assert "the best of cross-entropy alone, ce_100" in scarce.title
+    (goal,) = tables.goals([scarce])
+    assert "tree_kl closes 50%" in goal
 
 
 def test_goals_tell_a_default_that_is_behind_and_a_domain_that_lost() -> None:

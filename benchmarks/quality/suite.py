@@ -1,20 +1,21 @@
 """The quality benchmark: students from scratch, a teacher that has read more, one arm per objective, several seeds.
 
     PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK [--groups core parts ...] [--seeds 1 2 3]
-        [--parallel 6] [--minutes 9]
+        [--tokenizers FOLDER] [--parallel 6] [--minutes 9]
     PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --pairs coarse fine --arms ce tree_kl
 
-CORPUS is what `corpus.py` wrote. Everything runs through `limbeck train`, `limbeck cache` and `limbeck eval`: the
-teachers, beside them the arms that need none, then the others. A finished run is a line of `WORK/results.jsonl`, and is
-not repeated; what does not begin within `--minutes` waits for the next call. `tables.py` draws the results. `--tiny`
-runs the same on a processor in minutes, with models too small to say anything.
+CORPUS is what `corpus.py` wrote; `FOLDER/{qwen3,llama3_2,gemma3,smollm2}` hold published tokenizers for the pairs that
+need them (without the option those are left out). Everything runs through `limbeck train`, `limbeck cache` and
+`limbeck eval`: the teachers, beside them the arms that need none, then the others. A finished run is a line of
+`WORK/results.jsonl`, and is not repeated; what does not begin within `--minutes` waits for the next call. `tables.py`
+draws the results. `--tiny` runs the same on a processor in minutes, with models too small to say anything.
 
 Measured of every student: bits per byte by domain and class of token, the probability on numerals where a numeral
 follows, and the share of held-out sums, differences and products that it writes right.
 
 All of it on one GPU, 150 runs in calls of ten minutes, each of which goes on where the last one stopped:
 
-    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --parallel 10 --minutes 8
+    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --tokenizers FOLDER --parallel 10 --minutes 8
     PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl WORK/results.jsonl
 
 Processes take turns on a GPU; where `nvidia-cuda-mps-control -d` may be started, their kernels run side by side.
@@ -33,11 +34,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  where it is loaded, `origin` names the GPU
+import torch
 import yaml
 
 from benchmarks.common import origin
@@ -54,36 +55,77 @@ TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bpe_8k": ("bpe_8k", PROSE + FORMAL),
     "prose": ("bpe_32k", PROSE),
     "formal": ("bpe_32k", FORMAL),
+    "qwen3": ("qwen3", PROSE + FORMAL),
+    "gemma3": ("gemma3", PROSE + FORMAL),
 }
 """Tokenizer and domains of every teacher."""
+
+STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
+SLIM = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONTEXT = 640
+ANSWER_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Steps and documents per step of teachers and students; their shapes; rows that pass through heads at a time."""
+
+    teacher_steps: int
+    teacher_documents: int
+    student_steps: int
+    student_documents: int
+    teacher: dict[str, int] = field(default_factory=TEACHER.copy)
+    student: dict[str, int] = field(default_factory=STUDENT.copy)
+    block_rows: int = 2048
+
+    @property
+    def said(self) -> list[int]:
+        """As a row of the results names them."""
+        return [self.teacher_steps, self.teacher_documents, self.student_steps, self.student_documents]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A student's tokenizer, who teaches it, and the share of the student's text that it reads."""
+    """A student's tokenizer, who teaches it, the share of the student's text that it reads, and what is not as large as
+    in the other pairs."""
 
     student: str
     teachers: tuple[str, ...]
     share: float = 1.0
+    sizes: dict[str, Any] = field(default_factory=dict)
 
+
+LARGE_HEADS = {"teacher_documents": 24, "student_documents": 8, "teacher": SLIM, "block_rows": 1024}
+"""With vocabularies of 49,152 to 262,145 tokens heads cost several times what the layers do."""
 
 PAIRS = {
     "coarse": Pair("bpe_8k", ("bpe_32k",)),
     "fine": Pair("bpe_32k", ("bpe_8k",)),
     "same": Pair("bpe_8k", ("bpe_8k",)),
-    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1),
+    "digits": Pair("llama3_2", ("qwen3",), sizes=LARGE_HEADS),
+    "gemma": Pair("smollm2", ("gemma3",), sizes=LARGE_HEADS),
+    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1, {"student_steps": 900, "student_documents": 12}),
     "two": Pair("bpe_8k", ("bpe_32k", "bpe_8k")),
     "prose": Pair("bpe_8k", ("prose",)),
     "formal": Pair("bpe_8k", ("formal",)),
     "both": Pair("bpe_8k", ("prose", "formal")),
 }
 """Experiments. `coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both
-8,192; `scarce`: as `coarse`, on a tenth of the text; `two`: two teachers that know the same; `prose`, `formal`, `both`:
-teachers that have read one half of the domains each, alone and together."""
+8,192; `digits`: Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three); `gemma`: Gemma-3's (262,145
+tokens) teaches SmolLM2's (49,152); `scarce`: as `coarse`, on a tenth of the text, which it reads many times; `two`: two
+teachers that know the same; `prose`, `formal`, `both`: teachers that have read one half of the domains each, alone and
+together."""
+
+PUBLISHED = ("digits", "gemma")
+"""Pairs of published tokenizers."""
 
 TREE = {"mode": "tree_kl"}
 ARMS: dict[str, dict[str, Any] | None] = {
     "ce": None,
+    "ce_300": None,
+    "ce_100": None,
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
     "tree_kl_soft": TREE | {"gate": "soft"},
@@ -133,6 +175,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 
+STEPS = {"ce_300": 300, "ce_100": 100}
+"""Arms that end sooner, under a schedule of their own: with little text cross-entropy alone is best before it has read
+it too often."""
+
 CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256}
 """Arms whose teacher is a cache of so many most likely tokens."""
 
@@ -142,6 +188,12 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
         "same": ("tree_kl",),
     },
+    "tokenizers": {
+        "digits": ("ce", "tree_kl", "p_kl", "gold", "boundary_kl"),
+        "gemma": ("ce", "tree_kl", "boundary_kl"),
+    },
+    "scarce": {"scarce": ("ce", "ce_300", "ce_100", "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0")},
+    "published": {"coarse": ("p_kl", "gold"), "fine": ("p_kl", "gold")},
     "objectives": {"coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition")},
     "parts": {
         "coarse": (
@@ -151,43 +203,24 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "fine": ("tree_kl_inner_teacher",),
     },
     "teachers": {"prose": ("tree_kl",), "formal": ("tree_kl",), "both": ("tree_kl", "tree_kl_by_ce")},
-    "scarce": {"scarce": ("ce", "tree_kl", "tree_kl_ce_0")},
-    "published": {"coarse": ("p_kl", "gold")},
-    "weights": {"coarse": ("tree_kl_ce_0", "tree_kl_ce_.3")},
+    "weights": {"coarse": ("tree_kl_ce_.3", "tree_kl_ce_0")},
     "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
     "more": {
         "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals"),
-        "fine": ("strict", "bpm_forward", "escd", "simct", "partition", "p_kl", "gold", "tree_kl_no_chunk"),
+        "fine": ("strict", "bpm_forward", "escd", "simct", "partition", "tree_kl_no_chunk"),
+        "gemma": ("p_kl", "gold"),
         "both": ("tree_kl_select",),
         "two": ("tree_kl",),
     },
 }
 """What one call does, in this order, the most telling first: all seeds of a group come before the next group."""
 
-STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
-TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-CONTEXT = 640
-ANSWER_TOKENS = 12
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Steps and documents per step of teachers and students; their shapes."""
-
-    teacher_steps: int
-    teacher_documents: int
-    student_steps: int
-    student_documents: int
-    teacher: dict[str, int] = field(default_factory=TEACHER.copy)
-    student: dict[str, int] = field(default_factory=STUDENT.copy)
-
-
-def model(corpus: Path, tokenizer: str, shape: dict[str, int], steps: int, lr: float, batch: int) -> dict[str, Any]:
+def model(tokenizer: Path, shape: dict[str, int], steps: int, lr: float, batch: int) -> dict[str, Any]:
     """A Llama of that shape with random weights, trained under a cosine schedule."""
     return {
         "init": "random",
-        "tokenizer": {"name": str(corpus / tokenizer)},
+        "tokenizer": {"name": str(tokenizer)},
         "model_overrides": {
             "model_type": "llama",
             "tie_word_embeddings": True,
@@ -195,7 +228,7 @@ def model(corpus: Path, tokenizer: str, shape: dict[str, int], steps: int, lr: f
             "num_key_value_heads": shape["num_attention_heads"],
             **shape,
         },
-        "precision": "float32",
+        "precision": "auto",
         "max_total_sequence_length": CONTEXT,
         "train_micro_batch_size": batch,
         "max_grad_norm": 1.0,
@@ -325,13 +358,29 @@ def held_out(corpus: Path, work: Path) -> list[Path]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
+def taught_by(teacher: str) -> Pair:
+    """A pair of that teacher; all of them train it alike."""
+    return next(pair for pair in PAIRS.values() if teacher in pair.teachers)
+
+
+def computed_in() -> str:
+    """What `precision: auto` means here."""
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
 class Bench:
     """Runs of one corpus in one folder. What several of them need is made by the first, while the others wait."""
 
     def __init__(
-        self, corpus: Path, work: Path, sizes: Sizes, eval_options: Sequence[str] = (), probe_every: int = 0
+        self,
+        corpus: Path,
+        work: Path,
+        sizes: Sizes,
+        eval_options: Sequence[str] = (),
+        probe_every: int = 0,
+        tokenizers: Path | None = None,
     ) -> None:
-        self.corpus, self.work, self.sizes = corpus, work, sizes
+        self.corpus, self.work, self.sizes, self.tokenizers = corpus, work, sizes, tokenizers or corpus
         self.eval_options, self.probe_every = tuple(eval_options), probe_every
         work.mkdir(parents=True, exist_ok=True)
         self.files = held_out(corpus, work)
@@ -351,15 +400,25 @@ class Bench:
                 done.touch()
         return folder
 
+    def sizes_of(self, pair: Pair) -> Sizes:
+        """Sizes of a pair's runs, and of its teachers' training."""
+        return self.sizes if self.sizes.student == TINY else replace(self.sizes, **pair.sizes)
+
+    def tokenizer(self, name: str) -> Path:
+        """A tokenizer of the corpus, or a published one."""
+        own = self.corpus / name
+        return own if own.exists() else self.tokenizers / name
+
     def teacher(self, name: str) -> Path:
         """Run folder of a teacher."""
         tokenizer, domains = TEACHERS[name]
-        steps, documents = self.sizes.teacher_steps, self.sizes.teacher_documents
+        sizes = self.sizes_of(taught_by(name))
+        steps, documents = sizes.teacher_steps, sizes.teacher_documents
 
         def make(folder: Path) -> None:
-            policy = model(self.corpus, tokenizer, self.sizes.teacher, steps, 6e-4, documents)
+            policy = model(self.tokenizer(tokenizer), sizes.teacher, steps, 6e-4, documents)
             texts = [self.corpus / "teacher" / f"{domain}.jsonl" for domain in domains]
-            train(run_file(texts, policy | {"precision": "auto"}, steps, documents, 1, folder), folder)
+            train(run_file(texts, policy, steps, documents, 1, folder), folder)
 
         return self._once(f"teacher_{name}", make)
 
@@ -378,22 +437,24 @@ class Bench:
 
     def settings(self, pair: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
         """Run file of a student."""
-        own, sizes = PAIRS[pair], self.sizes
-        policy = model(self.corpus, own.student, sizes.student, sizes.student_steps, 1e-3, sizes.student_documents)
-        settings = run_file(self.texts(own.share), policy, sizes.student_steps, sizes.student_documents, seed, folder)
+        own = PAIRS[pair]
+        sizes = self.sizes_of(own)
+        steps, documents = min(STEPS.get(arm, sizes.student_steps), sizes.student_steps), sizes.student_documents
+        policy = model(self.tokenizer(own.student), sizes.student, steps, 1e-3, documents)
+        settings = run_file(self.texts(own.share), policy, steps, documents, seed, folder)
         loss = ARMS[arm]
         if loss is None:
             return settings
         settings["teachers"] = [
             {
                 "model_name": str(latest(self.teacher(name))),
-                "tokenizer": {"name": str(self.corpus / TEACHERS[name][0])},
-                "precision": "float32",
+                "tokenizer": {"name": str(self.tokenizer(TEACHERS[name][0]))},
+                "precision": "auto",
                 "max_total_sequence_length": CONTEXT,
             }
             for name in own.teachers
         ]
-        settings["loss_fn"] = {"block_rows": 2048, "probe_every": self.probe_every, **loss}
+        settings["loss_fn"] = {"block_rows": sizes.block_rows, "probe_every": self.probe_every, **loss}
         if arm in CACHED:
             settings["teachers"][0] |= {"cache": str(self.cache(pair, CACHED[arm], settings)), "cache_k": CACHED[arm]}
         return settings
@@ -411,7 +472,8 @@ class Bench:
 
     def run(self, pair: str, arm: str, seed: int) -> Row:
         """Trains one student, or the teacher of that name; what is measured comes later."""
-        row: Row = {"pair": pair, "arm": arm, "seed": seed}
+        sizes = self.sizes_of(taught_by(arm) if pair == "teacher" else PAIRS[pair])
+        row: Row = {"pair": pair, "arm": arm, "seed": seed, "sizes": sizes.said, "precision": computed_in()}
         if pair == "teacher":
             start = time.time()
             self.teacher(arm)
@@ -505,6 +567,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=["coarse", "fine"], help="with --arms")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="these in place of the groups")
+    parser.add_argument("--tokenizers", type=Path, help="folder of published tokenizers; none: without their pairs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -515,12 +578,11 @@ def main() -> None:
     args = parser.parse_args()
     sizes = Sizes(2, 2, 2, 2, TINY, TINY) if args.tiny else Sizes(*args.sizes)
     most = ("--max-bytes", "2000", "--max-documents", "8") if args.tiny else ()
-    bench = Bench(args.corpus, args.work, sizes, most, args.probe_every)
-    shown = [sizes.teacher_steps, sizes.teacher_documents, sizes.student_steps, sizes.student_documents]
-    results = Results(args.work / "results.jsonl", args.minutes, sizes=shown, parallel=args.parallel)
-    groups = [GROUPS[name] for name in args.groups]
-    if args.arms:
-        groups = [dict.fromkeys(args.pairs, args.arms)]
+    bench = Bench(args.corpus, args.work, sizes, most, args.probe_every, args.tokenizers)
+    results = Results(args.work / "results.jsonl", args.minutes, parallel=args.parallel)
+    groups = [dict.fromkeys(args.pairs, args.arms)] if args.arms else [GROUPS[name] for name in args.groups]
+    if args.tokenizers is None:
+        groups = [{name: arms for name, arms in group.items() if name not in PUBLISHED} for group in groups]
     results.fill(wanted_runs(groups, args.seeds), bench.run, bench.measured, args.parallel)
 
 
