@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from benchmarks.quality import tables
-from benchmarks.quality.real import best_rates, cut, write_texts
+from benchmarks.quality import tables, trl_gold
+from benchmarks.quality.real import Real, arm_amounts, best_rates, cut, write_texts
+from benchmarks.quality.real import wanted_runs as wanted_real_runs
 from benchmarks.quality.suite import (
     ARMS,
     CACHED,
@@ -25,10 +28,13 @@ from benchmarks.quality.suite import (
     Results,
     Sizes,
     questions,
+    run_file,
     sorted_figures,
     wanted_runs,
 )
 from limbeck.losses import CrossTokenizerDistillationLossConfig
+from limbeck.models.loading import load_model
+from tests.helpers import tokenizers
 
 QUALITY = Path(tables.__file__).parent
 STORED = [QUALITY / "results.jsonl", QUALITY / "real.jsonl"]
@@ -212,6 +218,76 @@ def test_the_learning_rate_is_the_best_of_the_sweep_by_amount() -> None:
     assert best_rates(rows) == {"0.3": 1e-4, "1": 3e-4}
 
 
+def test_arms_of_real_models_are_run_on_the_amounts_that_they_name() -> None:
+    arms = arm_amounts(["ce", "trl_gold:.3"], ["1", "0.3"])
+    assert wanted_real_runs(arms, ["1", "0.3"], [1, 2]) == [
+        *(("real_1", "ce", 1), ("real_0.3", "ce", 1), ("real_0.3", "trl_gold", 1)),
+        *(("real_1", "ce", 2), ("real_0.3", "ce", 2), ("real_0.3", "trl_gold", 2)),
+    ]
+    with pytest.raises(SystemExit, match="'cee' is no arm"):
+        arm_amounts(["cee"], ["1"])
+    with pytest.raises(SystemExit, match="7 MB are not among"):
+        arm_amounts(["ce:1,7"], ["1"])
+
+
+def _real(corpus: Path, work: Path, **models: Path) -> Real:
+    options = {"epochs": 1, "megabytes": [0.001], "questions": 1, "domains": ["wiki"], "choices": [], "tiny": True}
+    return Real(corpus, work, models, argparse.Namespace(**options))
+
+
+def test_arms_of_trl_read_the_run_file_of_all_others(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: dict[str, dict[str, Any]] = {}
+
+    def run_module(module: str, *arguments: str, log: Path) -> str:
+        (path,) = (argument for argument in arguments if argument.endswith("run.yaml"))
+        files[module] = yaml.safe_load(Path(path).read_text())
+        return ""
+
+    monkeypatch.setattr("benchmarks.quality.suite.run_module", run_module)
+    monkeypatch.setattr("benchmarks.quality.real.run_module", run_module)
+    bench = _real(corpus, tmp_path / "work", student=tmp_path / "a", teacher=tmp_path / "b")
+    rows = [
+        bench.run({"pair": "real_0.001", "arm": arm, "seed": 7}, "0.001", arm, 1e-4) for arm in ("tree_kl", "trl_gold")
+    ]
+    ours, theirs = files["limbeck"], files["benchmarks.quality.trl_gold"]
+    assert ours.pop("loss_fn")["mode"] == "tree_kl"
+    assert ours.pop("logger") != theirs.pop("logger")
+    assert ours == theirs
+    assert [row["steps"] for row in rows] == [2, 2]
+    assert [bench.model(row).name for row in rows] == ["real_0.001_tree_kl_7", "student"]
+
+
+def test_texts_for_trl_are_cut_behind_the_last_token_that_fits() -> None:
+    tokenizer = tokenizers.byte_level(["ab"])
+    assert trl_gold.cut(["abab c", "éab", "x"], tokenizer, 3) == ["abab ", "éab", "x"]
+    assert trl_gold.cut(["abab"], tokenizer, 1) == ["ab"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", trl_gold.ARMS)
+def test_trl_trains_a_student_that_is_a_model_folder(corpus: Path, tmp_path: Path, arm: str) -> None:
+    if why := trl_gold.missing():
+        pytest.skip(why)
+    shape = {"model_type": "llama", "num_key_value_heads": 2, **TINY}
+    for name, size in (("student", 400), ("teacher", 500)):
+        own = tokenizers.workshop(size)
+        own.save_pretrained(tmp_path / name)
+        config = {"init": "random", "model_overrides": {"vocab_size": size, **shape}}
+        load_model(config, seed=0).save_pretrained(tmp_path / name)
+    models = {name: str(tmp_path / name) for name in ("student", "teacher")}
+    bench = _real(corpus, tmp_path / "work", **{name: Path(path) for name, path in models.items()})
+    settings = run_file([corpus / "student" / "wiki.jsonl"], bench.policy(2, 1e-2), 2, 2, 1, tmp_path / "run")
+    trl_gold.train(settings | {"teacher": {"model_name": models["teacher"]}}, arm)
+    before, after = (
+        load_model({"model_name": str(path)}).state_dict()
+        for path in (tmp_path / "student", trl_gold.student_folder(tmp_path / "run"))
+    )
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
 # -- what tables say ---------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +364,17 @@ def test_figures_that_only_some_rows_have_leave_dashes(tmp_path: Path) -> None:
     lines = tables.summary(experiment).splitlines()
     column = [cell.strip() for cell in lines[0].split("|")].index("sums right")
     assert [line.split("|")[column].strip() for line in lines[2:]] == ["-", "0.250"]
+
+
+def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teachers() -> None:
+    rows = [_row("sweep_0.3", rate, 0, bits) for rate, bits in (("0.0001", 1.4), ("0.0003", 2.9))]
+    rows += [_row("sweep_1", "0.0003", 0, 1.2), _row("real", "teacher")]
+    real = {"steps": 3, "batch": 2, "epochs": 1, "learning_rate": 1e-4}
+    rows += [_row("real_0.3", arm, bits=bits, **real) for arm, bits in (("ce", 1.5), ("trl_gold", 1.25))]
+    assert tables.sweep(rows).splitlines()[2:] == ["| 0.3 | **1.900** | 3.400 |", "| 1 | - | **1.700** |"]
+    page = tables.page(rows)
+    assert "| trl_gold | 1 | **1.750** |" in page
+    assert "learning rates by amount" in page
 
 
 def test_the_quote_replaces_what_stands_between_the_marks() -> None:

@@ -1,8 +1,8 @@
 """The quality benchmark on real models: at which amount of text does a teacher stop helping, and in which domain?
 
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student FOLDER --teacher MODEL
-        [--megabytes .1 .3 1 3] [--arms ce tree_kl ...] [--seeds 1 2 3] [--epochs 2] [--lr 3e-5 1e-4 3e-4]
-        [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
+        [--megabytes .1 .3 1 3] [--arms ce tree_kl:.1,.3 ...] [--then trl_gold ...] [--seeds 1 2 3] [--epochs 2]
+        [--lr 3e-5 1e-4 3e-4] [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
 
 CORPUS is what `corpus.py` wrote; the student reads documents of its part of `--domains`, in equal shares of bytes, and
 is measured on the held-out part of the same domains, on sums to be worked out, and on files of multiple choice. Student
@@ -11,14 +11,15 @@ begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
 
 Of several learning rates each amount of text takes the one that is best for cross-entropy alone, by the bits per byte
 of documents that nobody reports on (of the corpus's teacher part, which no model here reads): the teacher's arms have
-to beat cross-entropy at its own best. Every arm is a `limbeck train` run; results go to `WORK/real.jsonl`, one line per
-finished run, and a second call goes on where the first one stopped.
+to beat cross-entropy at its own best. Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are TRL's
+own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Results go to
+`WORK/real.jsonl`, one line per finished run, and a second call goes on where the first one stopped.
 
-SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU, then the largest amount with fewer arms:
+SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 
-    PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student minimind --teacher smollm2.gguf --parallel 7
-        --megabytes .1 .3 1 --arms ce tree_kl_soft tree_kl boundary_kl --choices hellaswag.jsonl arc_easy.jsonl
-    PYTHONPATH=. python benchmarks/quality/real.py ... --megabytes 3 --arms ce tree_kl_soft
+    PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student minimind --teacher smollm2.gguf --parallel 12
+        --megabytes 3 1 .3 .1 --arms ce tree_kl_soft tree_kl:.1,.3,1 trl_gold:.1,.3 --then trl_gold:1 boundary_kl:.3,1
+        --choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ import json
 import random
 import shutil
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import trl_gold
 from benchmarks.quality.suite import (
     ARMS,
     CONTEXT,
+    Key,
     Results,
     Row,
     held_out,
     measure,
     run_file,
+    run_module,
     schedule,
     train,
+    write_run,
 )
 
 DOMAINS = ("english", "gsm8k", "code", "wiki")
@@ -49,6 +55,9 @@ DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft"]
 BATCH = 16
 DEV_BYTES = 30_000
 SWEEP_SEED = 0
+WARMUP = 10
+"""Steps of warm-up at the least, as far as half of the steps reach: behind a single one the first steps of AdamW cost
+a student at 3e-4 more than it learned from 26 others."""
 
 
 def cut(texts: dict[str, list[str]], size: int) -> dict[str, list[str]]:
@@ -87,17 +96,50 @@ def best_rates(rows: Iterable[Row]) -> dict[str, float]:
     return {amount: min(own, key=own.__getitem__) for amount, own in bits.items()}
 
 
+Amounts = Mapping[str, Sequence[str]]
+"""Arms, each with the amounts of text that it is run on."""
+
+
+def arm_amounts(written: Iterable[str], amounts: Sequence[str]) -> Amounts:
+    """`ARM` or `ARM:MB,MB`, as they are written on the command line.
+
+    >>> arm_amounts(["ce", "tree_kl:.3,1"], ["0.1", "0.3", "1"])
+    {'ce': ['0.1', '0.3', '1'], 'tree_kl': ['0.3', '1']}
+    """
+    found = {}
+    for text in written:
+        arm, _, own = text.partition(":")
+        if arm not in ARMS and arm not in trl_gold.ARMS:
+            raise SystemExit(f"{arm!r} is no arm; give some of {', '.join([*ARMS, *trl_gold.ARMS])}")
+        found[arm] = [f"{float(size):g}" for size in own.split(",")] if own else list(amounts)
+        if strange := set(found[arm]) - set(amounts):
+            raise SystemExit(f"{text!r}: {', '.join(sorted(strange))} MB are not among --megabytes")
+    return found
+
+
+def wanted_runs(arms: Amounts, amounts: Iterable[str], seeds: Iterable[int]) -> list[Key]:
+    """Seeds are outermost: what is cut off is a seed of some arms, not an arm."""
+    return [
+        (f"real_{amount}", arm, seed)
+        for seed in seeds
+        for amount in amounts
+        for arm, own in arms.items()
+        if amount in own
+    ]
+
+
 class Real:
     """Runs of one student and one teacher (`models`) on amounts of text, in megabytes as they are written."""
 
     def __init__(self, corpus: Path, work: Path, models: dict[str, Path], args: argparse.Namespace) -> None:
-        self.work, self.models, self.epochs, self.max_steps = work, models, args.epochs, 2 if args.tiny else None
-        self.amounts = [f"{size:g}" for size in args.megabytes]
+        self.work, self.models, self.epochs = work, models, args.epochs
+        self.max_steps, self.batch = (2, 2) if args.tiny else (None, BATCH)
+        amounts = [f"{size:g}" for size in args.megabytes]
         most = ("4", "--max-bytes", "2000") if args.tiny else (str(args.questions),)
         self._eval_options = ("--max-documents", *most)
         self.documents = {
             amount: write_texts(corpus, "student", work / f"text_{amount}", args.domains, round(float(amount) * 1e6))
-            for amount in self.amounts
+            for amount in amounts
         }
         write_texts(corpus, "teacher", work / "dev", args.domains, DEV_BYTES * len(args.domains))
         self.dev = sorted((work / "dev").glob("*.jsonl"))
@@ -110,10 +152,10 @@ class Real:
             "model_name": str(self.models["student"]),
             "precision": "float32",
             "max_total_sequence_length": CONTEXT,
-            "train_micro_batch_size": BATCH,
+            "train_micro_batch_size": self.batch,
             "max_grad_norm": 1.0,
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": schedule(steps),
+            "scheduler": schedule(steps, max(steps // 20, min(steps // 2, WARMUP))),
         }
 
     def folder(self, row: Row) -> Path:
@@ -122,25 +164,34 @@ class Real:
 
     def run(self, row: Row, amount: str, arm: str, lr: float) -> Row:
         """Trains one student on so many megabytes; the row with what the run was."""
-        folder, steps = self.folder(row), max(self.documents[amount] * self.epochs // BATCH, 1)
+        folder, steps = self.folder(row), max(self.documents[amount] * self.epochs // self.batch, 1)
         steps = min(steps, self.max_steps or steps)
         shutil.rmtree(folder, ignore_errors=True)
         files = sorted((self.work / f"text_{amount}").glob("*.jsonl"))
-        settings = run_file(files, self.policy(steps, lr), steps, BATCH, row["seed"], folder)
-        loss = ARMS[arm]
-        if loss is not None:
+        settings = run_file(files, self.policy(steps, lr), steps, self.batch, row["seed"], folder)
+        if arm != "ce":
             teacher = {"model_name": str(self.models["teacher"]), "precision": "float32"}
             settings["teacher"] = teacher | {"max_total_sequence_length": CONTEXT}
-            settings["loss_fn"] = {"block_rows": 2048, **loss}
-        return row | {"steps": steps, "learning_rate": lr, "seconds": train(settings, folder)}
+        start = time.time()
+        if arm in trl_gold.ARMS:
+            run_module(trl_gold.__name__, write_run(settings, folder), arm, log=folder / "log")
+        else:
+            loss = ARMS[arm]
+            train(settings | ({"loss_fn": {"block_rows": 2048, **loss}} if loss else {}), folder)
+        return row | {"steps": steps, "learning_rate": lr, "seconds": round(time.time() - start)}
+
+    def model(self, row: Row) -> Path:
+        """What is measured: a model as it comes, or a run's student."""
+        if row["arm"] in self.models:
+            return self.models[row["arm"]]
+        return trl_gold.student_folder(self.folder(row)) if row["arm"] in trl_gold.ARMS else self.folder(row)
 
     def measured(self, row: Row) -> Row:
         """The row with its figures, of a sweep on other documents than all others; weights of runs are not kept."""
-        folder = self.models.get(row["arm"], self.folder(row))
         files = self.dev if row["pair"].startswith("sweep_") else self.reported
-        row |= measure(folder, files, self.work / "eval.log", *self._eval_options)
-        if folder not in self.models.values():
-            shutil.rmtree(folder / "checkpoints")
+        row |= measure(self.model(row), files, self.work / "eval.log", *self._eval_options)
+        if row["arm"] not in self.models:
+            shutil.rmtree(self.folder(row) / "checkpoints")
         return row
 
 
@@ -151,36 +202,41 @@ def main() -> None:
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
-    parser.add_argument("--megabytes", nargs="+", type=float, default=[0.1, 0.3, 1])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
+    parser.add_argument("--megabytes", nargs="+", type=float, default=[1, 0.3, 0.1], help="in the order of the runs")
+    parser.add_argument("--arms", nargs="*", metavar="ARM[:MB,MB]", default=DEFAULT_ARMS, help="none: the sweep alone")
+    parser.add_argument("--then", nargs="+", metavar="ARM[:MB,MB]", default=[], help="behind all seeds of --arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4])
     parser.add_argument("--choices", nargs="+", type=Path, default=[], help="files of multiple choice")
-    parser.add_argument("--questions", type=int, default=500, help="of each file of multiple choice or sums")
+    parser.add_argument("--questions", type=int, default=400, help="of each file of multiple choice or sums")
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--tiny", action="store_true", help="try the machinery: two steps, few bytes")
+    parser.add_argument("--tiny", action="store_true", help="try the machinery: two steps of two documents, few bytes")
     args = parser.parse_args()
+    amounts = [f"{size:g}" for size in args.megabytes]
+    arms, then = arm_amounts(args.arms, amounts), arm_amounts(args.then, amounts)
+    if trl_gold.ARMS.keys() & {*arms, *then} and (why := trl_gold.missing()):
+        raise SystemExit(why)
     bench = Real(args.corpus, args.work, {"student": args.student, "teacher": args.teacher}, args)
-    results = Results(args.work / "real.jsonl", args.minutes, epochs=args.epochs, batch=BATCH, parallel=args.parallel)
+    more = {"epochs": args.epochs, "batch": bench.batch, "parallel": args.parallel}
+    results = Results(args.work / "real.jsonl", args.minutes, **more)
 
     def start(pair: str, arm: str, seed: int) -> Row:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
         return row if pair == "real" else bench.run(row, pair.removeprefix("sweep_"), "ce", float(arm))
 
     sweeps = len(args.lr) > 1
-    # the longest first: what follows waits for all of them
-    swept = [(f"sweep_{amount}", f"{lr:g}", SWEEP_SEED) for amount in bench.amounts[::-1] for lr in args.lr if sweeps]
+    swept = [(f"sweep_{amount}", f"{lr:g}", SWEEP_SEED) for amount in amounts for lr in args.lr if sweeps]
     results.fill([("real", "student", 1), ("real", "teacher", 1), *swept], start, bench.measured, args.parallel)
-    rates = dict.fromkeys(bench.amounts, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
+    rates = dict.fromkeys(amounts, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
     print("learning rates by megabytes:", rates, flush=True)
 
     def distil(pair: str, arm: str, seed: int) -> Row:
         amount = pair.removeprefix("real_")
         return bench.run({"pair": pair, "arm": arm, "seed": seed}, amount, arm, rates[amount])
 
-    wanted = [(f"real_{amount}", arm, seed) for seed in args.seeds for amount in bench.amounts for arm in args.arms]
+    wanted = [run for own in (arms, then) for run in wanted_runs(own, amounts, args.seeds)]
     results.fill(wanted, distil, bench.measured, args.parallel)
 
 

@@ -240,9 +240,9 @@ def model(tokenizer: Path, shape: dict[str, int], steps: int, lr: float, batch: 
     }
 
 
-def schedule(steps: int) -> list[dict[str, Any]]:
-    """A twentieth of warm-up, then a cosine down to 0."""
-    warmup = max(steps // 20, 1)
+def schedule(steps: int, warmup: int | None = None) -> list[dict[str, Any]]:
+    """So many steps of warm-up, by default a twentieth of all, then a cosine down to 0."""
+    warmup = max(steps // 20 if warmup is None else warmup, 1)
     return [
         {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.05, "total_iters": warmup}},
         {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": max(steps - warmup, 1)}},
@@ -273,17 +273,22 @@ def run_file(
     }
 
 
-def limbeck(*arguments: str, log: Path) -> str:
-    """Standard output of a `limbeck` command; its messages go to a file."""
+def run_module(module: str, *arguments: str, log: Path) -> str:
+    """Standard output of `python -m MODULE ARGUMENTS`; its messages go to a file."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("a") as messages:
         done = subprocess.run(
-            [sys.executable, "-m", "limbeck", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdout=subprocess.PIPE, stderr=messages, text=True, env=environment,
         )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"limbeck {arguments[0]} ended with {done.returncode}; see {log}")
+        raise RuntimeError(f"{module} {arguments[0]} ended with {done.returncode}; see {log}")
     return done.stdout
+
+
+def limbeck(*arguments: str, log: Path) -> str:
+    """Standard output of a `limbeck` command; its messages go to a file."""
+    return run_module("limbeck", *arguments, log=log)
 
 
 def write_run(settings: dict[str, Any], folder: Path) -> str:

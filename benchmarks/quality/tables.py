@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import trl_gold
 from benchmarks.quality.suite import ARMS, PAIRS, Pair
 
 Row = dict[str, Any]
@@ -28,6 +29,8 @@ Setting = tuple[tuple[int, ...], str]
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
 MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"
+NAMES = [*ARMS, *trl_gold.ARMS]
+"""All arms, in the order of tables."""
 DEFAULT = "tree_kl"
 DIRECTIONS = {
     "coarse": "32k teaches 8k",
@@ -150,7 +153,7 @@ class Experiment:
         return str(self.alone[0]["arm"]) if self.alone else "ce"
 
     def arms(self) -> list[Arm]:
-        """Summaries of all arms, in the order of `ARMS`."""
+        """Summaries of all arms, in the order of `NAMES`."""
         by_arm = group(self.alone + self.rows)
         alone = mean_figures(map(by_domain, self.alone)) if self.alone else {}
         taught = [by_domain(row) for row in self.teachers]
@@ -180,12 +183,11 @@ class Experiment:
 
 
 def group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by arm, in the order of `ARMS`."""
+    """Rows by arm, in the order of `NAMES`."""
     arms = defaultdict[str, list[Row]](list)
     for row in rows:
         arms[row["arm"]].append(row)
-    order = list(ARMS)
-    return {name: arms[name] for name in sorted(arms, key=lambda name: order.index(name) if name in order else -1)}
+    return {name: arms[name] for name in sorted(arms, key=lambda name: NAMES.index(name) if name in NAMES else -1)}
 
 
 def mean_figures(found: Iterable[Figures]) -> Figures:
@@ -270,7 +272,7 @@ def summary(experiment: Experiment) -> str:
     arms = experiment.arms()
     names = list(dict.fromkeys(name for arm in arms for name in arm.skills))
     # a student as it comes is no arm
-    best = min((arm.mean for arm in arms if arm.name in ARMS), default=0.0)
+    best = min((arm.mean for arm in arms if arm.name in NAMES), default=0.0)
     lines = [
         [
             "the teacher" if len(experiment.teachers) == 1 else f"teacher {row['arm']}",
@@ -302,7 +304,7 @@ def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
     arms = {name: list(map(figures, own)) for name, own in group(rows).items()}
     means = {name: mean_figures(found) for name, found in arms.items()}
     columns = list(dict.fromkeys(column for own in means.values() for column in own))
-    best = {c: min((own[c] for arm, own in means.items() if arm in ARMS and c in own), default=None) for c in columns}
+    best = {c: min((own[c] for arm, own in means.items() if arm in NAMES and c in own), default=None) for c in columns}
     lines = []
     for arm, found in arms.items():
         cells = []
@@ -311,8 +313,28 @@ def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
             spread = statistics.stdev(values) if column == columns[0] and len(values) > 1 else None
             text = number(means[arm].get(column), spread)
             cells.append(f"**{text}**" if values and means[arm][column] == best[column] else text)
-        lines.append([arm if arm in ARMS or arm == "student" else f"teacher {arm}", str(len(found)), *cells])
+        lines.append([arm if arm in NAMES or arm == "student" else f"teacher {arm}", str(len(found)), *cells])
     return grid(["arm", "seeds", *columns], lines)
+
+
+def sweep(rows: Iterable[Row]) -> str:
+    """Bits per byte of cross-entropy alone by amount of text and learning rate, on documents of no other table."""
+    bits: dict[str, dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        if row["pair"].startswith("sweep_"):
+            bits[row["pair"].removeprefix("sweep_")][float(row["arm"])] = by_domain(row)["mean"]
+    rates = sorted({rate for own in bits.values() for rate in own})
+    lines = []
+    for size in sorted(bits, key=float):
+        best = min(bits[size].values())
+        cells = [number(bits[size].get(rate)) for rate in rates]
+        lines.append(
+            [
+                size,
+                *(f"**{cell}**" if bits[size].get(r) == best else cell for r, cell in zip(rates, cells, strict=True)),
+            ]
+        )
+    return grid(["MB", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def goals(found: Sequence[Experiment]) -> list[str]:
@@ -364,6 +386,9 @@ def page(rows: Sequence[Row]) -> str:
         parts += [experiment.title, summary(experiment), "By domain:\n\n" + table(everything, by_domain)]
         said = "By class of the student's (the teacher's own) tokens, all domains together:"
         parts.append(f"{said}\n\n{table(everything, by_class)}")
+    if any(row["pair"].startswith("sweep_") for row in rows):
+        said = "Bits per byte of cross-entropy alone on documents of no other table; bold: what all arms take."
+        parts.append(f"## Real models, learning rates by amount of text\n\n{said}\n\n{sweep(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
