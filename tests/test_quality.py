@@ -145,8 +145,8 @@ def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypat
     digits = named.settings("digits", "gold", 1, tmp_path / "d")
     assert digits["policy"]["tokenizer"]["name"] == str(tokenizers / "llama3_2")
     assert digits["teachers"][0]["tokenizer"]["name"] == str(tokenizers / "qwen3")
-    runs = [named.settings("scarce", arm, 1, tmp_path / "e") for arm in ("ce", "ce_100")]
-    assert [run["distillation"]["max_num_steps"] for run in runs] == [900, 100]
+    runs = [named.settings("scarce", arm, 1, tmp_path / "e") for arm in ("ce", "ce_200")]
+    assert [run["distillation"]["max_num_steps"] for run in runs] == [900, 200]
     scarce = bench.settings("scarce", "ce", 1, tmp_path / "c")
     assert "teachers" not in scarce
     assert {len(Path(path).read_text().splitlines()) for path in scarce["data"]["train"]} == {1}, "a tenth of ten"
@@ -333,13 +333,13 @@ def test_another_precision_is_another_table_and_the_last_one_is_quoted() -> None
 
 
 def test_arms_are_compared_with_the_best_number_of_steps_of_cross_entropy() -> None:
-    rows = [_row("scarce", arm, bits=bits) for arm, bits in (("ce", 3.0), ("ce_100", 2.0), ("tree_kl", 1.5))]
+    rows = [_row("scarce", arm, bits=bits) for arm, bits in (("ce", 3.0), ("ce_200", 2.0), ("tree_kl", 1.5))]
     # a teacher's student may read longer than another student of it
     rows.append(_row("teacher", "bpe_32k", bits=1.0, sizes=[1, 2, 8, 9]))
     (scarce,) = tables.experiments(rows)
     gaps = {arm.name: arm.gap for arm in scarce.arms()}
-    assert gaps == {"ce": -1.0, "ce_100": 0.0, "tree_kl": 0.5}
-    assert "the best of cross-entropy alone, ce_100" in scarce.title
+    assert gaps == {"ce": -1.0, "ce_200": 0.0, "tree_kl": 0.5}
+    assert "the best of cross-entropy alone, ce_200" in scarce.title
     (goal,) = tables.goals([scarce])
     assert "tree_kl closes 50%" in goal
 

@@ -106,7 +106,7 @@ PAIRS = {
     "same": Pair("bpe_8k", ("bpe_8k",)),
     "digits": Pair("llama3_2", ("qwen3",), sizes=LARGE_HEADS),
     "gemma": Pair("smollm2", ("gemma3",), sizes=LARGE_HEADS),
-    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1, {"student_steps": 900, "student_documents": 12}),
+    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1, {"student_steps": 900, "student_documents": 8}),
     "two": Pair("bpe_8k", ("bpe_32k", "bpe_8k")),
     "prose": Pair("bpe_8k", ("prose",)),
     "formal": Pair("bpe_8k", ("formal",)),
@@ -124,8 +124,8 @@ PUBLISHED = ("digits", "gemma")
 TREE = {"mode": "tree_kl"}
 ARMS: dict[str, dict[str, Any] | None] = {
     "ce": None,
-    "ce_300": None,
-    "ce_100": None,
+    "ce_450": None,
+    "ce_200": None,
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
     "tree_kl_soft": TREE | {"gate": "soft"},
@@ -175,7 +175,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 
-STEPS = {"ce_300": 300, "ce_100": 100}
+STEPS = {"ce_450": 450, "ce_200": 200}
 """Arms that end sooner, under a schedule of their own: with little text cross-entropy alone is best before it has read
 it too often."""
 
@@ -192,7 +192,7 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "digits": ("ce", "tree_kl", "p_kl", "gold", "boundary_kl"),
         "gemma": ("ce", "tree_kl", "boundary_kl"),
     },
-    "scarce": {"scarce": ("ce", "ce_300", "ce_100", "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0")},
+    "scarce": {"scarce": ("ce", "ce_450", "ce_200", "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0")},
     "published": {"coarse": ("p_kl", "gold"), "fine": ("p_kl", "gold")},
     "objectives": {"coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition")},
     "parts": {
@@ -576,7 +576,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--sizes", nargs=4, type=int, default=[500, 48, 300, 24], metavar="N",
+    parser.add_argument("--sizes", nargs=4, type=int, default=[500, 32, 300, 16], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
     parser.add_argument("--probe-every", type=int, default=0, help="loss_fn.probe_every of all students with a teacher")
     parser.add_argument("--tiny", action="store_true", help="try the machinery: models of 2 x 64, two steps, few bytes")
