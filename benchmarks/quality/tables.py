@@ -219,11 +219,16 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
             found.append(Experiment(name, f"## {name}: {said}\n\n{run}", others, alone, teachers))
     as_it_comes = [row for row in rows if row["pair"] == "real" and row["arm"] == "student"]
     teachers = [row for row in rows if row["pair"] == "real" and row["arm"] == "teacher"]
-    real = {(amount(row["pair"]), row["learning_rate"]) for row in rows if row["pair"].startswith("real_")}
-    for size, rate in sorted(real):
-        here = [row for row in rows if row["pair"] == f"real_{size:g}" and row["learning_rate"] == rate]
+    real = defaultdict[tuple[float, float, str], list[Row]](list)
+    for row in rows:
+        if row["pair"].startswith("real_"):
+            precision = row.get("precision", "float32")
+            real[amount(row["pair"]), row["learning_rate"], precision].append(row)
+    for (size, rate, precision), here in sorted(real.items(), key=lambda pair: pair[0]):
         first = here[0]
         run = f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs, AdamW at {rate:g}"
+        run += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
+        run += f", {precision}"
         title = f"## Real models, {size:g} MB of text\n\n{run}; {device(here)}."
         alone = [row for row in here if row["arm"] == "ce"]
         own = as_it_comes + [row for row in here if row["arm"] != "ce"]

@@ -91,7 +91,7 @@ def gold_config(run: Mapping[str, Any], arm: str, out: Path) -> Any:
         seed=run["distillation"]["seed"],
         max_grad_norm=run["policy"]["max_grad_norm"],
         dataloader_drop_last=True,
-        bf16=False,
+        bf16=torch.cuda.is_available(),
         gradient_checkpointing=False,
         logging_steps=10,
         save_strategy="no",
