@@ -231,7 +231,15 @@ def test_arms_of_real_models_are_run_on_the_amounts_that_they_name() -> None:
 
 
 def _real(corpus: Path, work: Path, **models: Path) -> Real:
-    options = {"epochs": 1, "megabytes": [0.001], "questions": 1, "domains": ["wiki"], "choices": [], "tiny": True}
+    options = {
+        "epochs": 1,
+        "least_steps": 3,
+        "megabytes": [0.001],
+        "questions": 1,
+        "domains": ["wiki"],
+        "choices": [],
+        "tiny": True,
+    }
     return Real(corpus, work, models, argparse.Namespace(**options))
 
 
@@ -256,6 +264,12 @@ def test_arms_of_trl_read_the_run_file_of_all_others(
     assert ours.pop("logger") != theirs.pop("logger")
     assert ours == theirs
     assert [row["steps"] for row in rows] == [2, 2]
+    bench.documents["0.001"], bench.max_steps = 5, None
+    assert bench.length("0.001") == (2, 5), (
+        "two epochs of five documents are the three steps of two that it has to have"
+    )
+    bench.documents["0.001"] = 60
+    assert bench.length("0.001") == (1, 30)
     assert [bench.model(row).name for row in rows] == ["real_0.001_tree_kl_7", "student"]
 
 

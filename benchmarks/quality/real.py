@@ -12,8 +12,9 @@ begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
 Of several learning rates each amount of text takes the one that is best for cross-entropy alone, by the bits per byte
 of documents that nobody reports on (of the corpus's teacher part, which no model here reads): the teacher's arms have
 to beat cross-entropy at its own best. Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are TRL's
-own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Results go to
-`WORK/real.jsonl`, one line per finished run, and a second call goes on where the first one stopped.
+own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Text that is too
+little for `--least-steps` is read more often than `--epochs` times. Results go to `WORK/real.jsonl`, one line per
+finished run, and a second call goes on where the first one stopped.
 
 SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import statistics
@@ -137,7 +139,7 @@ class Real:
     """Runs of one student and one teacher (`models`) on amounts of text, in megabytes as they are written."""
 
     def __init__(self, corpus: Path, work: Path, models: dict[str, Path], args: argparse.Namespace) -> None:
-        self.work, self.models, self.epochs = work, models, args.epochs
+        self.work, self.models, self.epochs, self.least_steps = work, models, args.epochs, args.least_steps
         self.max_steps, self.batch = (2, 2) if args.tiny else (None, BATCH)
         amounts = [f"{size:g}" for size in args.megabytes]
         most = ("4", "--max-bytes", "2000") if args.tiny else (str(args.questions),)
@@ -167,10 +169,17 @@ class Real:
         """Run folder of a row."""
         return self.work / f"{row['pair']}_{row['arm']}_{row['seed']}"
 
+    def length(self, amount: str) -> tuple[int, int]:
+        """Epochs and steps of a run on so many megabytes: little text is read again."""
+        documents = self.documents[amount]
+        epochs = max(self.epochs, math.ceil(self.least_steps * self.batch / documents))
+        steps = max(documents * epochs // self.batch, 1)
+        return epochs, min(steps, self.max_steps or steps)
+
     def run(self, row: Row, amount: str, arm: str, lr: float) -> Row:
         """Trains one student on so many megabytes; the row with what the run was."""
-        folder, steps = self.folder(row), max(self.documents[amount] * self.epochs // self.batch, 1)
-        steps = min(steps, self.max_steps or steps)
+        folder = self.folder(row)
+        epochs, steps = self.length(amount)
         shutil.rmtree(folder, ignore_errors=True)
         files = sorted((self.work / f"text_{amount}").glob("*.jsonl"))
         settings = run_file(files, self.policy(steps, lr), steps, self.batch, row["seed"], folder)
@@ -183,8 +192,8 @@ class Real:
         else:
             loss = ARMS[arm]
             train(settings | ({"loss_fn": {"block_rows": 2048, **loss}} if loss else {}), folder)
-        what = {"steps": steps, "warmup": warmup(steps), "learning_rate": lr, "precision": computed_in()}
-        return row | what | {"seconds": round(time.time() - start)}
+        what = {"epochs": epochs, "steps": steps, "warmup": warmup(steps), "learning_rate": lr}
+        return row | what | {"precision": computed_in(), "seconds": round(time.time() - start)}
 
     def model(self, row: Row) -> Path:
         """What is measured: a model as it comes, or a run's student."""
@@ -213,6 +222,7 @@ def main() -> None:
     parser.add_argument("--then", nargs="+", metavar="ARM[:MB,MB]", default=[], help="behind all seeds of --arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--least-steps", type=int, default=48, help="more epochs where the text has fewer")
     parser.add_argument("--lr", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4])
     parser.add_argument("--choices", nargs="+", type=Path, default=[], help="files of multiple choice")
     parser.add_argument("--questions", type=int, default=400, help="of each file of multiple choice or sums")
@@ -225,8 +235,7 @@ def main() -> None:
     if trl_gold.ARMS.keys() & {*arms, *then} and (why := trl_gold.missing()):
         raise SystemExit(why)
     bench = Real(args.corpus, args.work, {"student": args.student, "teacher": args.teacher}, args)
-    more = {"epochs": args.epochs, "batch": bench.batch, "parallel": args.parallel}
-    results = Results(args.work / "real.jsonl", args.minutes, **more)
+    results = Results(args.work / "real.jsonl", args.minutes, batch=bench.batch, parallel=args.parallel)
 
     def start(pair: str, arm: str, seed: int) -> Row:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
