@@ -119,11 +119,11 @@ def train(run: Mapping[str, Any], arm: str) -> None:
     texts = cut(read_texts(run["data"]["train"]), tokenizer, run["data"]["max_input_seq_length"] - 2)
     begin = tokenizer.bos_token or tokenizer.eos_token
     rows = Dataset.from_list([{"prompt": begin, "completion": text} for text in texts])
-    student = load_model({"model_name": policy["model_name"]})
+    student = load_model({"model_name": policy["model_name"]}, device=config.device)
     optimizer = build_optimizer(student.parameters(), policy["optimizer"])
     trainer = GOLDTrainer(
         student,
-        load_model({"model_name": run["teacher"]["model_name"]}),
+        load_model({"model_name": run["teacher"]["model_name"]}, device=config.device),
         config,
         train_dataset=rows,
         processing_class=tokenizer,
