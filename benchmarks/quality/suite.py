@@ -192,7 +192,8 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "digits": ("ce", "tree_kl", "p_kl", "gold", "boundary_kl"),
         "gemma": ("ce", "tree_kl", "boundary_kl"),
     },
-    "scarce": {"scarce": ("ce", "ce_450", "ce_200", "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0")},
+    "scarce": {"scarce": ("ce", "ce_450", "ce_200", "tree_kl", "tree_kl_ce_0")},
+    "weights": {"coarse": ("tree_kl_ce_0", "tree_kl_ce_.3"), "fine": ("tree_kl_ce_0",), "digits": ("tree_kl_ce_0",)},
     "published": {"coarse": ("p_kl", "gold"), "fine": ("p_kl", "gold")},
     "objectives": {"coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition")},
     "parts": {
@@ -203,7 +204,6 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "fine": ("tree_kl_inner_teacher",),
     },
     "teachers": {"prose": ("tree_kl",), "formal": ("tree_kl",), "both": ("tree_kl", "tree_kl_by_ce")},
-    "weights": {"coarse": ("tree_kl_ce_.3", "tree_kl_ce_0")},
     "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
     "more": {
         "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals"),
