@@ -386,9 +386,15 @@ def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teac
     real = {"steps": 3, "batch": 2, "epochs": 1, "learning_rate": 1e-4}
     rows += [_row("real_0.3", arm, bits=bits, **real) for arm, bits in (("ce", 1.5), ("trl_gold", 1.25))]
     assert tables.sweep(rows).splitlines()[2:] == ["| 0.3 | **1.900** | 3.400 |", "| 1 | - | **1.700** |"]
+    rows += [_row("real_1", "ce", bits=1.0, **real), _row("real_0.3", "ce", bits=1.6, **real | {"learning_rate": 3e-4})]
     page = tables.page(rows)
     assert "| trl_gold | 1 | **1.750** |" in page
-    assert "learning rates by amount" in page
+    assert "| 0.3 | **1.900** | 3.400 |" in page
+    by_amount = tables.by_amount(tables.experiments(rows))
+    assert tables.curve(by_amount).splitlines()[2:] == [
+        "| ce | 2.000 | 1.500 |",
+        "| trl_gold | 1.750 (-0.250) | - |",
+    ]
 
 
 def test_the_quote_replaces_what_stands_between_the_marks() -> None:

@@ -322,6 +322,31 @@ def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
     return grid(["arm", "seeds", *columns], lines)
 
 
+def by_amount(found: Iterable[Experiment]) -> list[Experiment]:
+    """Real models, one experiment by amount of text: of several settings the best for cross-entropy alone."""
+    best: dict[str, Experiment] = {}
+    for experiment in found:
+        if experiment.name.startswith("real_") and experiment.alone:
+            have = best.setdefault(experiment.name, experiment)
+            if mean_bits(experiment.alone) < mean_bits(have.alone):
+                best[experiment.name] = experiment
+    return sorted(best.values(), key=lambda experiment: amount(experiment.name))
+
+
+def curve(real: Sequence[Experiment]) -> str:
+    """One line per arm, one column per amount of text: bits per byte, and the difference to cross-entropy alone."""
+    columns = [{arm.name: arm for arm in experiment.arms()} for experiment in real]
+    lines = []
+    for name in group(row for experiment in real for row in experiment.alone + experiment.rows):
+        cells = []
+        for arms in columns:
+            arm = arms.get(name)
+            text = number(arm.mean, arm.spread) if arm else "-"
+            cells.append(text if arm is None or name == "ce" else f"{text} ({arm.mean - arms['ce'].mean:+.3f})")
+        lines.append([name, *cells])
+    return grid(["arm", *(f"{amount(experiment.name):g} MB" for experiment in real)], lines)
+
+
 def sweep(rows: Iterable[Row]) -> str:
     """Bits per byte of cross-entropy alone by amount of text and learning rate, on documents of no other table."""
     bits: dict[str, dict[float, float]] = defaultdict(dict)
@@ -386,14 +411,20 @@ def page(rows: Sequence[Row]) -> str:
     for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
         if (HERE / plot).exists():
             parts.append(f"![{said}]({plot})")
+    real = by_amount(found)
+    if len(real) > 1:
+        said = (
+            "Bits per byte, held out, and the difference to cross-entropy alone; each amount at its own learning rate."
+        )
+        parts.append(f"## Real models by amount of text\n\n{said}\n\n{curve(real)}")
+    if any(row["pair"].startswith("sweep_") for row in rows):
+        said = "The rates, by cross-entropy alone on documents of no other table; bold: what all arms take."
+        parts.append(f"{said}\n\n{sweep(rows)}")
     for experiment in found:
         everything = experiment.teachers + experiment.alone + experiment.rows
         parts += [experiment.title, summary(experiment), "By domain:\n\n" + table(everything, by_domain)]
         said = "By class of the student's (the teacher's own) tokens, all domains together:"
         parts.append(f"{said}\n\n{table(everything, by_class)}")
-    if any(row["pair"].startswith("sweep_") for row in rows):
-        said = "Bits per byte of cross-entropy alone on documents of no other table; bold: what all arms take."
-        parts.append(f"## Real models, learning rates by amount of text\n\n{said}\n\n{sweep(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -457,15 +488,7 @@ def draw_curve(found: Sequence[Experiment], path: Path) -> None:
     """Lines: bits per byte of real students over the amount of text."""
     from matplotlib.figure import Figure
 
-    best: dict[str, Experiment] = {}
-    for experiment in found:
-        bits = [by_domain(row)["mean"] for row in experiment.alone]
-        # of several learning rates the one that is best for cross-entropy alone
-        if experiment.name.startswith("real_") and bits:
-            have = best.setdefault(experiment.name, experiment)
-            if statistics.mean(bits) < statistics.mean(by_domain(row)["mean"] for row in have.alone):
-                best[experiment.name] = experiment
-    real = sorted(best.values(), key=lambda experiment: amount(experiment.name))
+    real = by_amount(found)
     curves = defaultdict[str, list[tuple[float, float, float]]](list)
     for experiment in real:
         for arm in experiment.arms():
