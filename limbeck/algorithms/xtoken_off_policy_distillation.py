@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import NotRequired
@@ -469,6 +470,11 @@ class OffPolicyLoop(TrainingLoop):
         return compared_bits(means)
 
     def look_ahead(self) -> None:
+        # a few records are no reason to compile passes that no step takes
+        with torch.compiler.set_stance("force_eager") if self.student.compiles else nullcontext():
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
         with stage("looking at how texts begin"):
             warnings = wrong_begin(self.student, self.teachers, self.config)
         for warning in warnings:
