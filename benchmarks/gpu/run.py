@@ -133,14 +133,15 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
             student_tokenizer, others = load_tokenizers(config)
             parts = algorithm.setup(config, student_tokenizer, others, *load_datasets(config))
             ends: list[float] = []
-            made: list[int] = []
-            _note_ends(parts[0], ends, made)
+            made: list[tuple[int, int]] = []
+            kernels = compiled_kernels()
+            _note_ends(parts[0], ends, made, kernels)
             algorithm.xtoken_off_policy_distillation_train(*parts)
             if kind == "whole":
                 return sections(Path(folder))
             _wait()
             row = speed(Path(folder), ends)
-            row["compiled"] = [b - a for a, b in itertools.pairwise(made)][WARMUP - 1 :]
+            row["compiled"] = compiled_in(made, kernels)
             row["seconds_to_the_first_step"] = round(ends[0] - started, 1)
             if kind == "small":
                 with host_threads(parts[0].device):
@@ -150,18 +151,27 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
     return row
 
 
-def _note_ends(student: Any, ends: list[float], made: list[int]) -> None:
+def _note_ends(student: Any, ends: list[float], made: list[tuple[int, int]], kernels: list[str]) -> None:
     """Write down when each training step of a student has ended, and how much had been compiled by then."""
-    train, kernels = student.train, compiled_kernels()
+    train = student.train
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         result = train(*args, **kwargs)
         if not kwargs.get("eval_mode"):  # the comparison with the teacher at the start
             ends.append(time.perf_counter())
-            made.append(compiled_graphs() + len(kernels))
+            made.append((compiled_graphs(), len(kernels)))
         return result
 
     student.train = noting
+
+
+def compiled_in(made: list[tuple[int, int]], kernels: list[str]) -> dict[int, Any]:
+    """By step behind the warm-up: graphs that were compiled in it, and the names of kernels."""
+    found = {}
+    for step, (before, after) in enumerate(itertools.pairwise(made), start=2):
+        if step > WARMUP and after != before:
+            found[step] = {"graphs": after[0] - before[0], "kernels": kernels[before[1] : after[1]]}
+    return found
 
 
 def compiled_kernels() -> list[str]:
