@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.quality import tables, trl_gold
+from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_small
 from benchmarks.quality.real import Real, arm_amounts, best_rates, cut, write_texts
 from benchmarks.quality.real import wanted_runs as wanted_real_runs
 from benchmarks.quality.suite import (
@@ -20,6 +21,7 @@ from benchmarks.quality.suite import (
     GROUPS,
     PAIRS,
     PUBLISHED,
+    SMALL_GROUPS,
     STEPS,
     STUDENT,
     TEACHERS,
@@ -55,7 +57,7 @@ def _row(pair: str, arm: str, seed: int = 1, bits: float = 2.0, **more: Any) -> 
 
 
 def test_every_arm_of_every_group_exists_and_is_a_setting_of_the_loss() -> None:
-    for group in GROUPS.values():
+    for group in (GROUPS | SMALL_GROUPS).values():
         for pair, arms in group.items():
             assert set(arms) <= set(ARMS)
             assert set(PAIRS[pair].teachers) <= set(TEACHERS)
@@ -150,6 +152,21 @@ def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypat
     scarce = bench.settings("scarce", "ce", 1, tmp_path / "c")
     assert "teachers" not in scarce
     assert {len(Path(path).read_text().splitlines()) for path in scarce["data"]["train"]} == {1}, "a tenth of ten"
+
+
+def test_a_small_corpus_is_cut_out_of_a_whole_one(tmp_path: Path) -> None:
+    """A separator of lines inside a text ends no document."""
+    text = "".join(f"{n} sheep and\u2028{n + 1} goats.\n" for n in range(2_000))
+    for part in SMALL_BYTES:
+        (tmp_path / part).mkdir()
+        for domain in SMALL_DOMAINS:
+            (tmp_path / part / f"{domain}.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    write_small(tmp_path, tmp_path / "small")
+    student, teacher = (read_texts(tmp_path / "small" / part / "gsm8k.jsonl") for part in ("student", "teacher"))
+    assert "".join(teacher) == text
+    assert text.startswith("".join(student))
+    assert 30_000 <= sum(len(piece.encode()) for piece in student) < 30_500
+    assert (tmp_path / "small" / "bpe_512" / "tokenizer.json").exists()
 
 
 def test_what_could_not_be_made_is_not_tried_by_all_who_need_it(
@@ -333,17 +350,17 @@ def test_the_later_of_two_rows_of_a_run_counts_and_other_sizes_are_other_runs() 
     kept = tables.unique(rows)
     assert [(row["sizes"][0], row["measures"]["a"]["bpb"]) for row in kept] == [(1, 2.0), (5, 2.0), (1, 2.0)]
     assert len(tables.experiments(kept)) == 2
-    assert [row["sizes"][0] for row in tables.latest(kept)] == [1, 1], "as the last row"
+    assert [row["sizes"][0] for row in tables.usual(kept)] == [1, 1], "what most rows have"
 
 
-def test_another_precision_is_another_table_and_the_last_one_is_quoted() -> None:
+def test_another_precision_is_another_table() -> None:
     rows = [_row("coarse", "ce", bits=1.0), _row("coarse", "tree_kl", bits=0.5), _row("teacher", "bpe_32k", bits=0.25)]
     rows += [row | {"precision": "bfloat16"} for row in (_row("teacher", "bpe_32k", bits=1.0), _row("coarse", "ce"))]
     old, new = sorted(tables.experiments(tables.unique(rows)), key=lambda own: len(own.alone + own.rows), reverse=True)
     assert [arm.mean for arm in old.arms()] == [1.5, 1.0]
     assert [by["arm"] for by in old.teachers + new.teachers] == ["bpe_32k"] * 2
     assert "bfloat16" in new.title
-    assert {row["precision"] for row in tables.latest(rows)} == {"bfloat16"}
+    assert tables.usual(rows) == [rows[2], rows[0], rows[1]], "most of the pair's rows are in float32"
 
 
 def test_arms_are_compared_with_the_best_number_of_steps_of_cross_entropy() -> None:

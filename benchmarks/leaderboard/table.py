@@ -9,7 +9,7 @@ import re
 import statistics
 from pathlib import Path
 
-from benchmarks.quality.tables import by_domain, latest, read_rows, unique
+from benchmarks.quality.tables import by_domain, read_rows, unique, usual
 
 HERE = Path(__file__).parent
 PAIRS = ("coarse", "fine")
@@ -37,7 +37,8 @@ in `quality/results.jsonl`, and `python benchmarks/leaderboard/table.py`.
 
 def page() -> str:
     """The whole page: every arm that both directions have measured with several seeds."""
-    rows = latest(unique(read_rows([HERE.parent / "quality" / "results.jsonl"])))
+    stored = unique(read_rows([HERE.parent / "quality" / "results.jsonl"]))
+    rows = usual([row for row in stored if row["pair"] in (*PAIRS, "teacher")])
     bits: dict[str, dict[str, list[float]]] = {}
     seconds: dict[str, list[int]] = {}
     teachers = {}

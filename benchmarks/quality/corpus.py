@@ -115,6 +115,40 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+SMALL_DOMAINS = ("english", "gsm8k")
+SMALL_BYTES = {"teacher": None, "student": 30_000, "held_out": 20_000}
+SMALL_VOCABULARIES = {"bpe_512": 512, "bpe_2k": 2_048}
+
+
+def write_small(corpus: Path, out: Path) -> None:
+    """A corpus for runs that a processor can make, out of a whole one: two domains in documents of about 400 bytes, all
+    of the teacher's, so many bytes of a domain of the other parts."""
+    read: list[str] = []
+    for domain in SMALL_DOMAINS:
+        for part, limit in SMALL_BYTES.items():
+            texts, size = list[str](), 0
+            for piece in (piece for text in read_texts(corpus / part / f"{domain}.jsonl") for piece in cut(text, 400)):
+                if limit is not None and size >= limit:
+                    break
+                texts.append(piece)
+                size += len(piece.encode())
+            write_texts(texts, out / part / f"{domain}.jsonl")
+            read += texts if part == "teacher" else []
+    for name, vocabulary in SMALL_VOCABULARIES.items():
+        train_tokenizer(read, vocabulary, out / name)
+
+
+def read_texts(path: Path) -> list[str]:
+    """Documents of a file."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def write_texts(texts: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -133,9 +167,7 @@ def main() -> None:
         split = held + int((len(texts) - held) * STUDENT_SHARE)
         parts = {"held_out": texts[:held], "student": texts[held:split], "teacher": texts[split:]}
         for part, own in parts.items():
-            path = args.out / part / f"{domain}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in own))
+            write_texts(own, args.out / part / f"{domain}.jsonl")
         sizes = {part: f"{sum(len(text.encode()) for text in own) / 1e6:.2f} MB" for part, own in parts.items()}
         print(f"{domain:12}", sizes)
         teacher_texts += parts["teacher"]

@@ -8,7 +8,8 @@ CORPUS is what `corpus.py` wrote; `FOLDER/{qwen3,llama3_2,gemma3,smollm2}` hold 
 need them (without the option those are left out). Everything runs through `limbeck train`, `limbeck cache` and
 `limbeck eval`: the teachers, beside them the arms that need none, then the others. A finished run is a line of
 `WORK/results.jsonl`, and is not repeated; what does not begin within `--minutes` waits for the next call. `tables.py`
-draws the results. `--tiny` runs the same on a processor in minutes, with models too small to say anything.
+draws the results. `--tiny` runs the same on a processor in minutes, with models too small to say anything; `--small`
+is a benchmark of its own that a processor can make, with small models of little text.
 
 Measured of every student: bits per byte by domain and class of token, the probability on numerals where a numeral
 follows, and the share of held-out sums, differences and products that it writes right.
@@ -34,7 +35,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ import torch
 import yaml
 
 from benchmarks.common import origin
+from benchmarks.quality.corpus import SMALL_DOMAINS, read_texts, write_small, write_texts
 
 Key = tuple[str, str, int]
 """Pair, arm, seed."""
@@ -57,12 +59,18 @@ TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "formal": ("bpe_32k", FORMAL),
     "qwen3": ("qwen3", PROSE + FORMAL),
     "gemma3": ("gemma3", PROSE + FORMAL),
+    "bpe_2k": ("bpe_2k", SMALL_DOMAINS),
+    "bpe_512": ("bpe_512", SMALL_DOMAINS),
+    "english": ("bpe_2k", ("english",)),
+    "gsm8k": ("bpe_2k", ("gsm8k",)),
 }
 """Tokenizer and domains of every teacher."""
 
 STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
 SLIM = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+SMALL_TEACHER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL_STUDENT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONTEXT = 640
 ANSWER_TOKENS = 12
@@ -70,7 +78,8 @@ ANSWER_TOKENS = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Steps and documents per step of teachers and students; their shapes; rows that pass through heads at a time."""
+    """Steps and documents per step of teachers and students; their shapes and learning rates; rows that pass through
+    heads at a time."""
 
     teacher_steps: int
     teacher_documents: int
@@ -78,6 +87,8 @@ class Sizes:
     student_documents: int
     teacher: dict[str, int] = field(default_factory=TEACHER.copy)
     student: dict[str, int] = field(default_factory=STUDENT.copy)
+    teacher_rate: float = 6e-4
+    student_rate: float = 1e-3
     block_rows: int = 2048
 
     @property
@@ -100,6 +111,9 @@ class Pair:
 LARGE_HEADS = {"teacher_documents": 24, "student_documents": 8, "teacher": SLIM, "block_rows": 1024}
 """With vocabularies of 49,152 to 262,145 tokens heads cost several times what the layers do."""
 
+SMALL: dict[str, Any] = asdict(Sizes(500, 8, 250, 4, SMALL_TEACHER, SMALL_STUDENT, 3e-3, 3e-3))
+"""What a processor trains: a student of .3 million parameters in half a minute, a teacher of .9 million in minutes."""
+
 PAIRS = {
     "coarse": Pair("bpe_8k", ("bpe_32k",)),
     "fine": Pair("bpe_32k", ("bpe_8k",)),
@@ -111,12 +125,17 @@ PAIRS = {
     "prose": Pair("bpe_8k", ("prose",)),
     "formal": Pair("bpe_8k", ("formal",)),
     "both": Pair("bpe_8k", ("prose", "formal")),
+    "small_coarse": Pair("bpe_512", ("bpe_2k",), sizes=SMALL),
+    "small_fine": Pair("bpe_2k", ("bpe_512",), sizes=SMALL),
+    "small_same": Pair("bpe_512", ("bpe_512",), sizes=SMALL),
+    "small_two": Pair("bpe_512", ("bpe_2k", "bpe_512"), sizes=SMALL),
+    "small_both": Pair("bpe_512", ("english", "gsm8k"), sizes=SMALL),
 }
 """Experiments. `coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both
 8,192; `digits`: Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three); `gemma`: Gemma-3's (262,145
 tokens) teaches SmolLM2's (49,152); `scarce`: as `coarse`, on a tenth of the text, which it reads many times; `two`: two
 teachers that know the same; `prose`, `formal`, `both`: teachers that have read one half of the domains each, alone and
-together."""
+together; `small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student."""
 
 PUBLISHED = ("digits", "gemma")
 """Pairs of published tokenizers."""
@@ -126,6 +145,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "ce": None,
     "ce_450": None,
     "ce_200": None,
+    "ce_500": None,
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
     "tree_kl_soft": TREE | {"gate": "soft"},
@@ -175,12 +195,28 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
 
-STEPS = {"ce_450": 450, "ce_200": 200}
-"""Arms that end sooner, under a schedule of their own: with little text cross-entropy alone is best before it has read
-it too often."""
+STEPS = {"ce_450": 450, "ce_200": 200, "ce_500": 500}
+"""Arms that end sooner or later, each under a schedule of its own: cross-entropy alone may have its best number."""
 
 CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256}
 """Arms whose teacher is a cache of so many most likely tokens."""
+
+SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
+    "small": {
+        "small_coarse": ("ce", "ce_500", "tree_kl_ce_0", "tree_kl", "boundary_kl", "p_kl", "gold"),
+        "small_fine": ("ce", "ce_500", "tree_kl_ce_0", "tree_kl", "boundary_kl"),
+    },
+    "small_objectives": {"small_coarse": ("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition")},
+    "small_parts": {"small_coarse": ("tree_kl_no_chunk", "tree_kl_root", "tree_kl_all_chunks", "tree_kl_ce_.3")},
+    "small_same": {"small_same": ("tree_kl", "tree_kl_ce_0"), "small_fine": ("p_kl", "gold")},
+    "small_more": {
+        "small_coarse": ("tree_kl_soft", "tree_kl_chunk", "tree_kl_inner_student", "h_kl", "uld", "alm"),
+        "small_fine": ("strict", "bpm_forward", "escd", "simct", "partition", "tree_kl_inner_teacher", "tree_kl_soft"),
+        "small_two": ("tree_kl",),
+        "small_both": ("tree_kl", "tree_kl_by_ce"),
+    },
+}
+"""With `--small`, in this order."""
 
 GROUPS: dict[str, dict[str, Sequence[str]]] = {
     "core": {
@@ -353,11 +389,14 @@ def questions(documents: Iterable[str], each: int = 8, shown: int = 4) -> list[d
 
 
 def held_out(corpus: Path, work: Path) -> list[Path]:
-    """Files that every student is measured on: the texts, and sums to be worked out (`WORK/sums.jsonl`)."""
-    sums = work / "sums.jsonl"
-    texts = [json.loads(line)["text"] for line in (corpus / "held_out" / "arithmetic.jsonl").read_text().splitlines()]
-    sums.write_text("".join(json.dumps(row) + "\n" for row in questions(texts)))
-    return [*sorted((corpus / "held_out").glob("*.jsonl")), sums]
+    """Files that every student is measured on: the texts, and where there is arithmetic sums to be worked out
+    (`WORK/sums.jsonl`)."""
+    files = sorted((corpus / "held_out").glob("*.jsonl"))
+    solved, sums = corpus / "held_out" / "arithmetic.jsonl", work / "sums.jsonl"
+    if solved not in files:
+        return files
+    sums.write_text("".join(json.dumps(row) + "\n" for row in questions(read_texts(solved))))
+    return [*files, sums]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -421,7 +460,7 @@ class Bench:
         steps, documents = sizes.teacher_steps, sizes.teacher_documents
 
         def make(folder: Path) -> None:
-            policy = model(self.tokenizer(tokenizer), sizes.teacher, steps, 6e-4, documents)
+            policy = model(self.tokenizer(tokenizer), sizes.teacher, steps, sizes.teacher_rate, documents)
             texts = [self.corpus / "teacher" / f"{domain}.jsonl" for domain in domains]
             train(run_file(texts, policy, steps, documents, 1, folder), folder)
 
@@ -433,19 +472,23 @@ class Bench:
             return sorted((self.corpus / "student").glob("*.jsonl"))
 
         def make(folder: Path) -> None:
-            folder.mkdir(exist_ok=True)
             for path in (self.corpus / "student").glob("*.jsonl"):
-                lines = path.read_text().splitlines(keepends=True)
-                (folder / path.name).write_text("".join(lines[: max(round(share * len(lines)), 1)]))
+                texts = read_texts(path)
+                write_texts(texts[: max(round(share * len(texts)), 1)], folder / path.name)
 
         return sorted(self._once(f"text_{share:g}", make).glob("*.jsonl"))
+
+    @staticmethod
+    def steps(arm: str, sizes: Sizes) -> int:
+        """Of a student."""
+        return sizes.student_steps if sizes.student == TINY else STEPS.get(arm, sizes.student_steps)
 
     def settings(self, pair: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
         """Run file of a student."""
         own = PAIRS[pair]
         sizes = self.sizes_of(own)
-        steps, documents = min(STEPS.get(arm, sizes.student_steps), sizes.student_steps), sizes.student_documents
-        policy = model(self.tokenizer(own.student), sizes.student, steps, 1e-3, documents)
+        steps, documents = self.steps(arm, sizes), sizes.student_documents
+        policy = model(self.tokenizer(own.student), sizes.student, steps, sizes.student_rate, documents)
         settings = run_file(self.texts(own.share), policy, steps, documents, seed, folder)
         loss = ARMS[arm]
         if loss is None:
@@ -569,7 +612,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=[*GROUPS, *SMALL_GROUPS], help="default: all of their kind")
+    parser.add_argument("--small", action="store_true", help="what a processor can make, an hour and more of it")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=["coarse", "fine"], help="with --arms")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="these in place of the groups")
     parser.add_argument("--tokenizers", type=Path, help="folder of published tokenizers; none: without their pairs")
@@ -583,9 +627,15 @@ def main() -> None:
     args = parser.parse_args()
     sizes = Sizes(2, 2, 2, 2, TINY, TINY) if args.tiny else Sizes(*args.sizes)
     most = ("--max-bytes", "2000", "--max-documents", "8") if args.tiny else ()
+    if args.small:
+        small = args.work / "corpus"
+        if not (small / TEACHERS["bpe_2k"][0]).exists():  # what is written last
+            write_small(args.corpus, small)
+        args.corpus = small
     bench = Bench(args.corpus, args.work, sizes, most, args.probe_every, args.tokenizers)
     results = Results(args.work / "results.jsonl", args.minutes, parallel=args.parallel)
-    groups = [dict.fromkeys(args.pairs, args.arms)] if args.arms else [GROUPS[name] for name in args.groups]
+    every = SMALL_GROUPS if args.small else GROUPS
+    groups = [dict.fromkeys(args.pairs, args.arms)] if args.arms else [every[name] for name in args.groups or every]
     if args.tokenizers is None:
         groups = [{name: arms for name, arms in group.items() if name not in PUBLISHED} for group in groups]
     results.fill(wanted_runs(groups, args.seeds), bench.run, bench.measured, args.parallel)

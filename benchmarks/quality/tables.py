@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +109,17 @@ def teaches(row: Row, pair: Pair, of: Setting) -> bool:
     return row["arm"] in pair.teachers and (sizes[:2], precision) == (of[0][:2], of[1])
 
 
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """Rows of students from scratch at the last setting of their pair, and their teachers."""
+def usual(rows: Sequence[Row]) -> list[Row]:
+    """Rows of students from scratch, and their teachers, at the setting that most rows of their pair have."""
     students = [row for row in rows if row["pair"] in PAIRS]
-    last = {row["pair"]: setting(row) for row in students}
-    kept = [row for row in students if setting(row) == last[row["pair"]]]
-    taught = [row for row in rows if row["pair"] == "teacher"]
-    return [row for row in taught if any(teaches(row, PAIRS[name], own) for name, own in last.items())] + kept
+    counted = Counter((row["pair"], setting(row)) for row in students)
+    chosen = {name: own for (name, own), _ in reversed(counted.most_common())}
+    teachers = [
+        row
+        for row in rows
+        if row["pair"] == "teacher" and any(teaches(row, PAIRS[name], own) for name, own in chosen.items())
+    ]
+    return teachers + [row for row in students if setting(row) == chosen[row["pair"]]]
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
@@ -371,7 +375,7 @@ def goals(found: Sequence[Experiment]) -> list[str]:
     """What was to be shown, and whether these results show it."""
     lines = []
     summaries = {experiment.name: {arm.name: arm for arm in experiment.arms()} for experiment in found}
-    for name in DIRECTIONS:
+    for name in (*DIRECTIONS, "small_coarse", "small_fine"):
         arms = summaries.get(name, {})
         if DEFAULT not in arms:
             continue
@@ -391,13 +395,14 @@ def goals(found: Sequence[Experiment]) -> list[str]:
                 f"- {name}: gold is {sign} p_kl ({arms['gold'].mean:.3f}, {arms['p_kl'].mean:.3f}); published: above, "
                 "which is worse."
             )
-    scarce = [arm for arm in summaries.get("scarce", {}).values() if ARMS.get(arm.name) and arm.gap is not None]
-    if scarce:
-        most = max(scarce, key=lambda arm: arm.gap or 0.0)
-        lines.append(
-            f"- scarce: {most.name} closes {number(most.gap, most.gap_spread, percent=True)} of what cross-entropy "
-            "alone, at its best number of steps, leaves open; at least 50% was wanted."
-        )
+    for name in ("scarce", "small_coarse", "small_fine"):
+        taught = [arm for arm in summaries.get(name, {}).values() if ARMS.get(arm.name) and arm.gap is not None]
+        if taught:
+            most = max(taught, key=lambda arm: arm.gap or 0.0)
+            lines.append(
+                f"- {name}: {most.name} closes {number(most.gap, most.gap_spread, percent=True)} of what cross-entropy "
+                "alone, at its best number of steps, leaves open; at least 50% was wanted."
+            )
     return lines
 
 
@@ -407,7 +412,7 @@ def page(rows: Sequence[Row]) -> str:
     found = experiments(rows)
     parts = [(HERE / "reading.md").read_text().rstrip()]
     if any(experiment.name in DIRECTIONS for experiment in found):
-        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(latest(rows))))]
+        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(usual(rows))))]
     for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
         if (HERE / plot).exists():
             parts.append(f"![{said}]({plot})")
@@ -422,7 +427,10 @@ def page(rows: Sequence[Row]) -> str:
         parts.append(f"{said}\n\n{sweep(rows)}")
     for experiment in found:
         everything = experiment.teachers + experiment.alone + experiment.rows
-        parts += [experiment.title, summary(experiment), "By domain:\n\n" + table(everything, by_domain)]
+        parts += [experiment.title, summary(experiment)]
+        if all(ARMS.get(row["arm"], {}) is None for row in experiment.rows):
+            continue  # nothing is taught: what would be compared
+        parts.append("By domain:\n\n" + table(everything, by_domain))
         said = "By class of the student's (the teacher's own) tokens, all domains together:"
         parts.append(f"{said}\n\n{table(everything, by_class)}")
     return "\n\n".join(parts) + "\n"
@@ -435,8 +443,9 @@ SHOWN = ("ce", "gold", "p_kl", "boundary_kl", "tree_kl", "tree_kl_soft", "tree_k
 
 def readme_table(rows: Sequence[Row]) -> str:
     """What the project's README quotes: students from scratch in all directions, and the gap that is closed."""
-    found = {experiment.name: experiment for experiment in experiments(latest(unique(rows)))}
-    arms = {name: {arm.name: arm for arm in found[name].arms()} for name in DIRECTIONS if name in found}
+    found = {experiment.name: experiment for experiment in experiments(usual(unique(rows)))}
+    shown_pairs = [name for name in DIRECTIONS if name in found and found[name].rows]
+    arms = {name: {arm.name: arm for arm in found[name].arms()} for name in shown_pairs}
     lines = []
     for name in SHOWN:
         own = [arms[pair].get(name) for pair in arms]
@@ -526,7 +535,7 @@ def main() -> None:
         print(page(rows), end="")
         return
     found = experiments(unique(rows))
-    draw_arms(experiments(latest(unique(rows))), HERE / "arms.png")
+    draw_arms(experiments(usual(unique(rows))), HERE / "arms.png")
     draw_curve(found, HERE / "curve.png")
     (HERE / "RESULTS.md").write_text(page(rows))
     README.write_text(quoted(README.read_text(), readme_table(rows)))
