@@ -224,6 +224,8 @@ def test_amounts_of_text_contain_the_smaller_ones(corpus: Path, tmp_path: Path) 
     small, large = ((tmp_path / str(n) / "wiki.jsonl").read_text() for n in (400, 1_200))
     assert sizes[0] < sizes[1]
     assert large.startswith(small)
+    write_texts(corpus, "student", tmp_path / "short", ["wiki"], 400, document_bytes=21)
+    assert (tmp_path / "short" / "wiki.jsonl").read_text().splitlines()[0] == '{"text": "0 + 1 = 1\\n1 + 1 = 2\\n2"}'
 
 
 def test_the_learning_rate_is_the_best_of_the_sweep_by_amount() -> None:
@@ -251,6 +253,8 @@ def _real(corpus: Path, work: Path, **models: Path) -> Real:
     options = {
         "epochs": 1,
         "least_steps": 3,
+        "document_bytes": None,
+        "batch": 2,
         "megabytes": [0.001],
         "questions": 1,
         "domains": ["wiki"],
@@ -399,15 +403,15 @@ def test_figures_that_only_some_rows_have_leave_dashes(tmp_path: Path) -> None:
 
 def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teachers() -> None:
     rows = [_row("sweep_0.3", rate, 0, bits) for rate, bits in (("0.0001", 1.4), ("0.0003", 2.9))]
-    rows += [_row("sweep_1", "0.0003", 0, 1.2), _row("real", "teacher")]
+    rows += [_row("sweep_1", "0.0003", 0, 1.2, steps=9), _row("real", "teacher")]
     real = {"steps": 3, "batch": 2, "epochs": 1, "learning_rate": 1e-4}
     rows += [_row("real_0.3", arm, bits=bits, **real) for arm, bits in (("ce", 1.5), ("trl_gold", 1.25))]
-    assert tables.sweep(rows).splitlines()[2:] == ["| 0.3 | **1.900** | 3.400 |", "| 1 | - | **1.700** |"]
+    assert tables.sweep(rows).splitlines()[2:] == ["| 0.3 | - | **1.900** | 3.400 |", "| 1 | 9 | - | **1.700** |"]
     rows += [_row("real_1", "ce", bits=1.0, **real), _row("real_0.3", "ce", bits=1.6, **real | {"learning_rate": 3e-4})]
     page = tables.page(rows)
     assert "| trl_gold | 1 | **1.750** |" in page
-    assert "| 0.3 | **1.900** | 3.400 |" in page
-    by_amount = tables.by_amount(tables.experiments(rows))
+    assert "| 0.3 | - | **1.900** | 3.400 |" in page
+    by_amount = tables.by_amount(tables.experiments([*rows, _row("real_2", "ce", **real | {"batch": 4})]))
     assert tables.curve(by_amount).splitlines()[2:] == [
         "| ce | 2.000 | 1.500 |",
         "| trl_gold | 1.750 (-0.250) | - |",

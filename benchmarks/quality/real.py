@@ -55,7 +55,6 @@ from benchmarks.quality.suite import (
 
 DOMAINS = ("english", "gsm8k", "code", "wiki")
 DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft"]
-BATCH = 16
 DEV_BYTES = 30_000
 SWEEP_SEED = 0
 WARMUP = 10
@@ -82,11 +81,18 @@ def cut(texts: dict[str, list[str]], size: int) -> dict[str, list[str]]:
     return taken
 
 
-def write_texts(corpus: Path, part: str, out: Path, domains: Iterable[str], size: int) -> int:
-    """`out/DOMAIN.jsonl` with about so many bytes of a part of the corpus; the number of documents."""
+def write_texts(
+    corpus: Path, part: str, out: Path, domains: Iterable[str], size: int, document_bytes: int | None = None
+) -> int:
+    """`out/DOMAIN.jsonl` with about so many bytes of a part of the corpus, documents up to so many of their own; the
+    number of documents."""
     out.mkdir(parents=True, exist_ok=True)
-    lines = {name: (corpus / part / f"{name}.jsonl").read_text().strip().split("\n") for name in domains}
-    taken = cut({name: [json.loads(line)["text"] for line in own] for name, own in lines.items()}, size)
+    texts = {}
+    for name in domains:
+        lines = (corpus / part / f"{name}.jsonl").read_text().strip().split("\n")
+        own = (json.loads(line)["text"].encode() for line in lines)
+        texts[name] = [text[:document_bytes].decode(errors="ignore") for text in own]
+    taken = cut(texts, size)
     for name, texts in taken.items():
         rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         (out / f"{name}.jsonl").write_text("".join(rows))
@@ -140,12 +146,19 @@ class Real:
 
     def __init__(self, corpus: Path, work: Path, models: dict[str, Path], args: argparse.Namespace) -> None:
         self.work, self.models, self.epochs, self.least_steps = work, models, args.epochs, args.least_steps
-        self.max_steps, self.batch = (2, 2) if args.tiny else (None, BATCH)
+        self.max_steps, self.batch = (2, 2) if args.tiny else (None, args.batch)
         amounts = [f"{size:g}" for size in args.megabytes]
         most = ("4", "--max-bytes", "2000") if args.tiny else (str(args.questions),)
         self._eval_options = ("--max-documents", *most)
         self.documents = {
-            amount: write_texts(corpus, "student", work / f"text_{amount}", args.domains, round(float(amount) * 1e6))
+            amount: write_texts(
+                corpus,
+                "student",
+                work / f"text_{amount}",
+                args.domains,
+                round(float(amount) * 1e6),
+                args.document_bytes,
+            )
             for amount in amounts
         }
         write_texts(corpus, "teacher", work / "dev", args.domains, DEV_BYTES * len(args.domains))
@@ -221,6 +234,8 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", metavar="ARM[:MB,MB]", default=DEFAULT_ARMS, help="none: the sweep alone")
     parser.add_argument("--then", nargs="+", metavar="ARM[:MB,MB]", default=[], help="behind all seeds of --arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--batch", type=int, default=16, help="documents per step")
+    parser.add_argument("--document-bytes", type=int, help="of a document that the student reads, at the most")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--least-steps", type=int, default=48, help="more epochs where the text has fewer")
     parser.add_argument("--lr", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4])
@@ -235,7 +250,10 @@ def main() -> None:
     if trl_gold.ARMS.keys() & {*arms, *then} and (why := trl_gold.missing()):
         raise SystemExit(why)
     bench = Real(args.corpus, args.work, {"student": args.student, "teacher": args.teacher}, args)
-    results = Results(args.work / "real.jsonl", args.minutes, batch=bench.batch, parallel=args.parallel)
+    more = {"batch": bench.batch, "parallel": args.parallel}
+    if args.document_bytes:
+        more["document_bytes"] = args.document_bytes
+    results = Results(args.work / "real.jsonl", args.minutes, **more)
 
     def start(pair: str, arm: str, seed: int) -> Row:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}

@@ -230,7 +230,9 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
             real[amount(row["pair"]), row["learning_rate"], precision].append(row)
     for (size, rate, precision), here in sorted(real.items(), key=lambda pair: pair[0]):
         first = here[0]
-        run = f"{first['steps']} steps of {first['batch']} documents, {first['epochs']} epochs, AdamW at {rate:g}"
+        run = f"{first['steps']} steps of {first['batch']} documents"
+        run += f" of up to {first['document_bytes']} bytes" if "document_bytes" in first else ""
+        run += f", {first['epochs']} epochs, AdamW at {rate:g}"
         run += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
         run += f", {precision}"
         title = f"## Real models, {size:g} MB of text\n\n{run}; {device(here)}."
@@ -327,14 +329,17 @@ def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
 
 
 def by_amount(found: Iterable[Experiment]) -> list[Experiment]:
-    """Real models, one experiment by amount of text: of several settings the best for cross-entropy alone."""
-    best: dict[str, Experiment] = {}
+    """Real models, one experiment by amount of text: those whose steps are alike, of several learning rates the best
+    for cross-entropy alone."""
+    alike = defaultdict[tuple[Any, ...], dict[str, Experiment]](dict)
     for experiment in found:
         if experiment.name.startswith("real_") and experiment.alone:
-            have = best.setdefault(experiment.name, experiment)
+            step = tuple(experiment.alone[0].get(name) for name in ("batch", "document_bytes", "precision"))
+            have = alike[step].setdefault(experiment.name, experiment)
             if mean_bits(experiment.alone) < mean_bits(have.alone):
-                best[experiment.name] = experiment
-    return sorted(best.values(), key=lambda experiment: amount(experiment.name))
+                alike[step][experiment.name] = experiment
+    largest = max(alike.values(), key=len, default={})
+    return sorted(largest.values(), key=lambda experiment: amount(experiment.name))
 
 
 def curve(real: Sequence[Experiment]) -> str:
@@ -353,22 +358,19 @@ def curve(real: Sequence[Experiment]) -> str:
 
 def sweep(rows: Iterable[Row]) -> str:
     """Bits per byte of cross-entropy alone by amount of text and learning rate, on documents of no other table."""
-    bits: dict[str, dict[float, float]] = defaultdict(dict)
+    swept = defaultdict[str, dict[float, Row]](dict)
     for row in rows:
         if row["pair"].startswith("sweep_"):
-            bits[row["pair"].removeprefix("sweep_")][float(row["arm"])] = by_domain(row)["mean"]
-    rates = sorted({rate for own in bits.values() for rate in own})
+            swept[row["pair"].removeprefix("sweep_")][float(row["arm"])] = row
+    rates = sorted({rate for own in swept.values() for rate in own})
     lines = []
-    for size in sorted(bits, key=float):
-        best = min(bits[size].values())
-        cells = [number(bits[size].get(rate)) for rate in rates]
-        lines.append(
-            [
-                size,
-                *(f"**{cell}**" if bits[size].get(r) == best else cell for r, cell in zip(rates, cells, strict=True)),
-            ]
-        )
-    return grid(["MB", *(f"{rate:g}" for rate in rates)], lines)
+    for size in sorted(swept, key=float):
+        bits = {rate: by_domain(row)["mean"] for rate, row in swept[size].items()}
+        cells = {rate: number(bits.get(rate)) for rate in rates}
+        best = min(bits, key=bits.__getitem__)
+        cells[best] = f"**{cells[best]}**"
+        lines.append([size, str(swept[size][best].get("steps", "-")), *cells.values()])
+    return grid(["MB", "steps", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def goals(found: Sequence[Experiment]) -> list[str]:
@@ -423,8 +425,8 @@ def page(rows: Sequence[Row]) -> str:
         )
         parts.append(f"## Real models by amount of text\n\n{said}\n\n{curve(real)}")
     if any(row["pair"].startswith("sweep_") for row in rows):
-        said = "The rates, by cross-entropy alone on documents of no other table; bold: what all arms take."
-        parts.append(f"{said}\n\n{sweep(rows)}")
+        said = "Cross-entropy alone on documents of no other table; bold: the rate that `real.py` gives to all arms."
+        parts.append(f"## Real models: learning rates by amount of text\n\n{said}\n\n{sweep(rows)}")
     for experiment in found:
         everything = experiment.teachers + experiment.alone + experiment.rows
         parts += [experiment.title, summary(experiment)]
