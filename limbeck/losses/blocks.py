@@ -236,6 +236,7 @@ class BlockRun:
     classes: TokenClasses | None = None  # counted by, too, and by kind of chunk; a chunk is of its first token's class
     probe: Probe | None = None  # filled, where there is one: what the parts of the loss do
     metrics: Sums = field(default_factory=dict)
+    parts: list[BlockRun] = field(default_factory=list)  # one per teacher, where kernels did several
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
     raise_mismatch: Callable[[], object] | None = None  # raises the error that belongs to such a flag
 
@@ -501,10 +502,11 @@ def verify(run: BlockRun, total: Tensor, hidden_RH: Tensor) -> None:
 
 def raise_non_finite(run: BlockRun, hidden_RH: Tensor) -> None:
     """Find the first row whose scores are NaN or infinite and name its side; only reached when the loss is."""
+    blocks = ((own, block) for own in run.parts or [run] for block in own.blocks)
     with torch.no_grad():
-        for block in run.blocks:
+        for own, block in blocks:
             _check_rows("student", block.rows_N, run.head.logits(hidden_RH.detach().index_select(0, block.rows_N)))
-            for term in run.terms:
+            for term in own.terms:
                 chunks = block.chunks[term.index]
                 scores = term.teacher.scores(*chunks.teacher_tokens)
                 if scores.logits is not None:

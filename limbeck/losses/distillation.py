@@ -275,7 +275,7 @@ class LossInputs:
     cut: Callable[[], tuple[Block, ...]]  # their blocks, on the CPU; the kernels have blocks of their own
     num_samples: int
     num_tokens: float  # sum of the cross-entropy weights
-    lanes: Lanes | None = None  # the same rows in the order of the kernels, where they may be used
+    lanes: tuple[Lanes, ...] | None = None  # the same rows in the order of the kernels, where they may be used
     comm: Comm = field(default_factory=Comm.alone)  # ranks that have the rest of the micro-batch
 
     @cached_property
@@ -441,7 +441,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         if lanes is None:
             for term in terms:
                 term.teacher.vocab_ids_K = term.objective.choose_ids(term.teacher, self.block_rows, inputs.comm)
-        blocks = inputs.blocks if lanes is None else lanes.blocks
+        blocks = inputs.blocks if lanes is None else lanes[0].blocks
         run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm)
         if self.class_of_id is not None and not torch.is_grad_enabled():
             run.classes = TokenClasses(TEXT_CLASSES, self.class_of_id)

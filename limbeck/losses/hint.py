@@ -173,7 +173,7 @@ class HintInputs:
     count: float
     sites: int
     unhinted: int
-    lanes: Lanes | None = None
+    lanes: tuple[Lanes, ...] | None = None
 
     def to(self, device: torch.device | str) -> HintInputs:
         return to_device(self, device)
@@ -275,7 +275,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
         weight_C = inputs.site_weight[inputs.layout.sample_C]
         term = TeacherTerm("hint", objective, (1 / count).float(), 0, inputs.layout, teacher, weight_C)
         lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, [term])
-        run = BlockRun(head, inputs.blocks if lanes is None else lanes.blocks, 0.0, [term])
+        run = BlockRun(head, inputs.blocks if lanes is None else lanes[0].blocks, 0.0, [term])
         run.id_mismatch_flags = differing
         run.raise_mismatch = lambda: self._compare_ids(signals, inputs.layout, defer=False)
         loss = fast.run_blocks(run, hidden_RH, lanes)

@@ -62,18 +62,31 @@ def plan_lanes(
     layouts: Sequence[ChunkLayout],
     block_rows: int | None,
     shards: int = 1,
-) -> Lanes | None:
-    """The kernels' order of a micro-batch, on the CPU, where they may come to be used. shards: ranks among which the
-    student's vocabulary is divided; each is given as many blocks as any other."""
+) -> tuple[Lanes, ...] | None:
+    """The kernels' order of a micro-batch, on the CPU, where they may come to be used: one for every teacher, of which
+    the first has the tokens under cross-entropy. shards: ranks among which the student's vocabulary is divided; each is
+    given as many blocks as any other."""
     here = torch.cuda.is_available() and triton_available()
     if choice == "off" or (choice == "auto" and not here):
         return None
     if not objectives:
-        return lanes_for(("first", "first"), tokens, layouts, None, block_rows, shards)
-    objective = objectives[0]
+        alone = lanes_for(("first", "first"), tokens, layouts, None, block_rows, shards)
+        return None if alone is None else (alone,)
+    found: list[Lanes] = []
+    for objective, layout in zip(objectives, layouts, strict=True):
+        own = _teacher_lanes(objective, TokenLayout.empty() if found else tokens, layout, block_rows, shards)
+        if own is None:
+            return None
+        found.append(own)
+    return tuple(found)
+
+
+def _teacher_lanes(
+    objective: Objective, tokens: TokenLayout, layout: ChunkLayout, block_rows: int | None, shards: int
+) -> Lanes | None:
     vocab = objective.vocab
     sizes = None if vocab is None else (vocab.student_size, vocab.teacher_size)
-    lanes = lanes_for(objective.lanes, tokens, layouts, sizes, block_rows, shards)
+    lanes = lanes_for(objective.lanes, tokens, [layout], sizes, block_rows, shards)
     if lanes is None or not isinstance(objective, TreeKL):
         return lanes
     return _with_trees(lanes, objective) if objective.has_kernels(topk=False) else None
@@ -92,8 +105,8 @@ def _with_trees(lanes: Lanes, objective: TreeKL) -> Lanes:
 
 
 def usable_lanes(
-    choice: FastPath, lanes: Lanes | None, hidden_RH: Tensor, head: Head, terms: Sequence[TeacherTerm]
-) -> Lanes | None:
+    choice: FastPath, lanes: tuple[Lanes, ...] | None, hidden_RH: Tensor, head: Head, terms: Sequence[TeacherTerm]
+) -> tuple[Lanes, ...] | None:
     """The lanes if the kernels can do this micro-batch; None: the plain path does it."""
     forced = choice == "force"
     if choice == "off" or not (forced or (hidden_RH.device.type == "cuda" and triton_available())):
@@ -119,10 +132,22 @@ def _tell_once(modes: str) -> None:
     )
 
 
-def run_blocks(run: BlockRun, hidden_RH: Tensor, lanes: Lanes | None) -> Tensor:
-    """Loss of a run, by the kernels where there are lanes. Not yet verified, see `blocks.verify`."""
+def run_blocks(run: BlockRun, hidden_RH: Tensor, lanes: tuple[Lanes, ...] | None) -> Tensor:
+    """Loss of a run, by the kernels where there are lanes: teacher after teacher, each with logits of its own. Not yet
+    verified, see `blocks.verify`."""
     if lanes is None:
         return row_block_loss(run, hidden_RH, check=False)
     from limbeck.losses.fast.walk import fast_row_block_loss
 
-    return fast_row_block_loss(run, lanes, hidden_RH)
+    if len(lanes) == 1:
+        return fast_row_block_loss(run, lanes[0], hidden_RH)
+    losses = []
+    for term, own in zip(run.terms, lanes, strict=True):
+        factor = 0.0 if run.parts else run.token_factor
+        part = replace(
+            run, blocks=own.blocks, token_factor=factor, terms=[replace(term, index=0)], metrics={}, parts=[]
+        )
+        run.parts.append(part)
+        losses.append(fast_row_block_loss(part, own, hidden_RH))
+        run.add("", part.metrics)
+    return torch.stack(losses).sum()

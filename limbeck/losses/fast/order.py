@@ -113,10 +113,9 @@ def cut_lanes(
 ) -> Lanes | None:
     """Blocks of about equal size, at most `block_rows` rows each, with their lanes.
 
-    None where this order cannot serve: several teachers, or a row whose chunk and cross-entropy name different tokens.
+    layouts: of one teacher at most. None where this order cannot serve: a row whose chunk and cross-entropy name
+    different tokens.
     """
-    if len(layouts) > 1:
-        return None
     rows = int(used_rows(tokens, layouts).sum())
     most = max([rows, *(layout.teacher_rows_Q.numel() for layout in layouts)])
     parts = max(-(-most // (block_rows * shards)), 1) * shards

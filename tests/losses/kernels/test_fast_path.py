@@ -124,6 +124,48 @@ def test_several_blocks_add_up() -> None:
     assert error(cut[1][1].weight.grad, whole[1][1].weight.grad) < 2e-6
 
 
+def two_teachers(options: dict[str, Any], **more: Any) -> list[tuple[Tensor, Models, dict[str, tuple[Tensor, Tensor]]]]:
+    """As `both`, with two teachers that have read each text otherwise."""
+    batch, out = make_batch(samples=5, seed=31, teachers=2), []
+    for fast_path in ("off", "force"):
+        models = make_models(batch, V_S, [V_T, V_T], seed=9, dtype=torch.float32)
+        loss_fn = CrossTokenizerDistillationLossFn(
+            {"mode": "boundary_kl", **options, "fast_path": fast_path},
+            projections=[make_projection(V_S, V_T, seed=seed) for seed in range(2)],
+        )
+        loss, metrics = run(loss_fn, batch, models, **more)
+        loss.backward()
+        out.append((loss.detach(), models, metrics))
+    return out
+
+
+@pytest.mark.parametrize("options", [
+    {"teacher_weights": [0.8, 0.3], "kl_loss_weight": 0.7},
+    {"teacher_scoring": "ce", "block_rows": 16},
+    {"teacher_combination": "select_teacher", "ce_loss_scale": 0.0},
+    {"mode": "p_kl", "vocab_topk": 12},
+    {"mode": "alm", "teacher_scoring": "max_prob"},
+])  # fmt: skip
+def test_several_teachers(options: dict[str, Any]) -> None:
+    assert_same(two_teachers(options), 5e-6)
+
+
+def test_several_teachers_of_top_k_lists() -> None:
+    assert_same(two_teachers({"teacher_weights": [0.8, 0.3]}, kind="topk"), 2e-5)
+
+
+def test_nan_of_the_second_teacher_is_named() -> None:
+    batch = make_batch(samples=5, seed=31, teachers=2)
+    models = make_models(batch, V_S, [V_T, V_T], seed=9, dtype=torch.float32)
+    with torch.no_grad():
+        models.teacher_weight[1][2] = float("nan")
+    loss_fn = CrossTokenizerDistillationLossFn(
+        {"mode": "boundary_kl", "fast_path": "force"}, projections=[make_projection(V_S, V_T, seed=s) for s in range(2)]
+    )
+    with pytest.raises(LossError, match=r"teacher_1: row .* has a non-finite score"):
+        run(loss_fn, batch, models)
+
+
 class Both(Comm):
     """Two ranks in turn: each first brings what it has, then learns what both have brought."""
 

@@ -21,7 +21,7 @@ from limbeck.losses.objectives import ObjectiveOptions
 from limbeck.losses.objectives.tree_kl import TreeKL
 from limbeck.projection import VocabTrees
 from tests.losses.cases import FakeProjection, Models, make_models, run
-from tests.losses.kernels.test_fast_path import error
+from tests.losses.kernels.test_fast_path import assert_same, error
 from tests.losses.test_tree_kl import COARSE, FINE, PAIRS, Pair, projection_of, text_batch
 from tests.projection import worlds
 
@@ -86,6 +86,23 @@ def compare(
         slack = 1.0 if "accuracy" in name and tolerance > 1e-3 else 0.0
         assert abs(float(mine[name][0]) - float(value)) <= 4 * tolerance * (1 + abs(float(value))) + slack, name
     return mine
+
+
+@pytest.mark.parametrize("way", BOTH_WAYS)
+def test_two_teachers(way: str) -> None:
+    pair = PAIRS[way]
+    one = text_batch(pair, samples=3)
+    own = {name: value for name, value in one.items() if name.startswith(("teacher_", "alignment_"))}
+    batch = one | {name.replace("_", f"_{i}_", 1): value for i in range(2) for name, value in own.items()}
+    found = []
+    for fast_path in ("off", "force"):
+        models = make_models(batch, pair[0].size, [pair[1].size] * 2, seed=3, dtype=torch.float32)
+        options = {"mode": "tree_kl", "teacher_weights": [0.8, 0.3], "fast_path": fast_path}
+        loss_fn = CrossTokenizerDistillationLossFn(options, projections=[projection_of(pair)] * 2)
+        loss, metrics = run(loss_fn, batch, models)
+        loss.backward()
+        found.append((loss.detach(), models, metrics))
+    assert_same(found, 1e-5)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
