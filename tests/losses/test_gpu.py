@@ -34,7 +34,7 @@ def on_device(models: Models, dtype: torch.dtype) -> Models:
 
 
 def run_on_device(fn: CrossTokenizerDistillationLossFn, batch: dict[str, Any], models: Models, kind: str) -> Any:
-    inputs = fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
+    inputs = fn.prepare(microbatch(batch), [starts(batch[f"teacher_{i}_input_ids"]) for i in range(fn.num_teachers)])
     on_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     counts = {k: v.cuda() for k, v in fn.counts(batch).items()}
     return fn.compute(models.hidden, Head(23, weight=models.weight), models.signals(on_gpu, kind), inputs, counts)
@@ -63,6 +63,22 @@ def test_device_equals_cpu(mode: str, kind: str, dtype: torch.dtype, tolerance: 
         assert float((a.cpu().double() - b).norm() / b.norm()) < tolerance
 
 
+@pytest.mark.parametrize("settings", [{"teacher_weights": [0.8, 0.3]}, {"teacher_scoring": "ce"}, {"mode": "p_kl"}])
+def test_two_teachers_by_kernels_equal_the_cpu(settings: dict[str, Any]) -> None:
+    batch, projections = make_batch(seed=3, samples=5, teachers=2), [make_projection(23, 31, seed=s) for s in range(2)]
+    models = make_models(batch, 23, [31, 31])
+    cfg = {"mode": "boundary_kl", "block_rows": 16, "vocab_topk": 11, **settings}
+    want, _ = run(CrossTokenizerDistillationLossFn(cfg, projections=projections), batch, models)
+    device_models = on_device(models, torch.float32)
+    fn = CrossTokenizerDistillationLossFn(cfg | {"fast_path": "force"}, projections=projections)
+    loss, metrics = run_on_device(fn, batch, device_models, "hidden")
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-4)
+    assert all(value.is_cuda and count.is_cuda for value, count in metrics.values())
+    got = torch.autograd.grad(loss, [device_models.hidden, device_models.weight])
+    for a, b in zip(got, torch.autograd.grad(want, [models.hidden, models.weight]), strict=True):
+        assert float((a.cpu().double() - b).norm() / b.norm()) < 1e-4
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"condition": "cheap"}, {"gate": "soft"}, {"gate": "soft", "chunk_terms": "all"}]
 )
@@ -78,7 +94,9 @@ def test_tree_kl_by_kernels_equals_the_cpu(
     for device, models in (("cpu", cpu), ("cuda", on_device(cpu, dtype))):
         cfg = {"mode": "tree_kl", **settings, "fast_path": "force" if device == "cuda" else "off"}
         fn = CrossTokenizerDistillationLossFn(cfg, projections=[projection_of(pair)])
-        inputs = fn.prepare(microbatch(batch), [starts(batch["teacher_0_input_ids"])])
+        inputs = fn.prepare(
+            microbatch(batch), [starts(batch[f"teacher_{i}_input_ids"]) for i in range(fn.num_teachers)]
+        )
         here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         counts = {k: v.to(device) for k, v in fn.counts(batch).items()}
         head = Head(pair[0].size, weight=models.weight)
