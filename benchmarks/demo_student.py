@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import device, parser, record
+from benchmarks.common import device, parser, record, worker_pool
 from benchmarks.minimind import minimind
 from limbeck.algorithms.caching import cache_teachers
 from limbeck.algorithms.config import MasterConfig
@@ -180,8 +179,7 @@ def fill(place: Place, jobs: list[Job], parallel: int, minutes: float) -> None:
     path, end = place.folder / "rows.jsonl", time.time() + 60 * minutes
     have = {Job(*(row[key] for key in ("arm", "lr", "steps", "documents", "seed"))) for row in read_rows(place)}
     wanted = iter([job for job in jobs if job not in have])
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(parallel, mp_context=context) as pool, path.open("a", encoding="utf-8") as rows:
+    with worker_pool(parallel) as pool, path.open("a", encoding="utf-8") as rows:
         for job, row in _results(pool, place, wanted, parallel, end):
             if isinstance(row, Exception):
                 print(run_name(job), "failed:", row, flush=True)

@@ -8,15 +8,22 @@ solution of the problem does not have. A teacher is trained from scratch on the 
 a space and a digit. Students of single bytes first learn from ``--records`` stored solutions until they are right on
 some problems of a development set. From there, on the same records and with the same teacher, each arm takes as many
 steps of as many student tokens: on stored text (`off`, fraction 0, forward KL), on what the student writes itself
-(`on`, fraction 1, reverse KL), on half of each (`mixed`); `off_reverse` and `on_forward` have the other direction of
-the divergence. Every arm first chooses its learning rate on the development set, with a seed of its own. The figures
-are shares of test problems whose greedy answer is right as a whole, and of digits that follow from those that the
-student itself wrote before, over the student tokens that were trained on.
+(`on`, fraction 1, reverse KL), on half of each (`mixed`); further arms (``ARMS``) have another share of own text,
+another direction of the divergence, or sample from the nucleus of .95. Every arm first chooses its learning rate on the
+development set, with a seed of its own. The figures are shares of test problems whose greedy answer is right as a
+whole, and of digits that follow from those that the student itself wrote before, over the student tokens that were
+trained on; and how sure the student is at the end of the digits that it gets wrong in answers to its records.
 
 Runs are made by ``--jobs`` processes at a time (``OMP_NUM_THREADS=1``); what is already there is not made again. With
-``--records 64 --jobs 9`` one H200 needs somewhat more than two minutes. Writes
-``benchmarks/on_policy_curve.json``; the stored one is of a CPU, with ``--rates 1e-3 --teacher-steps 300 --teacher-rows
-64``.
+``--records 64 --jobs 9`` one H200 needs somewhat more than two minutes. Writes ``benchmarks/on_policy_curve.json``, or
+``--out``. Beside the script lie
+
+- ``on_policy_curve.json``: an H200, with a teacher and students that began on a CPU; of 8000 records the stored text
+  alone;
+- ``on_policy_curve_directions.json``: a CPU, from the same teacher and the same beginnings, with further arms
+  (``--records 64 --rates 1e-3 3e-3``);
+- ``on_policy_curve_cpu.json``: a CPU, other beginnings and a teacher that is right on 92%, from several calls with
+  ``--rates 1e-3 --teacher-steps 300 --teacher-rows 64``.
 """
 
 from __future__ import annotations
@@ -24,8 +31,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import random
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -39,8 +46,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.common import parser, record
+from benchmarks.common import parser, record, worker_pool
 from limbeck.algorithms.dispatch import resolve_and_run
+from limbeck.errors import LossError
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab, load_tokenizer
@@ -67,6 +75,7 @@ class Arm(NamedTuple):
     fraction: float
     stored: str = "forward"
     sampled: str = "reverse"
+    top_p: float = 1.0
 
 
 ARMS = {
@@ -77,6 +86,11 @@ ARMS = {
     "off_reverse": Arm(0.0, stored="reverse"),
     "on_forward": Arm(1.0, sampled="forward"),
     "on_jsd": Arm(1.0, sampled="jsd"),
+    "on_top_p": Arm(1.0, top_p=0.95),
+    "on_jsd_top_p": Arm(1.0, sampled="jsd", top_p=0.95),
+    "on_forward_top_p": Arm(1.0, sampled="forward", top_p=0.95),
+    "mixed_jsd_top_p": Arm(0.5, sampled="jsd", top_p=0.95),
+    "mixed_forward_top_p": Arm(0.5, sampled="forward", top_p=0.95),
 }
 
 
@@ -94,6 +108,7 @@ class World(NamedTuple):
     start_steps: int
     start_rate: float
     enough: float
+    warm_up: int
 
 
 class Run(NamedTuple):
@@ -213,9 +228,16 @@ def weights(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step}" / "policy" / "weights"
 
 
-def right(world: World, side: str, folder: Path, problems: list[tuple[str, str]]) -> tuple[float, float]:
-    """Share of problems that a model answers right as a whole, with the end where it belongs; and share of its digits
-    that follow from what it wrote before."""
+class Answers(NamedTuple):
+    """A model, and what it writes greedily to some problems."""
+
+    model: LanguageModel
+    said: list[str]
+    ended: list[bool]
+
+
+def answers(world: World, side: str, folder: Path, problems: list[tuple[str, str]]) -> Answers:
+    """What the model of a folder answers."""
     own = load_tokenizer(str(world.folder / f"{side}_tokenizer"))
     made = LanguageModel({"model_name": str(folder), "precision": "float32"}, own)
     vocab = ByteVocab.from_tokenizer(own)
@@ -224,9 +246,44 @@ def right(world: World, side: str, folder: Path, problems: list[tuple[str, str]]
     prompts = [torch.tensor(own(asked, add_special_tokens=False)["input_ids"]) for asked, _ in problems]
     found = LocalSampler(made, greedy, end, vocab).sample(prompts)
     said = [vocab.join(one.ids_T.tolist()).decode("utf-8", "replace") for one in found]
-    good = [one.ended and text == want for one, text, (_, want) in zip(found, said, problems, strict=True)]
+    return Answers(made, said, [one.ended for one in found])
+
+
+def right(world: World, side: str, folder: Path, problems: list[tuple[str, str]]) -> tuple[float, float]:
+    """Share of problems that a model answers right as a whole, with the end where it belongs; and share of its digits
+    that follow from what it wrote before."""
+    _, said, ended = answers(world, side, folder, problems)
+    good = [done and text == want for done, text, (_, want) in zip(ended, said, problems, strict=True)]
     digits = [own_digits_right(asked, text) for text, (asked, _) in zip(said, problems, strict=True)]
     return sum(good) / len(good), sum(g for g, _ in digits) / max(sum(n for _, n in digits), 1)
+
+
+def wrong_digits(world: World, folder: Path, problems: list[tuple[str, str]]) -> dict[str, float]:
+    """How sure a student is of its mistakes: the share of digits that do not follow from those before, and the median
+    probability there of the digit that it wrote and of the right one. Answers that are not all digits do not count."""
+    made, said, _ = answers(world, "student", folder, problems)
+    texts = [asked + text for (asked, _), text in zip(problems, said, strict=True)]
+    texts = [text for text in texts if re.fullmatch(rf"[0-9]( [0-9]){{{GIVEN + TERMS - 1}}}", text)]
+    if not texts:
+        return {}
+    # the student's tokens are bytes, so that rows are of one length and a digit is every second token
+    ids_BT = torch.tensor(made.tokenizer(texts, add_special_tokens=False)["input_ids"], device=made.device)
+    id_of = [made.tokenizer(str(digit), add_special_tokens=False)["input_ids"][0] for digit in range(10)]
+    with made.inference():
+        probs_BTV = made.model(input_ids=ids_BT).logits.softmax(-1)
+    written, wanted = [], []
+    for probs_TV, text in zip(probs_BTV, texts, strict=True):
+        digits = [int(one) for one in text.split()]
+        for place in range(GIVEN, len(digits)):
+            said_digit, right_digit = digits[place], following(digits[:place])
+            if said_digit != right_digit:
+                row = probs_TV[2 * place - 1]
+                written.append(float(row[id_of[said_digit]]))
+                wanted.append(float(row[id_of[right_digit]]))
+    found = {"share": round(len(written) / (TERMS * len(texts)), 4)}
+    if written:
+        found |= {"written": round(statistics.median(written), 4), "right": round(statistics.median(wanted), 4)}
+    return found
 
 
 def tokens(run_dir: Path) -> dict[int, float]:
@@ -284,11 +341,14 @@ def curve_of(world: World, one: Run, problems: str) -> dict[str, Any]:
             "prompt_tokens": PROMPT,
             "max_new_tokens": ANSWER + 2,
             "batch_size": world.rows,
+            "top_p": own.top_p,
             "loss_fn": {"direction": own.sampled},
         },
     }
     period = max(world.steps // world.points, 1)
     name, data = f"{one.records}_{one.arm}_{one.rate:g}_{one.seed}", f"train_{one.records}"
+    if world.warm_up:
+        name, values["policy"]["warmup_steps"] = f"{name}_{world.warm_up}", world.warm_up
     found = run(world, name, values, data=data, steps=world.steps, period=period, rate=one.rate, seed=one.seed)
     spent, tried = tokens(found), read_problems(world.folder, problems)
     curve = []
@@ -299,7 +359,16 @@ def curve_of(world: World, one: Run, problems: str) -> dict[str, Any]:
     seconds, sampling = (sum(row.get(key, 0.0) for row in rows) for key in ("train/seconds", "train/time/sample"))
     trained = sum(map(tokens_of, rows))
     speed = {"tokens_per_s": round(trained / seconds), "without_sampling": round(trained / (seconds - sampling))}
-    return {"curve": curve, "speed": speed}
+    mistakes = wrong_digits(world, weights(found, world.steps), read_problems(world.folder, data))
+    return {"curve": curve, "mistakes_on_records": mistakes, "speed": speed}
+
+
+def _mean_right(made: Future[Any]) -> float:
+    try:
+        return statistics.mean(point["right"] for point in made.result()["curve"])
+    except LossError:
+        # the student ran away with its own text, and was stopped
+        return 0.0
 
 
 class Bench:
@@ -335,7 +404,7 @@ class Bench:
         found: Chosen = {}
         tried = {pair: [self._run(pair, rate, SWEEP_SEED, students, "dev") for rate in rates] for pair in pairs}
         for pair, runs in tried.items():
-            shares = [statistics.mean(point["right"] for point in one.result()["curve"]) for one in runs]
+            shares = [_mean_right(one) for one in runs]
             by_rate = {f"{rate:g}": round(share, 4) for rate, share in zip(rates, shares, strict=True)}
             found[pair] = {"rate": rates[shares.index(max(shares))], "mean_dev_right": by_rate}
             self.tell(f"{pair[0]} records, {pair[1]}: {found[pair]}")
@@ -362,7 +431,8 @@ class Bench:
             own = found.setdefault(str(records), {"starts": starts, "arms": {}})
             own["arms"][arm] = {**rate, "mean": mean, "runs": runs}
             self.tell(f"{records} records, {arm}: {[(one['student_tokens'], one['right']) for one in mean]}")
-            about = {"task": TASK, "held_out": self.args.held_out, "rows": self.args.rows, "teacher": teacher}
+            about = {"task": TASK, "held_out": self.args.held_out, "rows": self.args.rows}
+            about |= {"warm_up": self.args.warm_up, "teacher": teacher}
             record(self.args.out, {**about, "records": found})
 
 
@@ -381,19 +451,30 @@ def main() -> None:
     arguments.add_argument("--start-steps", type=int, default=200, help="of a student before the arms, at most")
     arguments.add_argument("--enough", type=float, default=0.05, help="share of right answers that ends them")
     arguments.add_argument("--start-rate", type=float, default=3e-3, help="learning rate of both models before")
+    arguments.add_argument("--warm-up", type=int, default=0, help="steps in which an arm's learning rate rises")
     arguments.add_argument("--held-out", type=int, default=500, help="problems of the test, and of development")
     arguments.add_argument("--jobs", type=int, default=1, help="processes at a time")
     arguments.add_argument("--tiny", action="store_true", help="models small, for a trial")
     args = arguments.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("rows", "steps", "points", "teacher_rows", "teacher_steps", "start_steps", "start_rate", "enough")
+    names = (
+        "rows",
+        "steps",
+        "points",
+        "teacher_rows",
+        "teacher_steps",
+        "start_steps",
+        "start_rate",
+        "enough",
+        "warm_up",
+    )
     shapes = (TINY, TINY) if args.tiny else (STUDENT, TEACHER)
     world = World(folder, *shapes, **{name: getattr(args, name) for name in names})
     write_data(folder, args.records, args.held_out, args.rows)
     for side, size in (("student", 257), ("teacher", MERGED)):
         write_tokenizer(folder, f"{side}_tokenizer", size)
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(args.jobs) as pool:
         bench = Bench(args, world, pool)
         teacher, students = bench.begin()
         bench.compare(teacher, students, bench.choose(students))

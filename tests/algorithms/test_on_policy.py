@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from limbeck.algorithms.rollouts import (
     sample_seed,
 )
 from limbeck.errors import ConfigError, DataError, LossError
+from limbeck.losses.distillation import LossMode
 from limbeck.models import continuous
 from limbeck.models.generate import Sample
 from tests.gates import Gate, Place
@@ -113,6 +114,18 @@ def test_what_is_learnt_lowers_the_divergence_on_own_text(folder: Path, tmp_path
     assert rows(tmp_path / "run")[-1]["train/on_policy/entropy"] > 0
     found = [row["train/on_policy/teacher_0/reverse_kl"] for row in rows(tmp_path / "run")]
     assert sum(found[-8:]) < sum(found[:8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", get_args(LossMode))
+def test_every_loss_reads_sampled_text(folder: Path, tmp_path: Path, mode: str) -> None:
+    values = run_file(folder, tmp_path / "run", {"loss_fn": {"mode": mode}})
+    values["distillation"]["max_num_steps"] = 1
+    values["checkpointing"]["enabled"] = False
+    resolve_and_run(values)
+    (step,) = rows(tmp_path / "run")
+    assert step["train/on_policy/kl_loss"] > 0
+    assert step["train/grad_norm"] > 0
 
 
 CALM = {"sample/length": 20.0, "sample/ended": 0.5, "sample/repeated": 0.1}
