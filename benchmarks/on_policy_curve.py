@@ -22,6 +22,7 @@ Runs are made by ``--jobs`` processes at a time (``OMP_NUM_THREADS=1``); what is
   alone;
 - ``on_policy_curve_directions.json``: a CPU, from the same teacher and the same beginnings, with further arms
   (``--records 64 --rates 1e-3 3e-3``);
+- ``on_policy_curve_warm_up.json``: the same with ``--warm-up 10 --rates 3e-3 1e-2``;
 - ``on_policy_curve_cpu.json``: a CPU, other beginnings and a teacher that is right on 92%, from several calls with
   ``--rates 1e-3 --teacher-steps 300 --teacher-rows 64``.
 """

@@ -37,7 +37,7 @@ def test_own_text_against_stored_text() -> None:
     for arm in curves("on_policy_curve.json").values():
         for seed, run in (*arm["runs"].items(), ("mean", {"curve": arm["mean"]})):
             assert f"| {seed} | {cells(point['right'] for point in run['curve'])}" in page
-    for arm in curves("on_policy_curve_directions.json").values():
+    for arm in (*curves("on_policy_curve_directions.json").values(), *curves("on_policy_curve_warm_up.json").values()):
         mean = [point["right"] for point in arm["mean"]]
         shares = [*(run["curve"][-1]["right"] for run in arm["runs"].values()), mean[-1], sum(mean) / len(mean)]
         assert f"| {arm['rate']:g} | {cells(shares)}".replace("| 0.", "| .") in page
