@@ -470,8 +470,11 @@ class OffPolicyLoop(TrainingLoop):
         return compared_bits(means)
 
     def look_ahead(self) -> None:
-        # a few records are no reason to compile passes that no step takes
-        with torch.compiler.set_stance("force_eager") if self.student.compiles else nullcontext():
+        models = [self.student, *(t.policy for t in self.teachers if isinstance(t, LiveTeacher))]
+        flex = any("flex" in str(model.cfg.attn_implementation) for model in models)
+        # a few records are no reason to compile passes that no step takes, but for attention that is slow without
+        eager = self.student.compiles and not flex
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             self._look_ahead()
 
     def _look_ahead(self) -> None:

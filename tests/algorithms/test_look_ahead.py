@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.algorithms import validation, xtoken_off_policy_distillation
+from limbeck.algorithms import build, validation, xtoken_off_policy_distillation
 from limbeck.algorithms.validation import compared_bits
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.evaluation.begin import BeginBits, begin_bits
@@ -62,6 +62,29 @@ def test_on_a_cpu_the_comparison_takes_as_many_records_as_it_may_cost(
     code, _, err = runs.limbeck("train", run_file, "-q")
     assert code == 0, err
     assert "on the first training record: " in err
+
+
+def test_nothing_is_compiled_for_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "fit_to_device", lambda cfg, device: (cfg, []))  # a CPU would leave compilation out
+    events: list[str] = []
+    compile_layer, look = torch.nn.Module.compile, xtoken_off_policy_distillation.OffPolicyLoop.look_ahead
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        events.append("compiled")
+        return graph.forward
+
+    def looking(self: Any) -> None:
+        look(self)
+        events.append("looked")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **more: compile_layer(self, backend=backend))
+    monkeypatch.setattr(xtoken_off_policy_distillation.OffPolicyLoop, "look_ahead", looking)
+    run_file = runs.write_run(tmp_path, policy={"compile": True}, distillation={"max_num_steps": 1})
+    code, _, err = runs.limbeck("train", run_file, "-q")
+    assert code == 0, err
+    assert "on the first 8 training records: " in err
+    assert events[:2] == ["looked", "compiled"]
 
 
 def test_a_model_is_asked_once_how_texts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
