@@ -128,6 +128,7 @@ PAIRS = {
     "small_coarse": Pair("bpe_512", ("bpe_2k",), sizes=SMALL),
     "small_fine": Pair("bpe_2k", ("bpe_512",), sizes=SMALL),
     "small_same": Pair("bpe_512", ("bpe_512",), sizes=SMALL),
+    "small_long": Pair("bpe_512", ("bpe_2k",), sizes=SMALL | {"student_steps": 900}),
     "small_two": Pair("bpe_512", ("bpe_2k", "bpe_512"), sizes=SMALL),
     "small_both": Pair("bpe_512", ("english", "gsm8k"), sizes=SMALL),
 }
@@ -135,7 +136,8 @@ PAIRS = {
 8,192; `digits`: Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three); `gemma`: Gemma-3's (262,145
 tokens) teaches SmolLM2's (49,152); `scarce`: as `coarse`, on a tenth of the text, which it reads many times; `two`: two
 teachers that know the same; `prose`, `formal`, `both`: teachers that have read one half of the domains each, alone and
-together; `small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student."""
+together; `small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student, which
+`small_long` reads 28 times."""
 
 PUBLISHED = ("digits", "gemma")
 """Pairs of published tokenizers."""
@@ -206,6 +208,7 @@ SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
         "small_coarse": ("ce", "ce_500", "tree_kl_ce_0", "tree_kl", "boundary_kl", "p_kl", "gold"),
         "small_fine": ("ce", "ce_500", "tree_kl_ce_0", "tree_kl", "boundary_kl"),
     },
+    "small_long": {"small_long": ("ce", "ce_450", "tree_kl_ce_0", "tree_kl")},
     "small_objectives": {"small_coarse": ("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition")},
     "small_parts": {"small_coarse": ("tree_kl_no_chunk", "tree_kl_root", "tree_kl_all_chunks", "tree_kl_ce_.3")},
     "small_same": {"small_same": ("tree_kl", "tree_kl_ce_0"), "small_fine": ("p_kl", "gold")},

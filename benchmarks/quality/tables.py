@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import trl_gold
-from benchmarks.quality.suite import ARMS, PAIRS, Pair
+from benchmarks.quality.suite import ARMS, PAIRS, STEPS, Pair
 
 Row = dict[str, Any]
 Figures = dict[str, float]
@@ -143,7 +143,7 @@ class Arm:
 @dataclass(frozen=True)
 class Experiment:
     """Runs of one pair at one setting, cross-entropy alone and the teachers among them. alone: where it was given
-    several numbers of steps, those of the best; the others are among `rows`."""
+    several numbers of steps, those of the best of which others have no fewer; the rest is among `rows`."""
 
     name: str
     title: str
@@ -210,13 +210,17 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
         for own in sorted({setting(row) for row in rows if row["pair"] == name}):
             here = [row for row in rows if row["pair"] in PAIRS and setting(row) == own]
             likes = [other for other, its in PAIRS.items() if (its.student, its.share) == (pair.student, pair.share)]
-            plain = group(row for row in here if row["pair"] in likes and ARMS.get(row["arm"], {}) is None)
+            (*_, steps, documents), precision = own
+            plain = group(
+                row
+                for row in here
+                if row["pair"] in likes and ARMS.get(row["arm"], {}) is None and STEPS.get(row["arm"], 0) <= steps
+            )
             alone = min(plain.values(), key=mean_bits, default=[])
             others = [row for row in here if row["pair"] == name and row not in alone]
             teachers = [row for row in rows if row["pair"] == "teacher" and teaches(row, pair, own)]
             said = f"student {pair.student}, {' and '.join(pair.teachers)} teaching"
             said += f", {pair.share:.0%} of the text" if pair.share < 1 else ""
-            (*_, steps, documents), precision = own
             run = f"{steps} steps of {documents} documents, {precision}; {device(here)}. Bits per byte, held out."
             if len(plain) > 1:
                 run += f" Compared with the best of cross-entropy alone, {alone[0]['arm']}."
