@@ -386,7 +386,7 @@ def goals(found: Sequence[Experiment]) -> list[str]:
         if DEFAULT not in arms:
             continue
         own = arms[DEFAULT]
-        best = min(arms.values(), key=lambda arm: arm.mean)
+        best = min((arm for arm in arms.values() if arm.name not in STEPS), key=lambda arm: arm.mean)
         leads = "leads all arms" if best is own else f"is {own.mean - best.mean:.3f} behind {best.name}"
         spread = f" (its own seeds spread by {own.spread:.3f})" if own.spread is not None and best is not own else ""
         domain, behind = own.worst
@@ -401,7 +401,7 @@ def goals(found: Sequence[Experiment]) -> list[str]:
                 f"- {name}: gold is {sign} p_kl ({arms['gold'].mean:.3f}, {arms['p_kl'].mean:.3f}); published: above, "
                 "which is worse."
             )
-    for name in ("scarce", "small_coarse", "small_fine"):
+    for name in ("scarce", "small_long"):
         taught = [arm for arm in summaries.get(name, {}).values() if ARMS.get(arm.name) and arm.gap is not None]
         if taught:
             most = max(taught, key=lambda arm: arm.gap or 0.0)
