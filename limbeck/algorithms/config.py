@@ -163,6 +163,11 @@ class MasterConfig(_RunFile):
         """The teachers that the loss asks: with ``loss_fn.kl_loss_weight: 0`` none."""
         return self.named_teachers if self.loss_fn.kl_loss_weight > 0 else []
 
+    @property
+    def reads_start(self) -> bool:
+        """Whether a run that goes on reads the weights once more that the student began with."""
+        return self.policy.trains_adapters()
+
 
 # -- on-policy ---------------------------------------------------------------------------------------------------------
 
@@ -192,7 +197,10 @@ class OnPolicyConfig(SamplingConfig):
     """Share of the records that are prompts; the others are learnt from as they are stored. Which is which follows from
     ``distillation.seed``. The two losses count by their shares."""
     prompt_tokens: int = Field(default=32, ge=1)
-    """Of a text so many student tokens are its prompt (text mode); a conversation is one up to its last answer."""
+    """Of a text so many student tokens are its prompt (text mode)."""
+    turns: Literal["last", "all"] = "last"
+    """A conversation is a prompt up to its last answer, or, with ``all``, up to each of its answers: as many prompts as
+    it has assistant turns."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Continuations of each prompt."""
     max_new_tokens: int = Field(default=128, ge=1)
@@ -208,7 +216,7 @@ class OnPolicyConfig(SamplingConfig):
     sampler: SamplerKind = "auto"
     """In this process: ``generate``, ``batch_size`` answers from their first token to the last one's end, or
     ``continuous``, where one that ends makes room for the next at once, on a copy of the weights; ``auto``: the second
-    on a GPU with a flash kernel and a model that is not split, otherwise the first."""
+    on a GPU with a flash kernel, a model that is not split and no ``stop`` texts, otherwise the first."""
     engine: EngineConfig | None = None
     """Sample by vLLM, or in processes of a Ray cluster, instead of in this process."""
     guard: GuardConfig = Field(default=GuardConfig(), json_schema_extra=FREE)
@@ -221,7 +229,8 @@ class OnPolicyConfig(SamplingConfig):
     compare_stops: bool = True
     """Compare the student's end of an answer with the teacher's by role, whatever their ids; False: leave it out."""
     mask_blanks: bool = True
-    """Leave out chunks of nothing but spaces and tabs, where the sides differ in splitting and not in meaning."""
+    """Leave out chunks of nothing but spaces and tabs with teachers of other tokenizers: these differ there in
+    splitting and not in meaning."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OnPolicyConfig:
@@ -250,10 +259,16 @@ class OnPolicyMasterConfig(MasterConfig):
     def _can_be_sampled(self) -> OnPolicyMasterConfig:
         if self.on_policy.fraction == 0:
             return self
-        if not self.all_teachers:
+        states = self.on_policy.failed_states
+        if not self.all_teachers and (self.named_teachers or states is None):
             raise ValueError("on-policy distillation needs a teacher; give teacher, or set on_policy.fraction to 0")
-        if self.on_policy.failed_states is not None and (self.data.mode != "chat" or self.on_policy.fraction < 1):
+        if states is not None and (self.data.mode != "chat" or self.on_policy.fraction < 1):
             raise ValueError("on_policy.failed_states needs data.mode chat and on_policy.fraction 1")
+        if states is not None and self.on_policy.turns == "all":
+            raise ValueError("a failed state is one place of its conversation; leave out on_policy.turns")
+        if states is not None and self.all_teachers and "self_teacher" in states.model_fields_set:
+            raise ValueError("teacher and on_policy.failed_states.self_teacher are both given; use one of them")
+        self._check_averages()
         if any(own.cache is not None for own in self.all_teachers):
             raise ValueError("a cache has no signals for text that is yet to be written; leave out teacher.cache")
         if self.loss_fn.learnable_projection:
@@ -271,6 +286,30 @@ class OnPolicyMasterConfig(MasterConfig):
                 f"rows of {length} tokens; lower it, or raise data.max_input_seq_length"
             )
         return self
+
+    @property
+    def self_teacher(self) -> FailedStatesConfig | None:
+        """How the student reads the hints itself; None where other teachers do, or nobody."""
+        return None if self.all_teachers or self.on_policy.fraction == 0 else self.on_policy.failed_states
+
+    @property
+    def reads_start(self) -> bool:
+        own, anchor = self.self_teacher, self.on_policy.anchor if self.on_policy.fraction else None
+        frozen = (anchor is not None and anchor.kind == "frozen") or (own is not None and own.self_teacher == "frozen")
+        return frozen or super().reads_start
+
+    def _check_averages(self) -> None:
+        own, anchor = self.self_teacher, self.on_policy.anchor
+        averaged = {
+            "on_policy.anchor.kind": anchor is not None and anchor.kind == "ema",
+            "on_policy.failed_states.self_teacher": own is not None and own.self_teacher == "ema",
+        }
+        narrow = (self.policy.param_dtype or "float32") != "float32"
+        for name in (name for name, on in averaged.items() if on and narrow):
+            raise ValueError(
+                f"an average of {self.policy.param_dtype} weights would stand still; set policy.param_dtype to float32 "
+                f"or {name} to frozen"
+            )
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

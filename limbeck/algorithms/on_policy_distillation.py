@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from limbeck.algorithms.engine import EngineSampler
 from limbeck.algorithms.loop import is_finished, whole_run
 from limbeck.algorithms.ray_sampler import RaySampler
 from limbeck.algorithms.rewards import make_reward
-from limbeck.algorithms.rollouts import Rollout, Rollouts, RunawayGuard, StepCollate, StepData, balanced
+from limbeck.algorithms.rollouts import WRITTEN, Rollout, Rollouts, RunawayGuard, StepCollate, StepData, balanced
 from limbeck.algorithms.served_sampler import ServedSampler
 from limbeck.algorithms.vllm_sampler import VllmSampler
 from limbeck.align import TokenAligner
@@ -40,6 +40,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyLossFn, sampled_figures
 from limbeck.losses.contract import Loss, Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.hint import SelfTeacherKind
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.signals import Head, Signal
 from limbeck.models.checkpoint import Checkpoint
@@ -82,6 +83,7 @@ class OnPolicyRun:
     loss_fn: Any
     sampled_loss: Loss[Any]
     anchor: HintTeacher | None
+    self_teacher: HintTeacher | None
     guard: RunawayGuard
     rollouts: Rollouts
     logger: Logger
@@ -113,8 +115,12 @@ def setup(
     rows: ContinuationCollator = loader.collate_fn.rows
     vocab = ByteVocab.from_tokenizer(student_tokenizer)
     foreign = off_policy.foreign_tokenizers(student_tokenizer, teacher_tokenizers)
+    if config.self_teacher is not None:
+        foreign = [None]
     sampled_loss = _sampled_loss(config, student, student_tokenizer, foreign, rows.end_ids)
-    anchor = None if own.anchor is None else _anchor(config, student)
+    anchor = None if own.anchor is None else _past(config, student, own.anchor.kind, own.anchor.ema_decay)
+    hinted = config.self_teacher
+    self_teacher = None if hinted is None else _past(config, student, hinted.self_teacher, hinted.ema_decay)
     guard = RunawayGuard(own.guard)
     reward = None if own.reward is None else make_reward(own.reward)
     sampler = _sampler(config, student, rows.end_ids, vocab)
@@ -130,8 +136,8 @@ def setup(
             stored = latest.own()
             sampled_loss.load_state_dict(stored["sampled_loss"])
             guard.load_state_dict(stored["guard"])
-            if anchor is not None:
-                anchor.load_state_dict(latest.shared({"anchor": anchor.state_dict()})["anchor"])
+            for name, past in _averages(anchor, self_teacher).items():
+                past.load_state_dict(latest.shared({name: past.state_dict()})[name])
             restore_rng(stored["rng"])
     return OnPolicyRun(
         config,
@@ -142,6 +148,7 @@ def setup(
         loss_fn,
         sampled_loss,
         anchor,
+        self_teacher,
         guard,
         Rollouts(sampler, rows, n=own.samples_per_prompt, seed=config.distillation.seed, reward=reward),
         logger,
@@ -177,33 +184,38 @@ def _sampled_loss(
     return off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)
 
 
-def _anchor(config: OnPolicyMasterConfig, student: Policy) -> HintTeacher:
-    settings = config.on_policy.anchor
-    assert settings is not None
-    seed = config.distillation.seed
-    return make_self_teacher(student, settings.kind, config.policy, seed=seed, ema_decay=settings.ema_decay)
+def _past(config: OnPolicyMasterConfig, student: Policy, kind: SelfTeacherKind, decay: float) -> HintTeacher:
+    """The student's start, or an average of its past."""
+    return make_self_teacher(student, kind, config.policy, seed=config.distillation.seed, ema_decay=decay)
+
+
+def _averages(anchor: HintTeacher | None, self_teacher: HintTeacher | None) -> dict[str, HintTeacher]:
+    """Models of the student's past that move along, by their names in a checkpoint."""
+    both = {"anchor": anchor, "self_teacher": self_teacher}
+    return {name: past for name, past in both.items() if past is not None}
 
 
 def _step_collate(config: OnPolicyMasterConfig, collator: CrossTokenizerCollator) -> StepCollate:
     own = config.on_policy
     # the facts that a collator sends along belong to the loss on stored text
     plain = copy.copy(collator)
-    plain.conditions = [None] * len(plain.teachers)
     if own.failed_states is not None:
         # a hint is read by the teacher alone, so that it needs rows of its own also where it shares the tokenizer
         own_rows = [side or _own_side(config, collator, i) for i, side in enumerate(plain.teachers)]
-        tokenizer = collator.student.tokenizer
+        own_rows = own_rows or [replace(collator.student, name="student as its teacher")]
+        tokenizer, known = collator.student.tokenizer, plain.aligners or [None]
         plain.aligners = [
-            known or TokenAligner(tokenizer, side.tokenizer)
-            for known, side in zip(plain.aligners, own_rows, strict=True)
+            aligner or TokenAligner(tokenizer, side.tokenizer) for aligner, side in zip(known, own_rows, strict=True)
         ]
         plain.teachers = list(own_rows)
+    plain.conditions = [None] * len(plain.teachers)
     rows = ContinuationCollator(
         plain,
         prompt_tokens=own.prompt_tokens,
         max_new_tokens=own.max_new_tokens,
         compare_stops=own.compare_stops,
         mask_blanks=own.mask_blanks,
+        turns=own.turns,
     )
     return StepCollate(rows, collator, seed=config.distillation.seed, fraction=own.fraction)
 
@@ -256,7 +268,9 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         )
         self.rollouts, self.sampled_loss, self.collator = run.rollouts, run.sampled_loss, run.loader.collate_fn.stored
         self.fraction = run.config.on_policy.fraction
-        self.anchor, self.guard = run.anchor, run.guard
+        self.anchor, self.self_teacher, self.guard = run.anchor, run.self_teacher, run.guard
+        self.readers = run.teachers if run.self_teacher is None else list(run.self_teacher.sources)
+        """Who scores what the student writes."""
         self.anchor_loss = CrossTokenizerDistillationLossFn(
             {"direction": "reverse", "ce_loss_scale": 0.0}, projections=[None]
         )
@@ -293,8 +307,8 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         if not dims.data.any(batch.stored is not None or self._compares(rollout)):
             # what no teacher could read was not learnt from, whatever the anchor said about it
             result["global_valid_toks"] = 0.0
-        if self.anchor is not None:
-            self.anchor.after_step()
+        for past in _averages(self.anchor, self.self_teacher).values():
+            past.after_step()
         result["metrics"] = {**result["metrics"], **figures.pairs()}
         ratios = self.guard.observe(figures.means())
         result["metrics"] |= {name: (value, 1.0) for name, value in ratios.items()}
@@ -305,7 +319,7 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         own = self.config.on_policy
         if own.reward is not None or (own.policy_gradient is None and own.loss_fn.ce_loss_scale):
             return True
-        chunks = [rollout.batch.get(f"chunks_{i}") for i in range(len(self.teachers))]
+        chunks = [rollout.batch.get(f"chunks_{i}") for i in range(len(self.readers))]
         # a teacher with the student's tokens has no chunks, and reads them all
         return any(one is None or one.num_chunks > 0 for one in chunks)
 
@@ -334,11 +348,13 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
             return {"entropy": found["entropy"]} if told else found
 
         monitor = measure if most else None
-        own = rollout.batch, self.sampled_loss, self.teachers, self.fraction
+        own = rollout.batch, self.sampled_loss, self.readers, self.fraction
         found = [Channel(*own, monitor=monitor, prefix=PREFIX)]
         rows: BatchedDataDict = BatchedDataDict(
             {k: v for k, v in rollout.batch.items() if not k.startswith(_OF_TEACHERS)}
         )
+        # reward and anchor are about all that was written
+        rows["token_mask"] = rows[WRITTEN]
         if self.config.on_policy.reward is not None:
             factor = self.fraction * self.config.on_policy.reward.weight
             found.append(Channel(rows, self.reward_loss, factor=factor, prefix=REWARD))
@@ -357,6 +373,10 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         assert self.rollout is not None
         return self.rollout.batch
 
+    def bits_per_byte(self, batch: StepData, result: Mapping[str, Any]) -> float | None:
+        # of stored text alone: what the student wrote by itself says nothing about how well it reads
+        return None if batch.stored is None else self.bits_of(batch.stored, result)
+
     def stored_rows(self, records: list[Any]) -> BatchedDataDict:
         return self.collator(records)
 
@@ -365,7 +385,7 @@ class OnPolicyLoop(off_policy.OffPolicyLoop):
         return {**super().own_state(), **mine}
 
     def shared_state(self) -> dict[str, Any]:
-        return {} if self.anchor is None else {"anchor": self.anchor.state_dict()}
+        return {name: past.state_dict() for name, past in _averages(self.anchor, self.self_teacher).items()}
 
     def nothing_learned(self, left_out: str) -> str:
         return (

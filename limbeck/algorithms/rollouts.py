@@ -21,8 +21,10 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
 from limbeck.losses.chunk_policy import BEHAVIOR
 from limbeck.models.generate import Sample, Sampler
-from limbeck.utils.metrics import Metrics
+from limbeck.utils.metrics import Metrics, Pair
 
+WRITTEN = "written_mask"
+"""Batch key: 1 for every token `[B, T]` that the student wrote, whatever of it is compared with teachers."""
 NGRAM = 4
 """Tokens of the runs that repetition is counted by."""
 OFTEN = 0.2
@@ -36,9 +38,11 @@ def is_prompt(seed: int, idx: int, fraction: float) -> bool:
     return float(np.random.default_rng([seed, idx]).random()) < fraction
 
 
-def sample_seed(seed: int, step: int, idx: int) -> int:
-    """Of what is written after a record's prompt in a step; 31 bits, which every engine takes."""
-    return int(np.random.SeedSequence([seed, step, idx]).generate_state(1)[0]) >> 1
+def sample_seed(seed: int, step: int, idx: int, turn: int = 0) -> int:
+    """Of what is written after a record's prompt in a step, of several prompts by their numbers; 31 bits, which every
+    engine takes."""
+    entropy = [seed, step, idx, turn] if turn else [seed, step, idx]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
 
 
 @dataclass
@@ -107,11 +111,12 @@ class Rollouts:
         """Continuations of these prompts. All ranks of a sharded model must make the same call."""
         start = time.perf_counter()
         ids = [torch.from_numpy(prompt.student.ids) for prompt in prompts]
-        seeds = [sample_seed(self.seed, step, prompt.idx) for prompt in prompts]
+        seeds = [sample_seed(self.seed, step, prompt.idx, prompt.turn) for prompt in prompts]
         samples = self.sampler.sample(ids, n=self.n, seed=seeds)
         seconds = time.perf_counter() - start
         metrics = measure(samples)
         metrics.add({"sample/tokens_per_s": (float(sum(len(s.ids_T) for s in samples)), seconds)})
+        metrics.add(self._of_text(prompts, samples))
         rewards = []
         if self.reward is not None:
             asked = [_asked(prompt) for prompt in prompts]
@@ -119,20 +124,37 @@ class Rollouts:
             metrics.add({"sample/reward": (sum(rewards), float(len(rewards)))})
         return Written(list(prompts), samples, rewards, metrics)
 
+    def _of_text(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, Pair]:
+        """Share of white space in the bytes that were written; of conversations, the number of the turn."""
+        data = b"".join(self.rows.vocab.join(sample.ids_T.tolist()) for sample in samples)
+        found: dict[str, Pair] = {"sample/white_space": (float(sum(map(data.count, _SPACES))), float(len(data)))}
+        turns = [1 + _answers(prompts[s.prompt]) for s in samples if prompts[s.prompt].messages]
+        return {**found, "sample/turn": (float(sum(turns)), float(len(turns)))} if turns else found
+
     def collate(self, written: Written) -> Rollout:
         """Rows of what was written."""
         rows = [_continuation(written.prompts, sample) for sample in written.samples]
         batch = self.rows.batch(rows)
-        said = torch.zeros(batch["input_ids"].shape)
+        said, own = torch.zeros(batch["input_ids"].shape), torch.zeros_like(batch["token_mask"])
         for row, (one, sample) in enumerate(zip(rows, written.samples, strict=True)):
-            place = said[row, len(one.prompt.student) :][: len(sample.log_probs_T)]
-            place.copy_(sample.log_probs_T[: len(place)])
+            start, end = len(one.prompt.student), int(batch["input_lengths"][row])
+            size = max(0, min(len(sample.log_probs_T), end - start))
+            said[row, start : start + size] = sample.log_probs_T[:size]
+            own[row, start : start + size] = 1
         batch[BEHAVIOR] = said
+        batch[WRITTEN] = own
         if self.reward is not None:
             batch["rewards"] = torch.tensor(written.rewards, dtype=torch.float32)
             batch["group_index"] = torch.tensor([s.prompt for s in written.samples], dtype=torch.int64)
-            batch["behavior_valid"] = batch["token_mask"] > 0
+            batch["behavior_valid"] = batch[WRITTEN] > 0
         return Rollout(batch, written.samples, written.metrics)
+
+
+_SPACES = b" \t\n\r"
+
+
+def _answers(prompt: Prompt) -> int:
+    return sum(message["role"] == "assistant" for message in prompt.messages)
 
 
 def _continuation(prompts: Sequence[Prompt], sample: Sample) -> Continuation:

@@ -240,12 +240,12 @@ def _identities(
 
 
 def _files(config: MasterConfig, train: Any, val: Any | None, given: Collection[str] = ()) -> dict[str, list[Stamp]]:
-    """Stamps of the data and of the weights that every start reads: of live teachers, and below adapters. ``given``:
-    models that come from memory."""
+    """Stamps of the data and of the weights that every start reads: of live teachers, and the student's first ones
+    where it is asked for them. ``given``: models that come from memory."""
     models: dict[str, ModelConfig] = {
         f"teacher_{i}": own for i, own in enumerate(config.all_teachers) if own.cache is None and own.server is None
     }
-    if config.policy.trains_adapters():
+    if config.reads_start:
         models["policy"] = config.policy
     models = {name: own for name, own in models.items() if name not in given}
     data = {"data.train": train, "data.validation": val}
@@ -423,8 +423,12 @@ class OffPolicyLoop(TrainingLoop):
         return list(batch.get("dropped", []))
 
     def bits_per_byte(self, batch: Any, result: Mapping[str, Any]) -> float | None:
+        return self.bits_of(self.rows_of(batch), result)
+
+    @staticmethod
+    def bits_of(rows: BatchedDataDict, result: Mapping[str, Any]) -> float | None:
+        """Bits per byte of these rows, by a step's cross-entropy."""
         nats, tokens = result["metrics"].get("ce_loss", (0.0, 0.0))
-        rows = self.rows_of(batch)
         size = float(rows["target_bytes"].sum()) if "target_bytes" in rows else 0.0
         if not tokens or not size:
             return None

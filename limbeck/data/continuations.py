@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Prompt:
         messages: of the conversation; empty for a text.
         weight: what its rows count.
         record: what else its record says about the conversation: tools, template_kwargs, hint.
+        turn: its number among the prompts of its record.
     """
 
     idx: int
@@ -55,6 +56,7 @@ class Prompt:
     messages: Sequence[dict[str, Any]] = ()
     weight: float = 1.0
     record: Mapping[str, Any] = field(default_factory=dict)
+    turn: int = 0
 
     @property
     def data(self) -> bytes:
@@ -65,13 +67,13 @@ class Prompt:
         """For another process; see `from_json`."""
         teachers = [None if theirs is None else _packed(theirs) for theirs in self.teachers]
         own = {"idx": self.idx, "weight": self.weight, "messages": list(self.messages), "record": dict(self.record)}
-        return {**own, "student": _packed(self.student), "teachers": teachers}
+        return {**own, "student": _packed(self.student), "teachers": teachers, "turn": self.turn}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Prompt:
         """What `as_json` gave; nothing in a prompt is a target, so that targets and segments stay behind."""
         teachers = tuple(None if theirs is None else _unpacked(theirs) for theirs in value["teachers"])
-        own = value["messages"], value["weight"], value["record"]
+        own = value["messages"], value["weight"], value["record"], value["turn"]
         return cls(value["idx"], _unpacked(value["student"]), teachers, *own)
 
 
@@ -114,7 +116,9 @@ class ContinuationCollator:
         prompt_tokens: student tokens of a text that are its prompt; a shorter text is one as a whole.
         max_new_tokens: room that a prompt must leave.
         compare_stops: whether the token that ends an answer is compared with the teacher's own, by its role.
-        mask_blanks: leave chunks out that are nothing but spaces and tabs, where tokenizers differ most and mean least.
+        mask_blanks: leave chunks out that are nothing but spaces and tabs, where tokenizers differ most and mean least;
+            a teacher with the student's tokenizer is asked about these, too.
+        turns: of a conversation its last answer is written, or each of them behind what was said before it.
     """
 
     def __init__(
@@ -125,8 +129,10 @@ class ContinuationCollator:
         max_new_tokens: int,
         compare_stops: bool = True,
         mask_blanks: bool = True,
+        turns: Literal["last", "all"] = "last",
     ) -> None:
         self.collator, self.compare_stops, self.mask_blanks = collator, compare_stops, mask_blanks
+        self.turns = turns
         self.room = collator.student.ctx_length - max_new_tokens
         self.prompt_tokens = min(prompt_tokens, self.room)
         self.vocab = collator.student.encoder.vocab
@@ -150,32 +156,37 @@ class ContinuationCollator:
         found = []
         for number, record in enumerate(flatten_documents(list(records))):  # type: ignore[arg-type]
             ours = self.collator.in_our_form(record, dropped)  # type: ignore[arg-type]
-            prompt = self._prompt(ours, number, dropped)
-            if prompt is not None:
-                found.append(prompt)
+            found += self._prompts(ours, number, dropped)
         return found, dropped
 
-    def _prompt(self, record: DatumSpec, number: int, dropped: Counter[str]) -> Prompt | None:
+    def _prompts(self, record: DatumSpec, number: int, dropped: Counter[str]) -> list[Prompt]:
         idx = int(record.get("idx", number))
         try:
             if self.collator.mode == "text":
-                return Prompt(idx, self._beginning(record))
+                return [Prompt(idx, self._beginning(record))]
             asked = _asked(record)
-            fitting = self._fitting(record, asked)
-            if fitting is None:
-                dropped["prompt_too_long"] += 1
-                return None
-            messages, student = fitting
-            if len(messages) < len(asked):
-                dropped["cut_messages"] += len(asked) - len(messages)
-            sides = self.collator.teachers
-            teachers = tuple(None if s is None else _header(s, record, self._told(s, record, messages)) for s in sides)
-            about: Mapping[str, Any] = record
-            more = {name: about[name] for name in _ABOUT if about.get(name)}
-            return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)), more)
+            every = [asked] if self.turns == "last" else [*_earlier(asked), asked]
+            found = [self._prompt(record, idx, turn, messages, dropped) for turn, messages in enumerate(every)]
+            return [prompt for prompt in found if prompt is not None]
         except LimbeckError as error:
             self.collator.refuse(record, error, dropped)
+            return []
+
+    def _prompt(
+        self, record: DatumSpec, idx: int, turn: int, asked: list[dict[str, Any]], dropped: Counter[str]
+    ) -> Prompt | None:
+        fitting = self._fitting(record, asked)
+        if fitting is None:
+            dropped["prompt_too_long"] += 1
             return None
+        messages, student = fitting
+        if len(messages) < len(asked):
+            dropped["cut_messages"] += len(asked) - len(messages)
+        sides = self.collator.teachers
+        teachers = tuple(None if s is None else _header(s, record, self._told(s, record, messages)) for s in sides)
+        about: Mapping[str, Any] = record
+        more = {name: about[name] for name in _ABOUT if about.get(name)}
+        return Prompt(idx, student, teachers, messages, float(record.get("loss_multiplier", 1.0)), more, turn)
 
     def _fitting(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]]
@@ -239,8 +250,9 @@ class ContinuationCollator:
                 if rendering is not None:
                     own.append(rendering)
 
-        def refine(row: int, chunks: Chunks, counts: Counter[str]) -> Chunks:
-            return self._comparable(student[row], chunks, written[row].ended, counts)
+        def refine(row: int, teacher: int, chunks: Chunks, counts: Counter[str]) -> Chunks:
+            blanks = self.mask_blanks and not self.same_ids[teacher]
+            return self._comparable(student[row], chunks, written[row].ended, counts, mask_blanks=blanks)
 
         return self.collator.assemble(
             list(student),
@@ -435,8 +447,6 @@ class ContinuationCollator:
     def _student(self, prompt: Prompt, ids: IntArray, inner: int) -> Rendering:
         """The student's row; its segments are yet to be found."""
         target = np.ones(len(ids), dtype=bool)
-        if self.mask_blanks:
-            target &= np.array([not self._is_blank(i) for i in ids.tolist()], dtype=bool)
         if not self.compare_stops:
             target[inner:] = False
         return Rendering(
@@ -448,15 +458,14 @@ class ContinuationCollator:
             np.concatenate([np.zeros(len(prompt.student), dtype=bool), target]),
         )
 
-    def _is_blank(self, token: int) -> bool:
-        data = self.vocab.token_bytes[token]
-        return bool(data) and not data.strip(_BLANKS)
-
-    def _comparable(self, student: Rendering, chunks: Chunks, ended: bool, counts: Counter[str]) -> Chunks:
+    @staticmethod
+    def _comparable(
+        student: Rendering, chunks: Chunks, ended: bool, counts: Counter[str], *, mask_blanks: bool
+    ) -> Chunks:
         """The chunks that count: not those of blanks, nor the last one of an answer that was cut off, which a teacher
         would have tokenised with what was to follow."""
         keep = np.ones(len(chunks), dtype=bool)
-        if self.mask_blanks:
+        if mask_blanks:
             spans = zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), strict=True)
             keep = np.array([a == b or bool(student.source[a:b].strip(_BLANKS)) for a, b in spans], dtype=bool)
             counts["blank_chunks"] += int(np.count_nonzero(~keep))
@@ -486,6 +495,12 @@ def _asked(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         where = record.get("source") or record.get("idx")
         raise DataError(f"record {where} has no message before an answer; a prompt needs one, such as a user's.")
     return messages
+
+
+def _earlier(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What was said before each answer inside a conversation; of answers in a row, before the first."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return [list(messages[:i]) for i in answers if i and messages[i - 1]["role"] != "assistant"]
 
 
 def _header(side: Side, record: Mapping[str, Any], messages: list[dict[str, Any]]) -> Rendering:

@@ -26,7 +26,7 @@ from limbeck.projection.events import Conditions, Facts, Runs
 from limbeck.tokens import Rendering, TextEncoder
 from limbeck.tokens.chat import render_chat
 
-Refine = Callable[[int, Chunks, Counter[str]], Chunks]
+Refine = Callable[[int, int, Chunks, Counter[str]], Chunks]
 """Chooses among the chunks of a row: (row, chunks, what is left out) -> chunks."""
 
 CHARS_PER_TOKEN = 64
@@ -243,7 +243,7 @@ class CrossTokenizerCollator:
             teachers: per teacher one rendering per row; empty for a teacher that reads the student's ids.
             idx, weights: record and ``loss_multiplier`` of each row.
             dropped: what rendering left out, by row; what is left out here is added.
-            refine: chooses among the chunks of a row.
+            refine: chooses among the chunks of a row with a teacher, both given by number.
         """
         weights = list(weights)
         chunks: list[list[Chunks]] = [[] for _ in self.teachers]
@@ -251,7 +251,7 @@ class CrossTokenizerCollator:
             for i, side in enumerate(self.teachers):
                 if side is not None:
                     found = self._align(i, mine, teachers[i][row], dropped[row])
-                    chunks[i].append(found if refine is None else refine(row, found, dropped[row]))
+                    chunks[i].append(found if refine is None else refine(row, i, found, dropped[row]))
         student, theirs, chunks = self._cut(student, [list(own) for own in teachers], chunks, dropped)
         out: dict[str, Any] = dict(self.student.padded(student, self.pad_to_max))
         for row, r in enumerate(student):

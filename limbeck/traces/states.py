@@ -27,6 +27,11 @@ class FailedStatesConfig(BaseModel):
     """Take keys, tokens and passwords out of logs."""
     hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
     """Where hints come from, first to last."""
+    self_teacher: Literal["frozen", "ema"] = "frozen"
+    """Where there is no ``teacher`` the student itself reads the hints: its start as it was, or a moving average of its
+    weights."""
+    ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    """With ``ema``: share of the average that stays at each step."""
 
 
 class FailedStates:

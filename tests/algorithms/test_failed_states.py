@@ -14,7 +14,7 @@ from limbeck.algorithms.dispatch import resolve_and_run, resolve_run
 from limbeck.data.continuations import Continuation
 from limbeck.errors import ConfigError, TraceError
 from limbeck.traces.states import FailedStatesConfig, load_failed_states
-from tests.helpers.runs import rows
+from tests.helpers.runs import rows, weight_bytes
 from tests.helpers.trace_runs import MODEL, short_traces, tokenizer_folder
 
 NAMES = ("store-count-1", "store-count-2", "files-todo-2")
@@ -72,6 +72,72 @@ def test_a_run_from_failed_states(tmp_path: Path, teacher: int) -> None:
     steps = [row for row in rows(tmp_path / f"run_{teacher}") if "train/on_policy/kl_loss" in row]
     assert len(steps) == 2
     assert all(np.isfinite(row["train/on_policy/kl_loss"]) for row in steps)
+
+
+def alone(where: Path, name: str, **states: Any) -> dict[str, Any]:
+    """A run in which the student reads the hints itself."""
+    found = values(where, 400, failed_states=states)
+    del found["teacher"]
+    found["logger"]["log_dir"] = str(where / name)
+    return found
+
+
+def test_without_a_teacher_the_student_itself_reads_the_hint(tmp_path: Path) -> None:
+    config: Any = resolve_run(alone(tmp_path, "run"))[0]
+    states, _ = on_policy._training_data(config)
+    parts = on_policy.setup(config, *load_tokenizers(config), states, None)
+    loop = on_policy.OnPolicyLoop(parts)
+    made = parts.rollouts.rows
+    asked, _ = made.prompts([states[0], states[1]])
+    hint = states[0]["hint"].encode()
+    assert asked[0].teachers[0] is not None
+    assert hint in asked[0].teachers[0].source
+    assert hint not in asked[0].student.source
+    batch = parts.loader.collate_fn([states[0], states[1]])
+    metrics = loop.train_step(batch)["metrics"]
+    assert loop.rollout is not None
+    rows_of_both = loop.rollout.batch
+    for row, sample in enumerate(loop.rollout.samples):
+        # the very ids that were sampled, behind a longer prompt
+        size = int(rows_of_both["teacher_input_lengths"][row])
+        theirs = rows_of_both["teacher_input_ids"][row, :size].tolist()
+        assert theirs[size - len(sample.ids_T) :] == sample.ids_T.tolist()
+        assert size > int(rows_of_both["input_lengths"][row])
+    # weights are the same, so that the hint alone makes a difference
+    total, count = metrics["on_policy/kl_loss"]
+    assert float(total) / float(count) > 1e-9
+    parts.logger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["frozen", "ema"])
+def test_a_student_that_teaches_itself_goes_on_where_it_stopped(tmp_path: Path, kind: str) -> None:
+    own = {"self_teacher": kind, "ema_decay": 0.5} if kind == "ema" else {}
+    whole, parts = alone(tmp_path, "whole", **own), alone(tmp_path, "parts", **own)
+    for run in (whole, parts):
+        run["distillation"]["max_num_steps"] = 4
+        run["checkpointing"] = {"enabled": True, "save_period": 2, "metric_name": None}
+        run["policy"]["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.01}}
+    resolve_and_run(whole)
+    resolve_and_run({**parts, "distillation": {**parts["distillation"], "max_num_steps": 2}})
+    resolve_and_run(parts)
+    assert weight_bytes(tmp_path / "parts", 4) == weight_bytes(tmp_path / "whole", 4)
+    found = [row["train/on_policy/kl_loss"] for row in rows(tmp_path / "whole")]
+    assert len(found) == 4
+    assert all(np.isfinite(found))
+
+
+def test_who_reads_hints_is_told_once(tmp_path: Path) -> None:
+    both = values(tmp_path, 400, failed_states={"self_teacher": "ema"})
+    with pytest.raises(ConfigError, match=r"teacher and on_policy\.failed_states\.self_teacher are both given"):
+        resolve_run(both)
+    narrow = alone(tmp_path, "run", self_teacher="ema")
+    narrow["policy"]["param_dtype"] = "bfloat16"
+    with pytest.raises(ConfigError, match=r"an average of bfloat16 weights would stand still.*self_teacher to frozen"):
+        resolve_run(narrow)
+    turns = values(tmp_path, 400, turns="all")
+    with pytest.raises(ConfigError, match="a failed state is one place of its conversation"):
+        resolve_run(turns)
 
 
 def test_what_cannot_be_a_start(tmp_path: Path) -> None:

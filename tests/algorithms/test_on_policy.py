@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -21,12 +22,14 @@ from limbeck.algorithms.rollouts import (
     GuardConfig,
     RunawayGuard,
     StepData,
+    Written,
     deal,
     is_prompt,
     measure,
     sample_seed,
 )
 from limbeck.errors import ConfigError, DataError, LossError
+from limbeck.losses.chunk_policy import ChunkPolicyConfig
 from limbeck.losses.distillation import LossMode
 from limbeck.models import continuous
 from limbeck.models.generate import Sample
@@ -96,8 +99,16 @@ def test_the_same_seed_writes_the_same_and_goes_on_where_it_stopped(
     assert weight_bytes(tmp_path / "parts", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
     last = whole[-1]
     assert ("train/kl_loss" in last) == (fraction < 1)
-    for name in ("on_policy/kl_loss", "sample/length", "sample/ended", "sample/cut", "sample/repeated"):
+    figures = ("length", "ended", "cut", "repeated", "log_prob", "white_space")
+    for name in ("on_policy/kl_loss", "on_policy/entropy", *(f"sample/{figure}" for figure in figures)):
         assert f"train/{name}" in last
+    timed = rows(tmp_path / "whole", clocks=True)[-1]
+    # of sampling, of the step, and what of it was training
+    assert timed["train/sample/tokens_per_s"] > 0
+    assert timed["train/tokens_per_s"] > 0
+    assert {"train/time/sample", "train/time/forward", "train/time/backward"} <= timed.keys()
+    told = {name.removeprefix("train/on_policy/teacher_0/") for name in last}
+    assert told >= {"log_prob", "reverse_kl", "reverse_kl_1_1"}
     other = run_file(folder, tmp_path / "other", own)
     other["distillation"]["seed"] = 6
     resolve_and_run(other)
@@ -170,6 +181,54 @@ class TestGuard:
         assert guard.observe({}) == {}
 
 
+def test_a_run_that_repeats_itself_is_ended_in_one_line_and_its_checkpoint_stays(folder: Path, tmp_path: Path) -> None:
+    # whatever is likeliest, again and again
+    own = {"temperature": 0, "guard": {"window": 1, "patience": 3, "max_repeated": 0.05}}
+    with pytest.raises(LossError, match=r"step [34]: \d+% of the samples' runs of tokens are repetitions") as found:
+        train(folder, tmp_path / "run", own)
+    assert "\n" not in str(found.value)
+    assert "set on_policy.anchor" in str(found.value)
+    assert weight_bytes(tmp_path / "run", 2)
+    assert rows(tmp_path / "run")[-1]["train/sample/repeated"] > 0.05
+
+
+def loop_of(folder: Path, tmp_path: Path, own: dict[str, Any]) -> on_policy.OnPolicyLoop:
+    config, _ = resolve_run(run_file(folder, tmp_path / "run", own))
+    parts = on_policy.setup(config, *load_tokenizers(config), *load_datasets(config))  # type: ignore[arg-type]
+    return on_policy.OnPolicyLoop(parts)
+
+
+def test_reward_and_anchor_are_about_all_that_was_written(folder: Path, tmp_path: Path) -> None:
+    own = {
+        "samples_per_prompt": 2,
+        "compare_stops": False,
+        "anchor": {},
+        "reward": {"function": f"{__name__}:shortest"},
+    }
+    loop = loop_of(folder, tmp_path, own)
+    batch = next(iter(loop.loader))
+    end = loop.rollouts.rows.end_ids[0]
+    ids = [torch.tensor([5, 9, 7 + copy, end]) for _ in batch.prompts for copy in range(2)]
+    samples = [Sample(i // 2, one, torch.full((4,), -1.0), ended=True) for i, one in enumerate(ids)]
+    rollout = loop.rollouts.collate(Written(batch.prompts, samples, [0.5] * len(samples), measure(samples)))
+    compared, rewarded, anchored = (channel.batch for channel in loop.channels(batch, rollout))
+    for found in (rewarded, anchored):
+        assert int(found["token_mask"].sum()) == 4 * len(samples)
+    assert torch.equal(rewarded["behavior_valid"], rewarded["token_mask"] > 0)
+    assert int(compared["token_mask"].sum()) == 3 * len(samples)
+
+
+def test_bits_per_byte_of_a_mixed_step_are_those_of_stored_text(folder: Path, tmp_path: Path) -> None:
+    loop = loop_of(folder, tmp_path, {"fraction": 0.5})
+    batch = next(iter(loop.loader))
+    result = loop.train_step(batch)
+    total, count = result["metrics"]["ce_loss"]
+    assert float(count) == float((batch.stored["token_mask"][:, 1:] > 0).sum())
+    expected = float(total) / math.log(2) / float(batch.stored["target_bytes"].sum())
+    assert loop.bits_per_byte(batch, result) == pytest.approx(expected, rel=1e-6)
+    assert loop.bits_per_byte(StepData(batch.prompts, None, Counter()), result) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["frozen", "ema"])
 def test_an_anchor_goes_on_where_it_stopped(folder: Path, tmp_path: Path, kind: str) -> None:
@@ -185,13 +244,11 @@ def test_an_anchor_goes_on_where_it_stopped(folder: Path, tmp_path: Path, kind: 
 
 
 def test_a_step_without_a_single_prompt_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    config, _ = resolve_run(run_file(folder, tmp_path / "run", {}))
-    parts = on_policy.setup(config, *load_tokenizers(config), *load_datasets(config))  # type: ignore[arg-type]
-    loop = on_policy.OnPolicyLoop(parts)
-    before = [p.detach().clone() for p in parts.student.model.parameters()]
+    loop = loop_of(folder, tmp_path, {})
+    before = [p.detach().clone() for p in loop.student.model.parameters()]
     result = loop.train_step(StepData([], None, Counter()))
     assert (result["loss"], result["tokens"]) == (0.0, 0)
-    for old, new in zip(before, parts.student.model.parameters(), strict=True):
+    for old, new in zip(before, loop.student.model.parameters(), strict=True):
         # weight decay alone
         torch.testing.assert_close(new.detach(), old, atol=1e-4, rtol=1e-3)
 
@@ -202,7 +259,8 @@ def test_records_are_prompts_by_seed_alone() -> None:
     assert chosen[7:9] == [is_prompt(3, idx, 0.25) for idx in (7, 8)]
     assert chosen != [is_prompt(4, idx, 0.25) for idx in range(2000)]
     assert all(is_prompt(1, idx, 1.0) and not is_prompt(1, idx, 0.0) for idx in range(5))
-    assert len({sample_seed(a, b, c) for a in range(3) for b in range(3) for c in range(3)}) == 27
+    every = [(a, b, c, turn) for a in range(3) for b in range(3) for c in range(3) for turn in range(2)]
+    assert len({sample_seed(*one) for one in every}) == 54
 
 
 def test_loads_are_levelled_by_moving_few_parts() -> None:
@@ -246,6 +304,9 @@ def test_figures_of_samples() -> None:
         ({"reward": {}, "samples_per_prompt": 2}, {}, "from a function or from a judge; give one of them"),
         ({"policy_gradient": {}, "loss_fn": {"mode": "alm"}}, {}, "are both given; use one of them"),
         ({"fraction": 1.5}, {}, "less than or equal to 1"),
+        ({"anchor": {"kind": "ema"}}, {"policy": {"param_dtype": "bfloat16"}}, "weights would stand still"),
+        ({"max_tokens": 5}, {}, "max_tokens"),
+        ({"turns": "first"}, {}, "turns"),
     ],
 )
 def test_settings_that_cannot_work(
@@ -256,8 +317,14 @@ def test_settings_that_cannot_work(
 
 
 def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None:
-    own = on_policy.OnPolicyConfig().loss_fn
-    assert (own.direction, own.ce_loss_scale) == ("reverse", 0.0)
+    own = on_policy.OnPolicyConfig()
+    assert (own.loss_fn.direction, own.loss_fn.ce_loss_scale) == ("reverse", 0.0)
+    # a budget, ends and blanks as decided, and a guard that looks
+    assert 100 <= own.max_new_tokens <= 256
+    assert own.compare_stops
+    assert own.mask_blanks
+    assert None not in own.guard.model_dump().values()
+    assert ChunkPolicyConfig().advantage_clip is not None
 
 
 @pytest.mark.slow

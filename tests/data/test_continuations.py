@@ -84,6 +84,17 @@ def test_the_end_is_compared_by_its_role_or_not_at_all() -> None:
         assert bool(batch["token_mask"][0, -1]) == compare
 
 
+def test_an_end_that_the_teacher_has_no_token_for_is_counted() -> None:
+    made = rows()
+    made.teacher_ends = [None]
+    ids = np.append(STUDENT.encode(" and so on").ids, STUDENT.eos_id)
+    batch = made.batch([Continuation(prompt(made, TEXTS[4]), ids, ended=True)])
+    assert batch["dropped"][0]["stop_without_partner"] == 1
+    assert STUDENT.eos_id not in batch["chunks_0"].student_ids_M.tolist()
+    # it is still the student's own
+    assert int(batch["input_ids"][0, -1]) == STUDENT.eos_id
+
+
 def test_a_cut_answer_has_no_end_and_its_last_chunk_is_left_out() -> None:
     made = rows()
     begin, ids = prompt(made, TEXTS[0]), STUDENT.encode(" over the lazy dog").ids
@@ -109,6 +120,23 @@ def test_blanks_are_masked_and_counted() -> None:
     assert [t for t in found[False] if t.strip(b" \t")] == found[True]
 
 
+def test_blanks_are_compared_where_the_tokenizer_is_the_same() -> None:
+    student = Tokenizer.of(workshop(500))
+    ids = np.concatenate([student.encode("a").ids, student.encode("    ").ids, student.encode("\nb").ids])
+    talk = [{"role": "user", "content": "Where is it?"}]
+    blank = {}
+    for size in (500, 600):
+        made = rows([workshop(size)], mode="chat", size=96)
+        (asked,), _ = made.prompts([{"messages": talk, "idx": 0}])
+        batch = made.batch([Continuation(asked, ids, ended=True)])
+        blank[size] = [a for a, _ in chunk_texts(batch, made) if a and not a.strip(b" \t")]
+        assert bool(batch["dropped"][0].get("blank_chunks")) == (size == 600)
+        # what is masked for a teacher is still the student's own text
+        assert batch["token_mask"][0, len(asked.student) :].tolist() == [1] * len(ids)
+    assert b"".join(blank[500]) == b"    "
+    assert blank[600] == []
+
+
 def test_bytes_that_are_no_text_are_spelled_and_a_special_inside_ends_the_comparison() -> None:
     made = rows()
     begin = prompt(made, TEXTS[3])
@@ -127,7 +155,7 @@ def test_a_teacher_of_the_same_tokenizer_reads_the_ids_themselves() -> None:
     ids = np.array([5, 9, 40, 7])
     batch = made.batch([Continuation(prompt(made, TEXTS[0]), ids, ended=False)])
     assert "teacher_input_ids" not in batch
-    assert batch["token_mask"][0, -4:].tolist() == [int(STUDENT.vocab.token_bytes[i].strip(b" \t") != b"") for i in ids]
+    assert batch["token_mask"][0, -4:].tolist() == [1] * 4
 
 
 def test_a_text_may_be_read_by_its_bytes_by_the_same_tokenizer_too() -> None:
@@ -188,6 +216,42 @@ def test_a_long_conversation_loses_its_earliest_messages_and_they_are_counted() 
         assert b"Look again." in side.source
         assert b"oak" not in side.source
     assert made.prompts([{"messages": talk[:4], "idx": 0}]) == ([], Counter(prompt_too_long=1))
+
+
+def test_every_turn_of_a_conversation_is_a_prompt_behind_what_was_said_before_it() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "shelf"}}}
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "An oak box."},
+        {"role": "assistant", "content": "In the box."},
+        {"role": "user", "content": "And the key?"},
+        {"role": "assistant", "content": "There."},
+        {"role": "assistant", "content": "Or there."},
+    ]
+    (last,), _ = rows(mode="chat", size=192).prompts([{"messages": talk, "idx": 5}])
+    assert (list(last.messages), last.turn) == (talk[:5], 0)
+    made = rows(mode="chat", size=192, turns="all", mask_blanks=False)
+    found, dropped = made.prompts([{"messages": talk, "idx": 5}, {"messages": talk[:1], "idx": 6}])
+    assert [list(prompt.messages) for prompt in found] == [talk[:1], talk[:3], talk[:5], talk[:1]]
+    assert [(prompt.idx, prompt.turn) for prompt in found] == [(5, 0), (5, 1), (5, 2), (6, 0)]
+    assert not dropped
+    # each answer stands behind its own beginning on both sides, and nothing of the record's answer is a target
+    student = made.collator.student.encoder
+    ids = np.append(student.encode("Here it is.").ids, made.end_ids[0])
+    batch = made.batch([Continuation(prompt, ids, ended=True) for prompt in found])
+    chunks, teacher = batch["chunks_0"], made.collator.teachers[0].encoder.vocab  # type: ignore[union-attr]
+    for row, prompt in enumerate(found):
+        mine, theirs = (
+            (chunks.student_ids_M, chunks.sample_C[chunks.student_chunk_M] == row),
+            (chunks.teacher_ids_Q, chunks.sample_C[chunks.teacher_chunk_Q] == row),
+        )
+        assert made.vocab.join(mine[0][mine[1]].tolist()) == b"Here it is."
+        assert teacher.join(theirs[0][theirs[1]].tolist()) == b"Here it is."
+        size = len(prompt.student)
+        assert batch["token_mask"][row].nonzero().flatten().tolist() == list(range(size, size + len(ids)))
+    again = Prompt.from_json(json.loads(json.dumps(found[1].as_json())))
+    assert again.turn == 1
 
 
 @pytest.mark.parametrize("mode", ["text", "chat"])
@@ -339,3 +403,17 @@ def test_a_teacher_with_the_students_tokenizer_is_asked_about_markers_too(answer
     begin = calls.student.bos_token_id
     assert chunks.student_ids_M.tolist() == chunks.teacher_ids_Q.tolist() == [begin, *expected]
     assert chunks.num_chunks == len(expected) + 1
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "llama3_2"), ("llama3_2", "qwen3")])
+def test_whatever_ends_a_students_turn_stands_against_the_end_of_its_teachers(student: str, teacher: str) -> None:
+    calls = Calls(student, [teacher])
+    ends = {calls.student.convert_ids_to_tokens(i): i for i in calls.made.end_ids}
+    end_of_text = {"qwen3": "<|endoftext|>", "llama3_2": "<|end_of_text|>"}[student]
+    assert set(ends) >= {ENDS[student], end_of_text}
+    theirs = zoo.tokenizer(teacher).convert_tokens_to_ids(ENDS[teacher])
+    for calls.end in ends.values():
+        batch = calls.batch("It rains.", template_kwargs={"enable_thinking": False})
+        chunks = batch["chunks_0"]
+        assert (int(chunks.student_ids_M[-1]), int(chunks.teacher_ids_Q[-1])) == (calls.end, theirs)
+        assert "stop_without_partner" not in batch["dropped"][0]
