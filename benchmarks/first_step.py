@@ -74,7 +74,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def start(tree: Path, run_file: Path, caches: Path) -> dict[str, Any]:
-    """One run of a single step with the code of ``tree``: seconds when step 1 begins and ends, and by stage."""
+    """One run of a single step with the code of ``tree``: seconds when step 1 begins and ends, and by stage; ``until:``
+    is what comes before a stage and belongs to none."""
     shutil.rmtree(run_file.parent / "run", ignore_errors=True)
     env = {**os.environ, "PYTHONPATH": str(tree), "LIMBECK_CACHE": str(caches), "COLUMNS": "200"}
     begun = time.perf_counter()
@@ -93,8 +94,9 @@ def start(tree: Path, run_file: Path, caches: Path) -> dict[str, Any]:
                 _add(stages, running, now, last)
                 running, last = "", now
             elif line.endswith(" ..."):
-                _add(stages, "between stages" if stages else "python and the command", now, last)
-                running, last = re.sub(r"/\S+/", "", line.removesuffix(" ...")), now
+                running = re.sub(r"/\S+/", "", line.removesuffix(" ..."))
+                _add(stages, f"until: {running}" if stages else "python and the command", now, last)
+                last = now
                 if running.startswith("the first step"):
                     begins = now
     if process.wait() != 0:

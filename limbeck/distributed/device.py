@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _Tree = TypeVar("_Tree")
+ALIGNED = 16
+"""Bytes: kernels know two kinds of addresses, multiples of it and others."""
 
 
 def default_device() -> torch.device:
@@ -74,8 +76,12 @@ def to_device(tree: _Tree, device: torch.device | str) -> _Tree:
     pinned = {key: t for key, t in found.items() if target.type == "cuda" and t.device.type == "cpu"}
     for dtype in dict.fromkeys(t.dtype for t in pinned.values()):
         same = {key: t for key, t in pinned.items() if t.dtype == dtype}
-        flat = _sent(next(iter(same.values())) if len(same) == 1 else _flat(list(same.values())), target)
-        pieces = flat.reshape(-1).split([t.numel() for t in same.values()])
+        if len(same) == 1:
+            ((key, only),) = same.items()
+            new[key] = _sent(only, target).contiguous()
+            continue
+        flat, sizes = joined(list(same.values()), pin_memory=True)
+        pieces = _sent(flat, target).split(sizes)[::2]
         new |= {key: piece.view(t.shape) for (key, t), piece in zip(same.items(), pieces, strict=True)}
     new |= {key: t.to(target) for key, t in found.items() if key not in new}
     return _rebuilt(tree, new) if new else tree
@@ -85,9 +91,18 @@ def _is_on(t: Tensor, target: torch.device) -> bool:
     return t.device.type == target.type and target.index in (None, t.device.index)
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    out = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, pin_memory=True)
-    return torch.cat([t.reshape(-1) for t in tensors], out=out)
+def joined(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Tensor, list[int]]:
+    """Tensors of one type behind one another in one row, and its parts' sizes: of a tensor, of the gap behind it, and
+    so on. Each begins at a multiple of `ALIGNED` bytes: Triton compiles a kernel anew for addresses that do not.
+    """
+    unit = max(ALIGNED // tensors[0].element_size(), 1)
+    gaps = tensors[0].new_zeros(unit)
+    parts: list[Tensor] = []
+    for t in tensors:
+        parts += (t.reshape(-1), gaps[: -t.numel() % unit])
+    sizes = [part.numel() for part in parts]
+    out = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=pin_memory)
+    return torch.cat(parts, out=out), sizes
 
 
 def _sent(value: Tensor, target: torch.device) -> Tensor:

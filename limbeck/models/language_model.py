@@ -38,6 +38,18 @@ from limbeck.models.loading import (
 )
 from limbeck.models.quantization import rounds_rows_together
 
+ANY_NUMBER_OF_ROWS = "triton.mix_order_reduction_non_strict_mode"
+"""torch's compiler joins the two sums of a norm's backward pass into one kernel where that pays, from 4,096 tokens on,
+and compiles the layer anew as soon as a micro-batch has fewer. With this it joins them at every length."""
+
+
+def compiler_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """What a mode of torch.compile stands for, and that one graph serves micro-batches of any number of tokens."""
+    from torch._inductor import list_mode_options, list_options
+
+    own = {} if mode is None else dict(list_mode_options(mode, dynamic))
+    return own | ({ANY_NUMBER_OF_ROWS: True} if ANY_NUMBER_OF_ROWS in list_options() else {})
+
 
 class LanguageModel:
     """A transformers causal language model with its tokenizer, ready to run and to score.
@@ -136,8 +148,9 @@ class LanguageModel:
         options = self.cfg.compile
         if self.compiles:
             # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
+            chosen = compiler_options(options.mode, options.dynamic)
             for module in layers_of(self.body):
-                module.compile(mode=options.mode, dynamic=options.dynamic)
+                module.compile(options=chosen, dynamic=options.dynamic)
 
     def allow_packing(self) -> None:
         """Verify, once, that packed documents do not see each other."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from limbeck.distributed.device import host_threads, to_device
+from limbeck.distributed.device import ALIGNED, host_threads, joined, to_device
 
 
 class Named(NamedTuple):
@@ -61,6 +61,17 @@ def test_a_tree_keeps_its_shape() -> None:
     assert tree.pair[0].device.type == "cpu"
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.complex128])
+def test_tensors_that_travel_together_begin_where_kernels_like_it(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(shape, dtype=dtype) for shape in ((3,), (), (0, 5), (2, 8), (5, 1))]
+    tensors[3] = tensors[3].t()  # not in the order of its memory
+    flat, sizes = joined(tensors)
+    pieces = flat.split(sizes)[::2]
+    assert all(torch.equal(piece.view(t.shape), t) for piece, t in zip(pieces, tensors, strict=True))
+    assert all(piece.data_ptr() % ALIGNED == 0 for piece in pieces)
+    assert flat.numel() == sum(sizes)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_does_not_wait_for_a_copy() -> None:
@@ -76,6 +87,8 @@ def test_the_host_does_not_wait_for_a_copy() -> None:
     assert single.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(found.table["weight"].cpu(), torch.ones(2))
     assert float(found.named.value) == 1.5
+    moved = (found.leaves[0].index, found.leaves[1].index, found.table["weight"], found.named.value)
+    assert all(t.data_ptr() % ALIGNED == 0 for t in moved)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.loss import synchronisations
+from benchmarks.gpu.step import compiled_graphs
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.fp8 import lacking, quantize_rows, reference_product, scaled_product
 from limbeck.models.policy import Policy
@@ -105,3 +107,19 @@ def test_a_step_waits_for_the_device_once(layout, kind, tmp_path):
     for _ in range(2):
         policy.train(batch(), loss, teachers=[source], mbs=2)
     assert synchronisations(lambda: policy.train(batch(), loss, teachers=[source], mbs=2)) == 1
+
+
+def test_one_graph_serves_micro_batches_of_any_length():
+    """The compiler likes to choose kernels by the number of tokens, and to choose anew where that changes."""
+    wide = {"hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1}
+    settings = config(precision="bfloat16", **LAYOUTS["compiled"])
+    settings["model_overrides"] = {**settings["model_overrides"], **wide, "max_position_embeddings": 8192}
+    policy = Policy(settings, tokenizer(300), device="cuda", seed=0)
+    alone = CrossTokenizerDistillationLossFn({}, projections=[])
+    made = []
+    for length in (8192, 6144, 512, 24):
+        ids = torch.randint(0, 300, (1, length))
+        rows = {"input_ids": ids, "input_lengths": torch.tensor([length]), "token_mask": torch.ones_like(ids)}
+        policy.train(BatchedDataDict(**rows, sample_mask=torch.ones(1), idx=[0]), alone)
+        made.append(compiled_graphs())
+    assert made == made[:1] * len(made)

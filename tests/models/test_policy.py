@@ -6,6 +6,7 @@ import torch
 from limbeck.errors import CheckpointError, ConfigError, LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.contract import Teacher
+from limbeck.models.language_model import ANY_NUMBER_OF_ROWS, compiler_options
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.teachers.live import LiveTeacher
 from limbeck.utils.timer import Timer
@@ -365,6 +366,13 @@ def test_compiled_body_gives_the_same_loss():
     policy.body.compile(backend="eager")
     assert policy.train(batch(), loss_fn(), teachers=[LiveTeacher(teacher())], eval_mode=True)["loss"] == plain
     assert not any("_orig_mod" in n for n, _ in policy.model.named_parameters())
+
+
+def test_layers_are_compiled_for_any_number_of_tokens():
+    assert compiler_options(None, None) == {ANY_NUMBER_OF_ROWS: True}
+    tuned = compiler_options("max-autotune-no-cudagraphs", True)
+    assert tuned["max_autotune"]
+    assert tuned[ANY_NUMBER_OF_ROWS]
 
 
 def test_without_teachers_it_is_cross_entropy():
