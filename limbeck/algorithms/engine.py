@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from limbeck.distributed.comm import Comm
-from limbeck.errors import LossError
+from limbeck.errors import LimbeckError, LossError
 from limbeck.models.generate import Sample, Sampler
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.policy import Policy
@@ -106,6 +106,11 @@ class EngineSampler(Sampler):
 
         # ranks that read the same rows, per step: the answers, so that they learn from the same ones
         answers = json.loads(self._readers.first_only(ask))
+        if [len(choices) for choices in answers] != [n] * len(prompts):
+            raise LimbeckError(
+                f"the engine gave {[len(choices) for choices in answers]} answers to {len(prompts)} prompts; expected "
+                f"{n} to each"
+            )
         return [
             Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs), ended)
             for number, choices in enumerate(answers)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -47,7 +50,8 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     function: str | None = None
-    """``module:function``, called with the prompt (a text, or a list of messages) and the answer; returns a number."""
+    """``module:function`` of the environment or the working folder, called with the prompt (a text, or a list of
+    messages) and the answer; returns a number."""
     judge: JudgeConfig | None = None
     """A model that scores answers."""
     weight: float = Field(default=1.0, gt=0)
@@ -69,14 +73,27 @@ def make_reward(config: RewardConfig) -> Reward:
     if not module or not name:
         raise ConfigError(f"on_policy.reward.function is {config.function!r}; expected module:function")
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = getattr(_imported(module), name)
+    except Exception as error:  # a module of the user's may raise whatever it likes
         raise ConfigError(
             f"on_policy.reward.function {config.function!r} cannot be had: {one_line(error, 200)}"
         ) from error
     if not callable(found):
         raise ConfigError(f"on_policy.reward.function {config.function!r} is a {type(found).__name__}, no function")
     return _checked(found, config.function)
+
+
+def _imported(module: str) -> Any:
+    """A module of the environment or, where that has none of its name, of the working folder."""
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        return import_module(module)
+    finally:
+        if added:
+            sys.path.remove(here)
 
 
 def _checked(function: Callable[..., Any], name: str) -> Reward:
@@ -89,7 +106,7 @@ def _checked(function: Callable[..., Any], name: str) -> Reward:
                 f"the reward function {name!r} raised {type(error).__name__}: {one_line(error, 200)} for the answer "
                 f"{shortened(answer, 80)!r}; the step was not taken, and the run goes on from its last checkpoint"
             ) from error
-        if isinstance(value, bool | int | float) and math.isfinite(value):
+        if isinstance(value, Real) and math.isfinite(value):
             return float(value)
         raise DataError(
             f"the reward function {name!r} returned {value!r} for the answer {shortened(answer, 80)!r}; "

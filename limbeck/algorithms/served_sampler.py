@@ -63,9 +63,9 @@ class ServedSampler(EngineSampler):
                 )
 
     @staticmethod
-    def _asked(client: ServerClient, path: str, body: Any, *, tokens: int = 0) -> tuple[int, Any]:
+    def _asked(client: ServerClient, path: str, body: Any = None, *, tokens: int = 0) -> tuple[int, Any]:
         try:
-            return client.request("POST", path, body, tokens=tokens)
+            return client.request("GET" if body is None else "POST", path, body, tokens=tokens)
         except ServerFailure as failure:
             raise ServerError(
                 f"the server {client.url} that samples does not answer ({failure}); mend it and start the run again"
@@ -123,7 +123,7 @@ class ServedSampler(EngineSampler):
 
     def _name(self) -> str:
         if self._model is None:
-            status, answer = self.client.request("GET", "/models")
+            status, answer = self._asked(self.client, "/models")
             served = [m.get("id") for m in (answer or {}).get("data", [])] if status == 200 else []
             if len(served) != 1:
                 raise ServerError(

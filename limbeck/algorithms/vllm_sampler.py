@@ -75,14 +75,20 @@ class VllmSampler(EngineSampler):
             found = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         except Exception as error:  # as above
             raise _failure("does not sample", error) from error
+        for prompt, request in zip(prompts, found, strict=False):
+            if list(request.prompt_token_ids or prompt) != list(prompt):
+                raise LimbeckError("vLLM read other tokens than it was given; it must have the student's own tokenizer")
         return [[self._answer(one) for one in request.outputs] for request in found]
 
     def _answer(self, one: Any) -> Answer:
         ids = list(one.token_ids)
+        told = list(one.logprobs or ())
         odd = [i for i in ids if not 0 <= i < self.vocab_size]
         if odd:
             raise LimbeckError(f"vLLM sampled token {odd[0]}, but the student has {self.vocab_size}")
-        said = [float(place[i].logprob) for i, place in zip(ids, one.logprobs, strict=True)]
+        if len(told) != len(ids) or any(i not in place for i, place in zip(ids, told, strict=True)):
+            raise LimbeckError(f"vLLM gave {len(told)} usable log-probabilities for {len(ids)} tokens")
+        said = [float(place[i].logprob) for i, place in zip(ids, told, strict=True)]
         if not all(math.isfinite(value) for value in said):
             raise LimbeckError("vLLM gave log-probabilities that are none for tokens that it sampled")
         return ids, said, one.finish_reason == "stop"

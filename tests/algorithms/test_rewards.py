@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,20 @@ def test_a_function_is_asked() -> None:
 def test_functions_that_cannot_be_had(name: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         make_reward(RewardConfig(function=name))
+
+
+def test_a_function_may_lie_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = "import numpy\ndef half(asked, answer):\n    return numpy.float32(0.5)\n"
+    (tmp_path / "reward_of_a_user.py").write_text(half)
+    (tmp_path / "reward_that_breaks.py").write_text("def half(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    before = list(sys.path)
+    assert make_reward(RewardConfig(function="reward_of_a_user:half"))("a", "b") == 0.5
+    with pytest.raises(ConfigError, match="'reward_that_breaks:half' cannot be had: invalid syntax") as found:
+        make_reward(RewardConfig(function="reward_that_breaks:half"))
+    assert "\n" not in str(found.value)
+    assert sys.path == before
 
 
 def test_a_function_that_raises_or_gives_no_number_is_told_in_one_line() -> None:

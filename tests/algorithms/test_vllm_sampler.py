@@ -47,7 +47,7 @@ class Engine:
             how = SamplingConfig(max_new_tokens=own.max_tokens, temperature=own.temperature, top_p=own.top_p)
             ids = torch.tensor(prompt["prompt_token_ids"])
             found = LocalSampler(self.model, how, own.stop_token_ids).sample([ids], n=own.n, seed=[own.seed])
-            out.append(SimpleNamespace(outputs=[self.answer(s) for s in found]))
+            out.append(SimpleNamespace(prompt_token_ids=ids.tolist(), outputs=[self.answer(s) for s in found]))
         return out
 
     def answer(self, sample: Any) -> Any:
@@ -94,6 +94,28 @@ def test_what_the_engine_may_not_answer(tmp_path: Path, engine: type[Engine], mo
         patch.setattr(Engine, "answer", lambda self, sample: odd)
         with pytest.raises(LimbeckError, match="sampled token 300, but the student has 300"):
             own.sample(PROMPTS)
+    place = {7: SimpleNamespace(logprob=-1.0)}
+    for ids, told in (([7, 7], [place]), ([8], [place]), ([7], None)):
+        with monkeypatch.context() as patch:
+            odd = SimpleNamespace(token_ids=ids, logprobs=told, finish_reason="stop")
+            patch.setattr(Engine, "answer", lambda self, sample, odd=odd: odd)
+            with pytest.raises(LimbeckError, match=rf"usable log-probabilities for {len(ids)} tokens"):
+                own.sample(PROMPTS)
+    for change, line in (
+        ({"prompt_token_ids": [1]}, "read other tokens than it was given"),
+        ({"outputs": []}, r"gave \[0, 0\] answers to 2 prompts; expected 1 to each"),
+    ):
+        with monkeypatch.context() as patch:
+            plain = Engine.generate
+
+            def spoilt(
+                self: Engine, *args: Any, plain: Any = plain, change: dict[str, Any] = change, **more: Any
+            ) -> Any:
+                return [SimpleNamespace(**{**vars(one), **change}) for one in plain(self, *args, **more)]
+
+            patch.setattr(Engine, "generate", spoilt)
+            with pytest.raises(LimbeckError, match=line):
+                own.sample(PROMPTS)
     monkeypatch.setattr(Engine, "collective_rpc", lambda self, method: 1 / 0)
     with pytest.raises(LimbeckError, match=r"does not take the student's weights over \(ZeroDivisionError"):
         own.sync(student(), 1)
