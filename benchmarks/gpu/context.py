@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu/context.py                     # writes context.json and the picture
     PYTHONPATH=. python benchmarks/gpu/context.py --only lengths --lengths 131072 262144 --ways recomputed --limit 200
+    PYTHONPATH=. python benchmarks/gpu/context.py --only teachers longest --budget 110
     PYTHONPATH=. python benchmarks/gpu/context.py --plot              # only draws the picture
     PYTHONPATH=. python benchmarks/gpu/context.py --tiny              # everything small, also without a GPU
 
@@ -11,6 +12,11 @@ teacher, compiled layers):
 - lengths: one document per step, twice as long each time, until memory or `--limit` (seconds of a step) ends it, then
   half-way between what fits and what does not; with activations kept, and computed again in the backward pass
   (`dtensor_cfg.activation_checkpointing`).
+- longest: the longest document that fits, both ways, within `--budget` seconds. Two lengths give the line that memory
+  follows; where it meets the device's memory is tried, then between what fits and what does not. With activations kept
+  these are whole steps. With recomputation what fits takes minutes a step, all of them attention's, whose memory does
+  not depend on what a token sees: there attention stays within pieces of 1,024 tokens (`seeing: 1024`), and the longest
+  step with whole attention that the budget allows comes last.
 - rows: documents of 2,048 tokens per step, in micro-batches of eight.
 - teachers: one to three of Qwen3-4B's shape, eight documents.
 - vocabulary: head and loss alone, 8,192 rows; the bodies do not depend on it.
@@ -21,6 +27,7 @@ Memory is the peak of the whole step, weights and optimizer included. Each part 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -33,6 +40,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import origin
 from benchmarks.gpu.common import GIB, aligned_batch, make_projection
@@ -40,6 +48,7 @@ from benchmarks.gpu.loss import Problem
 from benchmarks.gpu.step import DOCUMENTS, Setup, compiled_graphs, laid_out
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.losses import CrossTokenizerDistillationLossFn
+from limbeck.models.attention import varlen_attention
 from limbeck.models.causal import unwrap
 from limbeck.teachers.live import LiveTeacher
 
@@ -50,6 +59,9 @@ WAYS = ("kept", "recomputed")
 VOCABULARIES = (32_000, 64_000, 128_000, 256_000)
 ROWS = (2, 4, 8, 16, 32)
 TEACHERS = (1, 2, 3)
+WINDOW = 1_024
+"""Tokens that see each other where only memory counts."""
+WINDOWED = "limbeck_windowed"
 QUICK = 4.0
 """Seconds: a step that takes less is taken again, so that nothing that happens once is in its time."""
 
@@ -151,16 +163,130 @@ def longest(points: list[Point]) -> dict[str, Any]:
     """What ran, what did not, and where the line through the last two peaks meets the device's memory."""
     ran = timed_points(points)
     out: dict[str, Any] = {
-        "ran": ran[-1]["length"] if ran else None,
+        "ran": max((int(p["length"]) for p in points if "ms" in p), default=None),
         "did_not_fit": min((p["length"] for p in points if "out_of_memory" in p), default=None),
     }
     if len(ran) > 1 and torch.cuda.is_available():
-        (a, b), whole = ran[-2:], torch.cuda.mem_get_info()[1] / GIB
+        a, b = ran[-2:]
         slope = (b["peak_gib"] - a["peak_gib"]) / (b["length"] - a["length"])
-        # a few per cent of the memory cannot be had: the context of the device, and gaps
-        out["by_memory"] = round(b["length"] + (0.97 * whole - b["peak_gib"]) / slope)
+        out["by_memory"] = round(b["length"] + (memory_of_device() - b["peak_gib"]) / slope)
         out["kib_per_token"] = round(slope * GIB / 1024, 1)
     return out
+
+
+def seeing(window: int | None, setup: Setup) -> None:
+    """Have both models' tokens see those of their own `window` tokens alone, or all before them."""
+    from transformers import AttentionInterface
+
+    if window is not None:
+        AttentionInterface.register(WINDOWED, functools.partial(_windowed, window))
+    for policy in (setup.student, setup.teacher):
+        model = unwrap(policy.model)
+        own = _OWN.setdefault(id(model), model.config._attn_implementation)
+        model.set_attn_implementation(own if window is None else WINDOWED)
+
+
+_OWN: dict[int, str] = {}
+
+
+def _windowed(window: int, module: Any, *states: Tensor | None, scaling: float | None = None, **_: Any) -> Any:
+    """Attention within pieces of `window` tokens: the same kernel and arrays as for one document, seen as many."""
+    rows = [x.unflatten(2, (-1, window)).transpose(1, 2).flatten(0, 1) for x in states[:3] if x is not None]
+    out, _none = varlen_attention(module, rows[0], rows[1], rows[2], None, scaling=scaling)
+    assert states[0] is not None
+    return out.reshape(states[0].shape[0], -1, *out.shape[2:]), None
+
+
+def memory_of_device() -> float:
+    """GiB that a step may take: a few per cent cannot be had, the context of the device, and gaps."""
+    whole = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 1.0
+    return 0.97 * whole
+
+
+def next_length(points: Sequence[Point], room: float, step: int = 1_024) -> int | None:
+    """The next length to try: where the line through the longest two that fit meets the memory `room`, and half-way
+    to the shortest that did not fit if that is less. None: what fits is known within 2%."""
+    ran = sorted((p for p in points if "peak_gib" in p), key=lambda p: int(p["length"]))
+    failed = min((int(p["length"]) for p in points if "out_of_memory" in p), default=None)
+    if len(ran) < 2:
+        return None
+    a, b = ran[-2:]
+    slope = (b["peak_gib"] - a["peak_gib"]) / (b["length"] - a["length"])
+    best = int(b["length"])
+    wanted = best + (room - b["peak_gib"]) / slope if slope > 0 else 2 * best
+    if failed is not None:
+        wanted = min(wanted, (best + failed) / 2)
+    length = int(wanted) // step * step
+    return length if length > 1.02 * best else None
+
+
+def seconds_at(points: Sequence[Point], length: int) -> float:
+    """What a step would take: a part that grows with the length and one with its square, by the last two that ran."""
+    ran = sorted((p for p in points if "ms" in p), key=lambda p: int(p["length"]))
+    if len(ran) < 2:
+        return 0.0
+    (m, u), (n, v) = ((int(p["length"]), p["ms"] / 1e3) for p in ran[-2:])
+    square = max((v / n - u / m) / (n - m), 0.0)
+    return max(v / n - square * n, 0.0) * length + square * length**2
+
+
+def search(setup: Setup, first: Sequence[int], until: float, room: float, step: int, tries: int = 4) -> list[Point]:
+    """Points up to the longest that fits, as far as the clock allows (`by_time` on what was left out)."""
+    points: list[Point] = []
+    for length in first:
+        points.append(at_length(setup, length))
+        if "out_of_memory" in points[-1]:
+            break
+    for _ in range(tries):
+        wanted = next_length(points, room, step)
+        if wanted is None:
+            break
+        takes = seconds_at(points, wanted)
+        if time.perf_counter() + takes > until:
+            points.append({"length": wanted, "by_time": round(takes, 1)})
+            print(points[-1], flush=True)
+            break
+        points.append(at_length(setup, wanted))
+    return sorted(points, key=lambda p: int(p["length"]))
+
+
+def longest_both_ways(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    begun, room = time.perf_counter(), memory_of_device()
+    small, window = args.tiny, 8 if args.tiny else WINDOW
+    found: dict[str, Any] = {"lengths": {}, "memory": {}}
+
+    def save() -> None:
+        if not args.tiny:
+            store(found, args.out)
+
+    recompute(setup, False)
+    found["lengths"]["kept"] = search(
+        setup,
+        (16, 32) if small else (8_192, 16_384, 32_768),
+        begun + 0.35 * args.budget,
+        room,
+        window,
+        1 if small else 4,
+    )
+    save()
+    recompute(setup, True)
+    seeing(window, setup)
+    warm_up(setup)
+    first = (16, 32) if small else (65_536, 131_072)
+    points = search(setup, first, begun + 0.85 * args.budget, room, window, 1 if small else 3)
+    found["memory"]["recomputed"] = [p | {"seeing": window} for p in points]
+    save()
+    seeing(None, setup)
+    warm_up(setup)
+    # the longest whole step that the clock still allows, by the two before it
+    points = [at_length(setup, n) for n in ((16, 32) if small else (32_768, 65_536))]
+    left = begun + args.budget - time.perf_counter()
+    allowed = [n for n in (98_304, 131_072, 196_608, 262_144) if seconds_at(points, n) < left]
+    if allowed and not small:
+        points.append(at_length(setup, allowed[-1]))
+    found["lengths"]["recomputed"] = points
+    recompute(setup, False)
+    return found
 
 
 def lengths(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
@@ -245,10 +371,10 @@ def store(found: dict[str, Any], path: Path) -> None:
     """Add parts to the results file; points of a length that were measured before are replaced."""
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part, value in found.items():
-        if part in ("lengths", "longest"):
+        if part in ("lengths", "longest", "memory"):
             own = kept.setdefault(part, {})
             for way, points in value.items():
-                if part == "lengths":
+                if part != "longest":
                     new = {p["length"] for p in points}
                     points = [*(p for p in own.get(way, []) if p["length"] not in new), *points]
                     points.sort(key=lambda p: int(p["length"]))
@@ -257,6 +383,8 @@ def store(found: dict[str, Any], path: Path) -> None:
             kept[part] = value
     if "lengths" in found:
         kept["longest"] = {way: longest(points) for way, points in kept["lengths"].items()}
+        for way, points in kept.get("memory", {}).items():
+            kept["longest"].setdefault(way, {})["fits_by_memory"] = longest(points)
     path.write_text(json.dumps({**kept, **origin()}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -278,6 +406,10 @@ def draw(path: Path = OUT, picture: Path = PICTURE) -> None:
         tokens = [p["length"] / 1024 for p in ran]
         axes["memory"].plot(tokens, [p["peak_gib"] for p in ran], marker="o", label=way)
         axes["time"].plot(tokens, [p["ms"] * 1e3 / p["length"] for p in ran], marker="o", label=way)
+    for way, points in found.get("memory", {}).items():
+        ran = [p for p in points if "peak_gib" in p]
+        tokens = [p["length"] / 1024 for p in ran]
+        axes["memory"].plot(tokens, [p["peak_gib"] for p in ran], marker="x", linestyle=":", label=f"{way}, no time")
     axes["memory"].set(xlabel="document, thousands of tokens", ylabel="peak memory, GiB", ylim=(0, None))
     axes["time"].set(xlabel="document, thousands of tokens", ylabel="microseconds per token", ylim=(0, None))
     for name in ("memory", "time"):
@@ -309,6 +441,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of a step that are not exceeded knowingly")
+    parser.add_argument("--budget", type=float, default=110.0, help="seconds for the part `longest`")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--tiny", action="store_true")
@@ -326,7 +459,8 @@ def main() -> None:
                 if setup is None:
                     setup = Setup(args.projection, tiny=args.tiny, dynamic=True)
                     warm_up(setup)
-                found = {"rows": rows, "lengths": lengths, "teachers": teachers}[part](setup, args)
+                parts = {"rows": rows, "lengths": lengths, "teachers": teachers, "longest": longest_both_ways}
+                found = parts[part](setup, args)
             if not args.tiny:
                 store(found, args.out)
             if "longest" in found:

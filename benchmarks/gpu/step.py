@@ -5,12 +5,14 @@
 2,048-token documents, 16,384 tokens per step, float32 parameters under bfloat16 autocast, AdamW, boundary_kl with the
 chunk term and cross-entropy, decoder layers compiled. The floor of a row is what the same run measures for its parts:
 bodies, forward and (student) backward, and the heads' matrix products; of a cached teacher's, which has no body, also
-clipping, the optimizer and sending what is stored. `--tiny` runs everything small on the CPU.
+clipping, the optimizer and sending what is stored. `on_device_ms` is where the device's time goes, `idle_ms` what the
+step takes beyond it. `--tiny` runs everything small on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 import time
 import traceback
@@ -169,7 +171,35 @@ def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: i
         peak = torch.cuda.max_memory_allocated()
         row |= {"peak_gib": round(peak / GIB, 1), "extra_gib": round((peak - before) / GIB, 1)}
         row["synchronisations"] = synchronisations(lambda: run(0))
+        row["on_device_ms"] = on_device(run)
+        row["idle_ms"] = round(row["ms"] - sum(row["on_device_ms"].values()), 1)
     return row
+
+
+GROUPS = {
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
+    "attention": r"flash|fmha",
+    "optimizer": r"[Aa]dam|multi_tensor",
+    "loss": r"^_\w+_kernel",
+    "compiled_layers": r"^triton_",
+    "copies": r"^Mem(cpy|set)",
+}
+"""Kinds of kernels by their names; the others are torch's own."""
+
+
+def on_device(run: Callable[[int], Any], steps: int = 3) -> dict[str, float]:
+    """Milliseconds of the device per call, by kind of kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for number in range(steps):
+            run(number)
+        _sync()
+    total = dict.fromkeys((*GROUPS, "others"), 0.0)
+    for event in found.key_averages():
+        kind = next((name for name, form in GROUPS.items() if re.search(form, event.key)), "others")
+        total[kind] += event.self_device_time_total / 1e3 / steps
+    return {name: round(ms, 2) for name, ms in total.items()}
 
 
 def floors(setup: Setup, batch: BatchedDataDict) -> dict[str, float]:
