@@ -51,7 +51,7 @@ from limbeck.models.trainer import Channel
 from limbeck.teachers.hinted import HintTeacher, make_self_teacher
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.tokens import ByteVocab
-from limbeck.tokens.classes import FORM_CLASSES, form_table
+from limbeck.tokens.classes import CREDIT_CLASSES, credit_table
 from limbeck.tokens.tokenizer import read_template
 from limbeck.traces.states import load_failed_states
 from limbeck.utils.checkpoint import CheckpointManager
@@ -176,9 +176,9 @@ def _sampled_loss(
 ) -> Loss[Any]:
     own = config.on_policy
     if own.policy_gradient is not None:
-        classes = torch.from_numpy(form_table(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size))
+        classes = torch.from_numpy(credit_table(ByteVocab.from_tokenizer(student_tokenizer), student.vocab_size))
         return ChunkPolicyLossFn(
-            own.policy_gradient, len(foreign), classes_V=classes, class_names=FORM_CLASSES, end_ids=end_ids
+            own.policy_gradient, len(foreign), classes_V=classes, class_names=CREDIT_CLASSES, end_ids=end_ids
         )
     paths = {"projection_matrix_path": config.loss_fn.projection_matrix_path}
     return off_policy.make_loss(own.loss_fn.model_copy(update=paths), student_tokenizer, foreign)

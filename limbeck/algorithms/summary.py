@@ -27,7 +27,10 @@ def _rows(values: Section) -> Iterator[tuple[str, str]]:
     teachers = [values["teacher"]] if values.get("teacher") else values.get("teachers") or []
     for number, own in enumerate(teachers):
         yield f"teacher {number}" if len(teachers) > 1 else "teacher", _teacher(own)
-    yield "loss", _loss(values, bool(teachers))
+    own = values.get("on_policy") or {}
+    if own.get("fraction") != 1:
+        yield "loss", _loss(values, bool(teachers))
+    yield "own text", own_text(own)
     data = values.get("data") or values.get("traces") or {}
     yield "data", _data(data)
     yield "length", _lengths(data, policy)
@@ -66,6 +69,26 @@ def _loss(values: Section, taught: bool) -> str:
         return f"{loss['kl_loss_weight']:g} x {loss['mode']} + {loss['ce_loss_scale']:g} x cross-entropy"
     loss = values.get("loss") or {}
     return ", ".join(name for name in ("policy", "hint", "preference") if name in loss)
+
+
+def own_text(own: Section) -> str:
+    """What the ``on_policy`` section of a run file says about the text that the student writes; empty where it writes
+    none."""
+    if not own.get("fraction"):
+        return ""
+    prompts = "all records" if own["fraction"] == 1 else f"{own['fraction']:.0%} of records"
+    if own.get("failed_states"):
+        prompts = "failed states"
+    parts = [f"{_many(own['samples_per_prompt'], 'answer')} of at most {own['max_new_tokens']:,} tokens to {prompts}"]
+    if own.get("policy_gradient"):
+        parts.append(f"policy gradient by {own['policy_gradient']['credit']}")
+    else:
+        parts.append(f"{own['loss_fn']['mode']}, {own['loss_fn']['direction']}")
+    if own.get("anchor"):
+        parts.append(f"anchor {own['anchor']['weight']:g} x {own['anchor']['kind']}")
+    if own.get("reward"):
+        parts.append(f"reward {own['reward']['weight']:g} x {own['reward']['function'] or 'judge'}")
+    return "; ".join(parts)
 
 
 def _data(data: Section) -> str:

@@ -76,7 +76,12 @@ _MONITORS = {
 """Figures of a run on traces that show a collapse early."""
 _SAMPLED = {
     "Length of samples": {"length": "tokens"},
-    "Shares of samples": {"ended": "ended", "cut": "cut off", "repeated": "repeated tokens"},
+    "Shares of samples": {
+        "ended": "ended",
+        "cut": "cut off",
+        "repeated": "repeated tokens",
+        "white_space": "white space",
+    },
     "Reward": {"reward": "mean"},
     "Log-probability of samples": {"log_prob": "nats per token"},
     "Lag of the sampler": {"staleness": "steps"},

@@ -217,6 +217,17 @@ class RunData:
         return self.divergence if alone else f"{self.divergence} + cross-entropy"
 
     @property
+    def own_text(self) -> str:
+        """How much of what the run learns from the student writes, and by which loss; empty where it writes nothing."""
+        share = as_number(self.setting("on_policy.fraction"))
+        if self.setting("algorithm") != "on_policy_distillation" or not share:
+            return ""
+        loss = [self.setting(f"on_policy.loss_fn.{name}") for name in ("mode", "direction")]
+        if isinstance(self.setting("on_policy.policy_gradient"), Mapping):
+            loss = ["policy gradient"]
+        return ", ".join([f"{share:.0%}", *(str(part) for part in loss if part)])
+
+    @property
     def on_traces(self) -> bool:
         """Whether the run learns from agent traces."""
         return self.setting("algorithm") == "trace_distillation" or isinstance(self.setting("traces"), Mapping)
@@ -224,6 +235,9 @@ class RunData:
     @property
     def self_teacher(self) -> str | None:
         """How the student teaches itself behind hints; None where another model teaches, or none does."""
+        states = self.setting("on_policy.failed_states")
+        if isinstance(states, Mapping) and self.own_text and not self.teachers:
+            return str(states.get("self_teacher", "frozen"))
         off = self.setting("traces.channels.hint", True) is False or self.setting("loss.alpha", 1) == 0
         if not self.on_traces or self.teachers or off:
             return None

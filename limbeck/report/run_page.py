@@ -94,6 +94,8 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     facts = [("steps", steps)]
     if run.objective:
         facts.insert(0, ("loss", run.objective))
+    if run.own_text:
+        facts.insert(1, ("own text", run.own_text))
     seed = run.versions.get("seed", run.setting("distillation.seed"))
     if seed is not None:
         facts.append(("seed", str(seed)))

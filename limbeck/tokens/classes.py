@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import string
 from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.tokens.vocab import ByteVocab
+from limbeck.tokens.vocab import ByteVocab, is_end
 
 TEXT_CLASSES = ("digits", "white_space", "code", "cjk", "other")
 """Names by number, as `class_table` gives them: numerals; blanks and line ends; ASCII signs without a letter, as code
@@ -156,4 +157,19 @@ def form_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
     names = ["special" if special else _FORM_OF_SPELLING.get(token_class(data), "other") for special, data in tokens]
     found = np.full(size, FORM_CLASSES.index("other"), dtype=np.int64)
     found[: len(names)] = [FORM_CLASSES.index(name) for name in names[:size]]
+    return found
+
+
+CREDIT_CLASSES = ("end", "thinking", *FORM_CLASSES)
+"""Names by number, as `credit_table` gives them: what ends an answer, tags of thinking, otherwise `FORM_CLASSES`."""
+_THINKING = re.compile(rb"[<\[][^<>\[\]]*think[^<>\[\]]*[>\]]", re.IGNORECASE)
+
+
+def credit_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
+    """Number in `CREDIT_CLASSES` of every row of a head of `size` rows. A tag that is a special token is special."""
+    found = form_table(vocab, size) + CREDIT_CLASSES.index(FORM_CLASSES[0])
+    ends = [i for i, role in vocab.roles.items() if is_end(role)]
+    tags = [i for i, data in enumerate(vocab.token_bytes) if _THINKING.fullmatch(data)]
+    for name, ids in (("end", ends), ("thinking", tags)):
+        found[[i for i in ids if i < size]] = CREDIT_CLASSES.index(name)
     return found

@@ -28,6 +28,7 @@ from limbeck.algorithms.rollouts import (
     measure,
     sample_seed,
 )
+from limbeck.algorithms.summary import summary
 from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.losses.chunk_policy import ChunkPolicyConfig
 from limbeck.losses.distillation import LossMode
@@ -128,9 +129,14 @@ def test_what_is_learnt_lowers_the_divergence_on_own_text(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", get_args(LossMode))
-def test_every_loss_reads_sampled_text(folder: Path, tmp_path: Path, mode: str) -> None:
-    values = run_file(folder, tmp_path / "run", {"loss_fn": {"mode": mode}})
+@pytest.mark.parametrize(
+    ("mode", "direction"),
+    # those as they were published have no other form
+    [(mode, "reverse") for mode in get_args(LossMode)]
+    + [(mode, "jsd") for mode in get_args(LossMode) if mode not in ("p_kl", "gold", "h_kl")],
+)
+def test_every_loss_reads_sampled_text(folder: Path, tmp_path: Path, mode: str, direction: str) -> None:
+    values = run_file(folder, tmp_path / "run", {"loss_fn": {"mode": mode, "direction": direction}})
     values["distillation"]["max_num_steps"] = 1
     values["checkpointing"]["enabled"] = False
     resolve_and_run(values)
@@ -314,6 +320,21 @@ def test_settings_that_cannot_work(
 ) -> None:
     with pytest.raises(ConfigError, match=line):
         resolve_run(run_file(folder, tmp_path, own, **more))
+
+
+def test_a_run_says_what_is_its_own_text(folder: Path, tmp_path: Path) -> None:
+    def told(own: dict[str, Any]) -> dict[str, str]:
+        lines = summary(resolve_run(run_file(folder, tmp_path, own))[0])
+        return {line[:11].strip(): line[11:].strip() for line in lines}
+
+    mixed = told({"fraction": 0.5, "loss_fn": {"mode": "boundary_kl", "direction": "jsd"}, "anchor": {"kind": "ema"}})
+    assert mixed["own text"] == "1 answer of at most 12 tokens to 50% of records; boundary_kl, jsd; anchor 0.1 x ema"
+    assert "cross-entropy" in mixed["loss"]
+    pure = told({"samples_per_prompt": 2, "policy_gradient": {}, "reward": {"function": "a:b", "weight": 0.5}})
+    expected = "2 answers of at most 12 tokens to all records; policy gradient by chunk; reward 0.5 x a:b"
+    assert pure["own text"] == expected
+    assert "loss" not in pure
+    assert "own text" not in told({"fraction": 0})
 
 
 def test_the_defaults_correct_by_reverse_kl_and_do_not_teach_own_words() -> None:

@@ -111,12 +111,18 @@ class World:
             }
         )
 
-    def loss(self, config: dict[str, Any], weight: Tensor, behavior: Tensor | None = None) -> tuple[Tensor, Any]:
+    def loss(
+        self,
+        config: dict[str, Any],
+        weight: Tensor,
+        behavior: Tensor | None = None,
+        fn: ChunkPolicyLossFn | None = None,
+    ) -> tuple[Tensor, Any]:
         """Times its denominator: the sum over strings by weight."""
         logits_s, _ = self.rows(0)
         logits_t, ids_t = self.rows(1)
         said = self.token_log_probs(0).detach() if behavior is None else behavior
-        fn = ChunkPolicyLossFn(ChunkPolicyConfig(**config))
+        fn = fn or ChunkPolicyLossFn(ChunkPolicyConfig(**config))
         batch = fn.annotate(self.batch(weight, said))
         counts = fn.counts(batch)
         signal = LogitsSignal(logits_t.flatten(0, 1).detach(), ids_t.reshape(-1), len(TEACHER))
@@ -140,6 +146,26 @@ def test_the_expected_gradient_is_that_of_the_exact_reverse_kl(seed: int) -> Non
     value, _ = world.loss({"credit": "answer", "advantage_clip": None}, p.detach())
     # weights of samples are float32 by contract
     torch.testing.assert_close(gradient(value, world), gradient(exact, world), atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_sampled_converges_to_the_exact_gradient() -> None:
+    """An estimate from n strings is off by about 1 / sqrt(n)."""
+    world = World(0)
+    log_s, log_t = world.log_probs(0), world.log_probs(1)
+    exact = gradient((log_s.exp() * (log_s - log_t)).sum(), world)
+    draws = np.random.default_rng(0)
+    error = {}
+    for size in (100, 10_000, 1_000_000):
+        off = []
+        for _ in range(8):
+            times = torch.from_numpy(draws.multinomial(size, log_s.detach().exp().numpy()))
+            value, _ = world.loss({"credit": "answer", "advantage_clip": None}, times.double() / size)
+            off.append(float((gradient(value, world) - exact).norm() / exact.norm()))
+        error[size] = float(np.mean(off))
+    assert error[1_000_000] < 0.02
+    for few, many in ((100, 10_000), (10_000, 1_000_000)):
+        # ten times closer with a hundred times as many
+        assert error[few] / error[many] == pytest.approx(10, rel=0.4)
 
 
 def test_own_credit_is_the_divergence_at_each_place() -> None:
@@ -200,6 +226,31 @@ def test_a_chunks_advantage_is_clipped_and_the_figures_add_up() -> None:
     total = sum(float(free[f"teacher_0/reverse_kl_{kind}"][0]) for kind in ("1_1", "1_n", "n_1", "n_m"))
     assert total == pytest.approx(float(free["teacher_0/reverse_kl"][0]))
     assert float(free["teacher_0/reverse_kl"][0]) == float(tight["teacher_0/reverse_kl"][0])
+
+
+def test_a_token_that_the_student_was_sure_of_does_not_take_all_the_credit() -> None:
+    world = World(5)
+    with torch.no_grad():
+        # the student is sure to begin with a, its teacher that one does not
+        world.student[world.tables[0][0][()], 0] += 40.0
+        world.tables[1][1][world.tables[1][0][()], 0] -= 40.0
+    one_each = torch.ones(len(world.mine))
+    size = world.batch(one_each, torch.zeros(1))["chunks_0"].num_chunks
+    share, told = {}, {}
+    for limit in (None, 2.0):
+        fn = ChunkPolicyLossFn(
+            ChunkPolicyConfig(advantage_clip=limit), classes_V=torch.tensor([0, 1, 1, 2]), class_names=("a", "b", "end")
+        )
+        told[limit] = world.loss({}, one_each, fn=fn)[1]
+        means = told[limit].means()
+        share[limit] = [means[f"teacher_0/credit_share_{name}"] for name in ("a", "b", "end")]
+        assert sum(share[limit]) == pytest.approx(1)
+    # what is in the sum of absolute advantages: no chunk more than the limit
+    assert float(told[None]["teacher_0/credit_share_a"][1]) > 5 * size
+    assert float(told[2.0]["teacher_0/credit_share_a"][1]) <= 2 * size
+    assert float(told[2.0]["teacher_0/advantage_clipped"][0]) > 0
+    # and what ends an answer is heard again
+    assert share[2.0][2] > 2 * share[None][2] > 0
 
 
 def test_the_divergence_of_ends_is_told_apart() -> None:

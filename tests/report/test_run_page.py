@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from limbeck.errors import ConfigError
 from limbeck.report.comparison import comparison_page
@@ -134,6 +135,24 @@ def test_cross_entropy_alone_is_called_so(tmp_path: Path) -> None:
     assert "boundary_kl" not in text.partition("Resolved configuration")[0]
     assert [s["title"] for s in page.data["sections"]] == ["Quality", "Losses", "Reach", "Optimizer", "Time and memory"]
     assert [c["title"] for c in page.data["sections"][1]["charts"]] == ["Cross-entropy"]
+
+
+def test_text_of_the_students_own_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert not any(name == "own text" for name, _ in run_page(read_run(run)).data["facts"])
+    own: dict[str, Any] = {"fraction": 0.5, "loss_fn": {"mode": "boundary_kl", "direction": "jsd"}}
+    config |= {"algorithm": "on_policy_distillation", "on_policy": own}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    page = run_page(read_run(run)).data
+    assert ("own text", "50%, boundary_kl, jsd") in page["facts"]
+    assert page["self_teacher"] is None
+    config["on_policy"] |= {"fraction": 1, "policy_gradient": {}, "failed_states": {"self_teacher": "ema"}}
+    del config["teacher"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    page = run_page(read_run(run)).data
+    assert ("own text", "100%, policy gradient") in page["facts"]
+    assert page["self_teacher"] == "ema"
 
 
 def test_without_validation_there_are_no_columns_for_it(tmp_path: Path) -> None:

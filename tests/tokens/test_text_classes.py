@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from limbeck.tokens import Tokenizer
-from limbeck.tokens.classes import FORM_CLASSES, TEXT_CLASSES, class_table, form_table, text_class
+from limbeck.tokens.classes import (
+    CREDIT_CLASSES,
+    FORM_CLASSES,
+    TEXT_CLASSES,
+    class_table,
+    credit_table,
+    form_table,
+    text_class,
+)
 from tests.helpers.tokenizers import byte_level
 
 
@@ -45,3 +53,23 @@ def test_every_row_of_a_head_has_a_form() -> None:
     assert forms[: vocab.size].count("special") == int(vocab.special.sum()) > 0
     assert forms[vocab.size :] == ["other", "other"]
     assert len(form_table(vocab, 10)) == 10
+
+
+def test_ends_and_tags_of_thinking_have_classes_of_their_own() -> None:
+    words = ["<think>", "</think>", "[/THINK]", "think", "<thin"]
+    vocab = Tokenizer.of(byte_level(words, specials=["<|im_end|>", "<|other|>"])).vocab
+    classes = [CREDIT_CLASSES[i] for i in credit_table(vocab, vocab.size + 1)]
+    found = {data.decode(): classes[i] for i, data in enumerate(vocab.token_bytes) if data.decode("latin-1") in words}
+    assert found == {
+        "<think>": "thinking",
+        "</think>": "thinking",
+        "[/THINK]": "thinking",
+        "think": "word",
+        "<thin": "other",
+    }
+    ends = [i for i, role in vocab.roles.items() if role in ("eos", "eot")]
+    assert ends
+    assert {classes[i] for i in ends} == {"end"}
+    assert classes.count("special") == int(vocab.special.sum()) - len(ends)
+    assert classes[-1] == "other"
+    assert len(credit_table(vocab, 10)) == 10
