@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.common import GIB, random_weights_on_the_device, save_row
+from benchmarks.gpu.common import GIB, RESULTS, random_weights_on_the_device, save_row
 from benchmarks.gpu.step import SHAPES, TINY, compiled_graphs
 from limbeck.distributed.device import host_threads
 
@@ -259,6 +259,9 @@ def main() -> None:
     args = parser.parse_args()
     random_weights_on_the_device()
     found: dict[str, Any] = {}
+    if not args.tiny and RESULTS.exists():
+        # runs that are not asked for keep what they had
+        found = {k: v for k, v in json.loads(RESULTS.read_text()).get("run_packed", {}).items() if k not in args.runs}
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.runs:
             text = Path(args.text)
@@ -275,7 +278,7 @@ def main() -> None:
                 found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
                 save_row("run_packed", found)
                 torch.cuda.empty_cache()
-    print(summary({kind: row for kind, row in found.items() if kind in RUNS}))
+    print(summary({kind: row for kind, row in found.items() if kind in args.runs}))
 
 
 if __name__ == "__main__":
