@@ -29,7 +29,8 @@ from limbeck.algorithms.rollouts import (
     sample_seed,
 )
 from limbeck.algorithms.summary import summary
-from limbeck.errors import ConfigError, DataError, LossError
+from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
+from limbeck.errors import ConfigError, DataError, LossError, ServerError
 from limbeck.losses.chunk_policy import ChunkPolicyConfig
 from limbeck.losses.distillation import LossMode
 from limbeck.models import continuous
@@ -46,6 +47,7 @@ from tests.helpers.runs import (
     write_run_file,
     write_tokenizers,
 )
+from tests.helpers.servers import ScoringServer, serving
 
 STEPS = 4
 needs_engine = pytest.mark.skipif(not continuous.SUPPORTED, reason="the installed transformers has another engine")
@@ -384,6 +386,47 @@ def test_a_teacher_that_can_read_none_of_the_students_bytes_ends_the_run(folder:
     with pytest.raises(DataError, match=r"nothing was learnt from in \d+ prompts \(left out: .*unspelled_bytes"):
         resolve_and_run(values)
     assert (tmp_path / "run" / "dropped.json").exists()
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_a_server_scores_what_was_sampled(folder: Path, tmp_path: Path) -> None:
+    gradient: dict[str, Any] = {"samples_per_prompt": 2, "policy_gradient": {}}
+    config: Any = resolve_run(run_file(folder, tmp_path / "near", {}))[0]
+    policy = live_teacher(config, 0, load_tokenizers(config)[1][0])
+    with serving(ScoringServer(policy, max_k=1000)) as server:
+        server.max_model_len = 5000
+
+        def far(name: str, own: dict[str, Any], k: int) -> list[dict[str, Any]]:
+            return train(folder, tmp_path / name, own, teacher={"server": {"url": server.url, "k": k}})
+
+        # all of a distribution, or the tokens that the student chose and no other: what the model here says
+        for name, own, k, figure in (
+            ("whole", {}, policy.vocab_size, "kl_loss"),
+            ("chosen", gradient, 1, "teacher_0/reverse_kl"),
+        ):
+            here = train(folder, tmp_path / f"{name}_near", own)
+            there = far(f"{name}_far", own, k)
+            for one, other in zip(here, there, strict=True):
+                assert other[f"train/on_policy/{figure}"] == pytest.approx(one[f"train/on_policy/{figure}"], rel=1e-3)
+        # the likeliest, and a tail
+        few = far("few", {}, 5)
+        assert all(math.isfinite(row["train/on_policy/kl_loss"]) for row in few)
+        count = 0
+
+        def drift(number: int, body: dict[str, Any], answer: Any) -> Any:
+            """Every answer another one."""
+            nonlocal count
+            count += 1
+            status, made = answer
+            for choice in made.get("choices", []):
+                for place in choice["prompt_logprobs"][1:]:
+                    for value in place.values():
+                        value["logprob"] -= 0.1 * count
+            return status, made
+
+        server.lie = drift
+        with pytest.raises(ServerError, match="scored the same text twice"):
+            far("drifting", {}, 5)
 
 
 def shortest(asked: Any, answer: str) -> float:
