@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
@@ -48,6 +49,7 @@ from tests.helpers.runs import (
     write_tokenizers,
 )
 from tests.helpers.servers import ScoringServer, serving
+from tests.helpers.trace_runs import MODEL, tokenizer_folder
 
 STEPS = 4
 needs_engine = pytest.mark.skipif(not continuous.SUPPORTED, reason="the installed transformers has another engine")
@@ -367,6 +369,46 @@ def test_kills_in_the_middle_of_a_step_do_not_change_a_bit(folder: Path, tmp_pat
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert weight_bytes(tmp_path / "killed", STEPS) == weight_bytes(tmp_path / "whole", STEPS)
     assert leftovers(tmp_path / "killed") == []
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+def test_a_run_answers_the_last_turn_or_all_of_them(tmp_path: Path, turns: str) -> None:
+    talk = [
+        {"role": role, "content": f"{role} says {n}."}
+        for n, role in enumerate(("user", "assistant", "user", "assistant"))
+    ]
+    lines = [json.dumps({"messages": talk}) for _ in range(4)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def model(size: int) -> dict[str, Any]:
+        section = {"init": "random", "model_overrides": MODEL, "tokenizer": {"name": tokenizer_folder(tmp_path, size)}}
+        return {**section, "max_total_sequence_length": 200}
+
+    values = {
+        "algorithm": "on_policy_distillation",
+        "policy": model(400),
+        "teacher": model(500),
+        "data": {"mode": "chat", "train": str(tmp_path / "talks.jsonl")},
+        "on_policy": {"max_new_tokens": 6, "turns": turns},
+        "distillation": {"num_prompts_per_step": 4, "max_num_steps": 1, "val_at_start": False},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(tmp_path / "run"), "tensorboard_enabled": False, "progress": False},
+    }
+    config: Any = resolve_run(values)[0]
+    parts = on_policy.setup(config, *load_tokenizers(config), *load_datasets(config))
+    loop = on_policy.OnPolicyLoop(parts)
+    metrics = loop.train_step(next(iter(loop.loader)))["metrics"]
+    assert loop.rollout is not None
+    total, count = metrics["sample/turn"]
+    written = {tuple(sample.ids_T.tolist()) for sample in loop.rollout.samples}
+    if turns == "last":
+        assert (total, count) == (8.0, 4.0)
+        assert len(written) == 4
+    else:
+        assert (total, count) == (4 * (1 + 2), 8.0)
+        # each with chance of its own
+        assert len(written) == 8
+    parts.logger.close()
 
 
 def write_digits_alone(folder: Path) -> str:
