@@ -26,17 +26,19 @@ from limbeck.losses.fast.kernels.cells import (
     root_sums,
 )
 from limbeck.losses.fast.kernels.chunks import ChunkTerm, chunk_term
-from limbeck.losses.fast.kernels.gradient import Entries, Paired, Projected
+from limbeck.losses.fast.kernels.direct import PairSums, pair_sums
+from limbeck.losses.fast.kernels.gradient import Direct, Entries, Paired, Projected
 from limbeck.losses.fast.kernels.nodes import below_nodes, node_buckets, student_nodes, teacher_nodes
 from limbeck.losses.fast.kernels.p_kl import mean_over_chunks, p_kl_divergence
 from limbeck.losses.fast.kernels.pairs import pairs_divergence
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
-from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, project_columns
+from limbeck.losses.fast.kernels.stats import WIDE, ColumnStats, column_stats, project_columns, token_log_probs
 from limbeck.losses.fast.kernels.tables import cell_tables, identity_pairs, pair_tables, projection_tables
 from limbeck.losses.fast.order import BlockLanes, SideLanes
 from limbeck.losses.fast.trees import TreePlan
 from limbeck.losses.objectives.base import Objective, advantage_gate
 from limbeck.losses.objectives.corrected import (
+    TINY,
     BoundaryKL,
     ChunkLikelihood,
     SameVocabulary,
@@ -56,16 +58,35 @@ Sums = dict[str, tuple[Tensor, "Tensor | float"]]
 """Metrics of one block: (sum, count); a count that the host knows stays a number."""
 
 
-@dataclass
+DIRECT = False
+"""For measurements: where True, one pass finds the teacher's statistics and the sums over pairs, and the gradient's
+kernel reads the pairs again; else the slope of each is stored."""
+
+
 class LaneLogits:
-    """One side of a block: logits `[V, L]`, their statistics, and at which of its lanes which token was realised.
+    """One side of a block: logits `[V, L]`, and at which of its lanes which token was realised; once it is settled,
+    which has to happen before the logits are overwritten, their statistics.
 
-    token_log_probs `[width]`: of the realised tokens at the objective's temperature (0 where a lane has none)."""
+    token_log_probs `[width]`: of the realised tokens at the objective's temperature (0 where a lane has none). whole:
+    every token has its row, so realised tokens can be looked up."""
 
-    side: SideLanes
-    logits: Tensor
     stats: ColumnStats
     token_log_probs: Tensor
+
+    def __init__(self, side: SideLanes, logits: Tensor, temperature: float = 1.0, *, whole: bool = True) -> None:
+        self.side, self.logits, self.temperature, self.whole = side, logits, temperature, whole
+        self.settled = False
+
+    def settle(self, stats: ColumnStats | None = None) -> LaneLogits:
+        """Find the statistics, where they are not given, and the realised tokens' log-probabilities; once."""
+        if self.settled:
+            return self
+        self.stats, self.settled = column_stats(self.logits, self.temperature) if stats is None else stats, True
+        self.token_log_probs = self.stats.lse.new_zeros(0)
+        if self.whole:
+            ids = self.side.ids[: self.side.width]
+            self.token_log_probs = token_log_probs(self.logits, self.stats.lse_tau, ids, self.temperature)
+        return self
 
 
 @dataclass
@@ -172,13 +193,21 @@ def boundary(
     tau, chunk_weight = objective.temperature, objective.options.chunk_weight
     tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
-    multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
+    multi_mass, direct = None, None
+    if teacher is None or not DIRECT:
+        multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
     if teacher is None:
+        assert multi_mass is not None
         rows, right, unreached, residual, prob_coef = _top_k(term, objective.vocab, lanes, student, multi_mass, gated)
         slope_coef = residual.new_ones(count, dtype=torch.float32) / tau
     else:
+        sums = None
+        if DIRECT:
+            sums = pair_sums(student.logits, teacher.logits, lse, tables, TINY, tau)
+            direct = Direct(tables.direct, teacher.logits, sums.stats.lse_tau, TINY)
+        teacher.settle(None if sums is None else sums.stats)
         out = boundary_divergence(
-            student.logits, teacher.logits, lse, teacher.stats.lse_tau, multi_mass, tables, count, tau
+            student.logits, teacher.logits, lse, teacher.stats.lse_tau, multi_mass, tables, count, tau, sums
         )
         rows, unreached = out.rows, (1 - out.kept).sum()
         right = (out.argmax == teacher.stats.argmax[:count]).sum()
@@ -192,7 +221,7 @@ def boundary(
         _padded(slope_coef, num_lanes),
         _padded(prob_coef, num_lanes),
         torch.zeros_like(lse),
-        Projected(residual, tables.index, tables, owner),
+        Projected(residual, tables.index, tables, owner, direct=direct),
         aligned=count,
     )
     result.metrics["unreached_mass"] = (unreached, count)
@@ -354,10 +383,12 @@ def _root(
     factor_C: Tensor,
     tau: float,
     tail: Tensor | None,
+    pairs: PairSums | None,
 ) -> _Root:
     """`TreeKL.root`. factor_C: of each chunk's divergence in the gradient with respect to logits; tail `[C]`: the
-    teacher's mass outside its list. Overwrites the teacher's logits; barred tokens' logits are taken out on both sides,
-    and the student's put back."""
+    teacher's mass outside its list; pairs: sums over the cells that are pairs, where they are apart. Overwrites the
+    teacher's logits of the other cells; barred tokens' logits are taken out on both sides, and the student's put
+    back."""
     spec, count, tables = objective.spec, factor_C.numel(), cell_tables(objective)
     lanes, size = student.logits.shape[1], teacher.logits.shape[0]
     flat_s = student.logits.view(-1)
@@ -394,8 +425,10 @@ def _root(
         kind = FORWARD if forward else REVERSE if spec.kind == "reverse" else JSD
         sums = root_sums(kind, *common, conditioned=conditioned, totals=totals, rest=listed, beta=spec.beta)
     else:
-        sums = root_sums(FORWARD, *common, conditioned=conditioned)
-    reached, kept_s = sums.target + rest_t, sums.mass + outside
+        sums = root_sums(FORWARD, *common, conditioned=conditioned, pairs=pairs)
+    # nothing is left out where pairs are
+    kept_s = sums.mass + outside if pairs is None else torch.ones_like(outside)
+    reached = sums.target + rest_t
     total, normaliser = (reached + lost).clamp(min=smallest), kept_s + floor
     seen = reached > 0
     share = torch.where(seen, reached / total, 0.0)
@@ -427,7 +460,10 @@ def _root(
         metrics["excluded_mass_student"] = ((1 - kept_s).sum(), count)
         metrics["excluded_mass_teacher"] = ((1 - reached - lost).sum(), count)
         metrics["unconditioned"] = (barred_s.wrong_C.sum(), count)
-    projected = Projected(residual, index_of, tables, owner)
+    direct = None
+    if pairs is not None:
+        direct = Direct(tables.direct, teacher.logits, teacher.stats.lse_tau, smallest)
+    projected = Projected(residual, index_of, tables, owner, direct=direct)
     return _Root(rows, coef, prob_coef, shift, projected, barred_s, entries, metrics)
 
 
@@ -459,7 +495,8 @@ def _listed(term: TeacherTerm, lanes: BlockLanes, size: int) -> tuple[LaneLogits
     logits[side.ids, lane] = next_logprob
     named = log_t.exp().masked_fill(ids == side.ids[:, None], 0).sum(-1) + next_logprob.exp()
     none = torch.zeros(side.padded, device=logits.device)
-    block = LaneLogits(side, logits[:size], ColumnStats(none, none, none), next_logprob)
+    block = LaneLogits(side, logits[:size], whole=False).settle(ColumnStats(none, none, none))
+    block.token_log_probs = next_logprob
     return block, (1 - named[: lanes.chunks]).clamp(min=0)
 
 
@@ -510,17 +547,21 @@ def trees(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`TreeKL`: any direction; unconditioned, or the cheap form; whole distributions, or a top-k list."""
-    objective, count, plan, tail = term.objective, lanes.chunks, lanes.trees, None
+    objective, count, plan, tail, sums = term.objective, lanes.chunks, lanes.trees, None, None
     assert isinstance(objective, TreeKL)
     assert plan is not None
+    options, tau = objective.options, objective.temperature
     if teacher is None:
         teacher, tail = _listed(term, lanes, objective.teacher_cell.numel())
-    options, tau = objective.options, objective.temperature
+    elif DIRECT and objective.spec.kind == "forward" and plan.barred is None:
+        tables = cell_tables(objective)
+        sums = pair_sums(student.logits, teacher.logits, student.stats.lse_tau, tables, SMALLEST.value, tau)
+    teacher.settle(None if sums is None else sums.stats)
     num_lanes = student.logits.shape[1]
     scale, weight, gated = term.factor * tau, weights.counted, weights.gated
     # both trees are read before the root overwrites the teacher's logits
     parts = _inside(objective, plan, student, teacher, gated, scale, listed=tail is not None)
-    root = _root(objective, plan, student, teacher, gated * scale * options.root_weight, tau, tail)
+    root = _root(objective, plan, student, teacher, gated * scale * options.root_weight, tau, tail, sums)
     root_kl = (root.rows * weight).sum()
     first_s = objective.student_cell[lanes.student.ids[:count]]
     first_t = objective.teacher_cell[teacher.side.ids[:count]]
@@ -581,3 +622,6 @@ FAST_OBJECTIVES: dict[type[Objective], FastObjective] = {
     TreeKL: trees,
 }
 """Fast form of each objective that has one."""
+
+SETTLES: frozenset[type[Objective]] = frozenset((BoundaryKL, TreeKL))
+"""Those that settle the teacher's side themselves."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,16 @@ from limbeck.losses.divergences import Direction, DivergenceSpec, binary_diverge
 from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels import sorted_l1 as kernel
 from limbeck.losses.fast.kernels.chunks import chunk_term
-from limbeck.losses.fast.kernels.gradient import Factors, Paired, Projected, gradient_reference, scaled, write_gradient
+from limbeck.losses.fast.kernels.direct import SMALLEST, pair_sums, pair_sums_reference
+from limbeck.losses.fast.kernels.gradient import (
+    Direct,
+    Factors,
+    Paired,
+    Projected,
+    gradient_reference,
+    scaled,
+    write_gradient,
+)
 from limbeck.losses.fast.kernels.sorted_l1 import sorted_rest
 from limbeck.losses.fast.kernels.stats import (
     column_stats,
@@ -19,6 +30,7 @@ from limbeck.losses.fast.kernels.stats import (
 )
 from limbeck.losses.fast.kernels.tables import identity_pairs, projection_tables
 from limbeck.losses.fast.order import SideLanes
+from limbeck.losses.objectives.corrected import TINY
 from limbeck.losses.objectives.published import sorted_l1
 from limbeck.losses.vocab.projection import VocabMap
 from tests.losses.cases import make_projection
@@ -209,3 +221,47 @@ def test_chunk_term(direction: Direction, clip: float | None, start: int) -> Non
     torch.testing.assert_close(found.slope[: slope.numel()][kept], slope.float()[kept], rtol=2e-5, atol=2e-6)
     assert float(found.slope[slope.numel() :].abs().sum()) == 0
     assert bool(found.slope.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("floor", [TINY, SMALLEST])
+def test_sums_over_pairs_and_the_teachers_statistics(floor: float, dtype: torch.dtype) -> None:
+    gen = torch.Generator().manual_seed(0)
+    own, theirs = torch.randperm(130, generator=gen).int(), torch.randperm(170, generator=gen).int()
+    pairs, rest = theirs[:120].sort().values, theirs[120:].sort().values
+    tables = SimpleNamespace(pair_student=own[:120], pair_teacher=pairs, unpaired=rest)
+    student, teacher, tau = logits(130, 128, seed=1, dtype=dtype), logits(170, 256, seed=2, dtype=dtype), 1.3
+    lse = column_stats(student, tau).lse_tau
+    found = pair_sums(student, teacher, lse, tables, floor, tau)
+    wanted = column_stats_reference(teacher, tau)
+    torch.testing.assert_close(found.stats.lse_tau, wanted.lse_tau, rtol=1e-6, atol=1e-5)
+    assert torch.equal(found.stats.argmax, wanted.argmax.int())
+    kept, cross, slopes = pair_sums_reference(student, teacher, lse, tables, floor, tau)
+    lanes = kept.numel()
+    torch.testing.assert_close(found.kept[:lanes], kept, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.cross[:lanes], cross, rtol=1e-5, atol=1e-5)
+    if floor == TINY:
+        torch.testing.assert_close(found.slopes[:lanes], slopes, rtol=1e-5, atol=1e-6)
+    chosen = student[tables.pair_student.long()].float()
+    # ties go to the first pair
+    assert torch.equal(found.pair_q[:lanes].long(), (chosen == chosen.amax(0)).int().argmax(0))
+    best = teacher[tables.pair_teacher.long()].float()
+    assert torch.equal(found.pair_p.long(), (best == best.amax(0)).int().argmax(0))
+    torch.testing.assert_close(found.best_q[:lanes], (chosen.amax(0) / tau - lse).exp(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found.column[:lanes], tables.pair_teacher[found.pair_q[:lanes].long()])
+
+
+def test_gradient_where_the_teachers_logits_stand_for_slopes() -> None:
+    vocab = VocabMap(make_projection(130, 170, seed=3), 170)
+    tables = projection_tables(vocab)
+    x, teacher, tau = logits(130, 128, seed=5), logits(170, 128, seed=6), 1.5
+    lse, one = column_stats(x, tau), column_stats(teacher, tau)
+    memory = teacher.clone()
+    memory[tables.others.long()] = torch.rand(tables.others.numel(), x.shape[1])
+    owner = torch.arange(x.shape[1], dtype=torch.int32)
+    direct = Direct(tables.direct, memory, one.lse_tau, TINY)
+    slope = Projected(memory, tables.index, tables, owner, direct=direct)
+    own = factors(x.shape[1], 4, scaled_too=True)
+    wanted = gradient_reference(x, lse.lse_tau, lse.lse, own, tau, slope)
+    write_gradient(x, lse.lse_tau, lse.lse, own, tau, slope, aligned=x.shape[1])
+    torch.testing.assert_close(x, wanted, rtol=2e-5, atol=2e-6)

@@ -18,7 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, mass_of, splits_for
+from limbeck.losses.fast.kernels import stats
+from limbeck.losses.fast.kernels.direct import PairSums
+from limbeck.losses.fast.kernels.stats import (
+    LOG2E,
+    WIDE,
+    WIDE_WARPS,
+    fast_log2,
+    fast_reciprocal,
+    mass_of,
+    splits_for,
+    weighted_entry,
+)
 from limbeck.losses.fast.kernels.tables import ProjectionTables
 from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
 
@@ -44,7 +55,7 @@ class BoundaryOut(NamedTuple):
 def _boundary_kernel(
     s_ptr, t_ptr, r_ptr, q_ptr, lse_s_ptr, lse_t_ptr, reached_ptr, source_ptr, place_ptr, out_ptr, arg_ptr,
     number, lanes_s, lanes_t, width, per_split, inv_tau,
-    SPLITS: tl.constexpr, BN: tl.constexpr,
+    SPLITS: tl.constexpr, FAST: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -74,12 +85,18 @@ def _boundary_kernel(
         place1 = tl.load(place_ptr + v1)
         q0 = mass_of(s_ptr, q_ptr, source0, place0, lanes_s, col, width, scale, base_s)
         q1 = mass_of(s_ptr, q_ptr, source1, place1, lanes_s, col, width, scale, base_s)
-        gap0 = log0 - tl.log2(q0 + TINY)
-        gap1 = tl.where(also, log1 - tl.log2(q1 + TINY), 0.0)
         p0 = tl.exp2(log0)
         p1 = tl.exp2(log1)
-        r0 = tl.exp2(gap0)
-        r1 = tl.exp2(gap1)
+        if FAST:
+            gap0 = log0 - fast_log2(q0 + TINY)
+            gap1 = tl.where(also, log1 - fast_log2(q1 + TINY), 0.0)
+            r0 = p0 * fast_reciprocal(q0 + TINY)
+            r1 = p1 * fast_reciprocal(q1 + TINY)
+        else:
+            gap0 = log0 - tl.log2(q0 + TINY)
+            gap1 = tl.where(also, log1 - tl.log2(q1 + TINY), 0.0)
+            r0 = tl.exp2(gap0)
+            r1 = tl.exp2(gap1)
         tl.store(r_ptr + v0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
         tl.store(r_ptr + v1.to(tl.int64) * lanes_t + col, r1.to(r_ptr.dtype.element_ty), mask=also)
         kept += p0 + p1
@@ -98,33 +115,102 @@ def _boundary_kernel(
     tl.store(arg_ptr + out, arg, mask=inside)
 
 
+# The columns that are no pairs: reads the logits of a column's student tokens and the teacher's, and writes r over the
+# latter. As `_boundary_kernel`, but q is summed here, so that it is never stored; a program has every SPLITS-th column,
+# since the longest lists come first.
+@triton.jit(do_not_specialize=["number"])
+def _others_kernel(
+    s_ptr, t_ptr, r_ptr, lse_s_ptr, lse_t_ptr, column_ptr, offset_ptr, student_ptr, weight_ptr, out_ptr, arg_ptr,
+    number, lanes_s, lanes_t, width, inv_tau,
+    SPLITS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = col < width
+    scale = inv_tau * LOG2E
+    base_s = tl.load(lse_s_ptr + col, mask=inside, other=0.0) * LOG2E
+    base_t = tl.load(lse_t_ptr + col, mask=inside, other=0.0) * LOG2E
+    kept = tl.zeros([BN], tl.float32)
+    cross = tl.zeros([BN], tl.float32)
+    student = tl.zeros([BN], tl.float32)
+    best = tl.full([BN], -1.0, tl.float32)
+    arg = tl.zeros([BN], tl.int32)
+    for i in range(tl.program_id(1), number, SPLITS):
+        v = tl.load(column_ptr + i)
+        at = v.to(tl.int64) * lanes_t + col
+        z = tl.load(t_ptr + at, mask=inside, other=0.0)
+        first = tl.load(offset_ptr + v)
+        last = tl.load(offset_ptr + v + 1)
+        q = tl.zeros([BN], tl.float32)
+        for e in range(first, last, 8):
+            for k in tl.static_range(8):
+                w, x = weighted_entry(s_ptr, student_ptr, weight_ptr, e + k, last, lanes_s, width, col, scale, base_s)
+                q += w * tl.exp2(x)
+        log_p = z.to(tl.float32) * scale - base_t
+        p = tl.exp2(log_p)
+        r = p * fast_reciprocal(q + TINY)
+        kept += p
+        cross += p * (log_p - fast_log2(q + TINY))
+        student += q * r
+        arg = tl.where(q > best, v, arg)
+        best = tl.maximum(best, q)
+        tl.store(r_ptr + at, r.to(r_ptr.dtype.element_ty), mask=inside)
+    part = SPLITS * width
+    out = tl.program_id(1) * width + col
+    tl.store(out_ptr + out, kept, mask=inside)
+    tl.store(out_ptr + part + out, cross, mask=inside)
+    tl.store(out_ptr + 2 * part + out, student, mask=inside)
+    tl.store(out_ptr + 3 * part + out, best, mask=inside)
+    tl.store(arg_ptr + out, arg, mask=inside)
+
+
+OTHERS = 256
+"""Parts of the columns that are no pairs."""
+OTHER_LANES, OTHER_WARPS = 512, 2
+
+
 def boundary_divergence(
     student: Tensor,
     teacher: Tensor,
     lse_student: Tensor,
     lse_teacher: Tensor,
-    multi_mass: Tensor,
+    multi_mass: Tensor | None,
     tables: ProjectionTables,
     chunks: int,
     temperature: float = 1.0,
+    pairs: PairSums | None = None,
 ) -> BoundaryOut:
     """student `[V, L_s]`, teacher `[U, L_t]`: logits whose first `chunks` columns belong together; the teacher's
     are overwritten with r there. lse_* `[L]` at the temperature; multi_mass `[c, L_s]`: `project_columns` of
-    `tables.multi_source`."""
-    size, number = teacher.shape[0], tables.reached.numel()
+    `tables.multi_source`; pairs: the sums of `tables`' pairs, whose columns are not read again, and keep the teacher's
+    logits (no multi_mass is needed then)."""
+    reached = tables.reached if pairs is None else tables.others
+    size, number = teacher.shape[0], reached.numel()
     # r reaches 1 / TINY: float16 would make it infinite, bfloat16 has the same size and holds it
     ratio = teacher.view(torch.bfloat16) if teacher.dtype == torch.float16 else teacher
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
-    splits = splits_for(number)
+    splits = splits_for(number) if pairs is None else min(OTHERS, max(number, 1))
     sums = torch.empty(4, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(splits, width, dtype=torch.int32, device=student.device)
-    _boundary_kernel[(-(-width // WIDE), splits)](
-        student, teacher, ratio, multi_mass, lse_student, lse_teacher, tables.reached, tables.source,
-        tables.place, sums, arg, number, student.shape[1], teacher.shape[1], width, -(-number // splits),
-        1 / temperature, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
-    )  # fmt: skip
+    if multi_mass is not None:
+        _boundary_kernel[(-(-width // WIDE), splits)](
+            student, teacher, ratio, multi_mass, lse_student, lse_teacher, reached, tables.source,
+            tables.place, sums, arg, number, student.shape[1], teacher.shape[1], width, -(-number // splits),
+            1 / temperature, SPLITS=splits, FAST=stats.FAST, BN=WIDE, num_warps=WIDE_WARPS,
+        )  # fmt: skip
+    else:
+        _others_kernel[(-(-width // OTHER_LANES), splits)](
+            student, teacher, ratio, lse_student, lse_teacher, reached, tables.offsets, tables.students, tables.weights,
+            sums, arg, number, student.shape[1], teacher.shape[1], width, 1 / temperature,
+            SPLITS=splits, BN=OTHER_LANES, num_warps=OTHER_WARPS,
+        )  # fmt: skip
     kept, cross, term = sums[:3, :, :chunks].sum(1)
     best = sums[3, :, :chunks].max(0)
+    column = arg[:, :chunks].gather(0, best.indices[None]).squeeze(0)
+    if pairs is not None:
+        own = pairs.kept[:chunks]
+        kept, cross = kept + own, cross + pairs.cross[:chunks]
+        term = term + own - TINY_VALUE * pairs.slopes[:chunks]
+        column = torch.where(best.values > pairs.best_q[:chunks], column, pairs.column[:chunks])
     normaliser = math.log1p(size * TINY_VALUE + TINY_VALUE)
     rows = cross * math.log(2) - kept * (kept.clamp(min=TINY_VALUE).log() - normaliser)
-    return BoundaryOut(rows, kept, term, arg[:, :chunks].gather(0, best.indices[None]).squeeze(0), ratio)
+    return BoundaryOut(rows, kept, term, column, ratio)

@@ -19,7 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, mass_of, project_columns, splits_for
+from limbeck.losses.fast.kernels import stats
+from limbeck.losses.fast.kernels.direct import PairSums
+from limbeck.losses.fast.kernels.stats import (
+    LOG2E,
+    WIDE,
+    WIDE_WARPS,
+    fast_log2,
+    fast_reciprocal,
+    mass_of,
+    project_columns,
+    splits_for,
+)
 from limbeck.losses.fast.kernels.tables import CellTables, SideCells
 from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
 
@@ -47,12 +58,16 @@ class RootSums(NamedTuple):
 
 # What one cell adds to the divergence (in bits), and R.
 @triton.jit
-def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
+def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr, FAST: tl.constexpr):
     value = q
     residual = q
     if KIND == FORWARD:
-        residual = p / (q + SMALLEST)
-        value = tl.where(p > 0, p * (tl.log2(tl.maximum(p, SMALLEST)) - tl.log2(q + SMALLEST)), 0.0)
+        if FAST:
+            residual = p * fast_reciprocal(q + SMALLEST)
+            value = tl.where(p > 0, p * (fast_log2(tl.maximum(p, SMALLEST)) - fast_log2(q + SMALLEST)), 0.0)
+        else:
+            residual = p / (q + SMALLEST)
+            value = tl.where(p > 0, p * (tl.log2(tl.maximum(p, SMALLEST)) - tl.log2(q + SMALLEST)), 0.0)
     if KIND == REVERSE:
         s = (q + SMALLEST) * inv_norm
         gap = tl.log2(tl.maximum(s, SMALLEST)) - tl.log2(tl.maximum(p * inv_target, TINY))
@@ -72,7 +87,7 @@ def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
 @triton.jit
 def _with_cell(
     q, p, cell, some, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     q = tl.where(some, q, 0.0)
     p = tl.where(some, p, 0.0)
@@ -91,7 +106,7 @@ def _with_cell(
     best_t = tl.maximum(best_t, p)
     residual = q
     if KIND != SUMS:
-        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND)
+        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND, FAST)
         if LISTED:
             own = tl.where(p > 0, own, 0.0)
             residual = tl.where(p > 0, residual - rest, 0.0)
@@ -118,7 +133,8 @@ def _root_kernel(
     s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr, rest_ptr,
     source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
     simple, number, lanes_s, lanes_t, width, per_simple, per_other, inv_tau, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr, SPLITS: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -165,19 +181,19 @@ def _root_kernel(
         p3 = _token(t_ptr, row3, lanes_t, col, some3, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, i1, some1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         r2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q2, p2, i2, some2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         r3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q3, p3, i3, some3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         if KIND != SUMS:
             tl.store(r_ptr + row0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
@@ -203,11 +219,11 @@ def _root_kernel(
         p1 = mass_of(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, j, also, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, CONDITIONED, LISTED, FAST,
         )  # fmt: skip
         if KIND != SUMS:
             row0 = tl.load(row_ptr + i).to(tl.int64)
@@ -241,18 +257,24 @@ def root_sums(
     totals: tuple[Tensor, Tensor] | None = None,
     rest: Tensor | None = None,
     beta: float = 0.5,
+    pairs: PairSums | None = None,
 ) -> RootSums:
     """Sums over cells at the first `chunks` lanes of student `[V, L_s]` and teacher `[U, L_t]` logits.
 
     kind: `SUMS` (masses only, nothing is overwritten) or a direction; masses: `cell_masses` of both sides; residual:
     the teacher's memory, by the type of R; totals `[C]`: the teacher's mass on cells and the student's normaliser,
     which reverse and jsd need beforehand; rest `[C]`: the teacher's tokens are a list; cells without one of them are
-    not compared, and R of the others is what it is beyond that of the rest's bucket.
+    not compared, and R of the others is what it is beyond that of the rest's bucket; pairs (forward, nothing else): the
+    sums of `tables`' pairs, whose cells are not read again, and keep the teacher's logits; then `mass` and `compared`
+    are without them.
     """
     student, teacher = logits
     simple, number = tables.simple, tables.row.numel()
+    if pairs is not None:
+        simple = tables.pair_teacher.numel()
     width = min(-(-chunks // WIDE) * WIDE, student.shape[1], teacher.shape[1])
-    splits = splits_for(number)
+    splits = splits_for(number if pairs is None else number - simple)
+    per_simple = -(-simple // splits) if pairs is None else 0
     sums = torch.empty(7, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
     unused = lse[0], lse[0]
@@ -261,12 +283,18 @@ def root_sums(
     _root_kernel[(-(-width // WIDE), splits)](
         student, teacher, residual, *masses, *lse, *known, listed, tables.student.source, tables.student.place,
         tables.teacher.source, tables.teacher.place, tables.row, sums, arg, simple, number, student.shape[1],
-        teacher.shape[1], width, -(-simple // splits), -(-(number - simple) // splits), 1 / temperature, beta,
-        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
+        teacher.shape[1], width, per_simple, -(-(number - simple) // splits), 1 / temperature, beta,
+        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, FAST=stats.FAST, SPLITS=splits, BN=WIDE,
+        num_warps=WIDE_WARPS,
     )  # fmt: skip
     target, mass, compared, value, dot = sums[:5, :, :chunks].sum(1)
-    best = sums[5:, :, :chunks].max(1).indices
-    chosen = arg[:, :, :chunks].gather(1, best[:, None]).squeeze(1)
+    best = sums[5:, :, :chunks].max(1)
+    chosen = arg[:, :, :chunks].gather(1, best.indices[:, None]).squeeze(1)
+    if pairs is not None:
+        # with a floor this small, sum q R is sum p
+        own, larger = pairs.kept[:chunks], torch.stack((pairs.best_q, pairs.best_p))[:, :chunks] >= best.values
+        target, value, dot = target + own, value + pairs.cross[:chunks], dot + own
+        chosen = torch.where(larger, torch.stack((pairs.pair_q, pairs.pair_p))[:, :chunks], chosen)
     return RootSums(target, mass, compared, value * LN2.value, dot, chosen[0] == chosen[1])
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, TailL1, bin_of
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS
+from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, fast_reciprocal
 from limbeck.losses.fast.kernels.tables import ByRow, PairTables
 
 STEPS = 64
@@ -51,6 +51,17 @@ class Factors:
 
 
 @dataclass
+class Direct:
+    """Student tokens whose row of R still holds the teacher's logits: R is `p_T / (p_tau + floor)` there. token `[V]`:
+    1 for these; logits `[U, L_t]`: the teacher's, in the memory of R; lse `[L_t]`: at the temperature."""
+
+    token: Tensor
+    logits: Tensor
+    lse: Tensor
+    floor: float
+
+
+@dataclass
 class Projected:
     """G of losses on the projected student. residual `[K, L]`: R; index `[k, V]`: rows of R (-1: none); owner
     `[L]` int32: column of R that belongs to a column of the logits; shift `[L]`: taken from each entry of R."""
@@ -60,6 +71,7 @@ class Projected:
     tables: ByRow
     owner: Tensor
     shift: Tensor | None = None
+    direct: Direct | None = None
 
 
 @dataclass
@@ -83,6 +95,29 @@ def _entry(r_ptr, index_ptr, weight_ptr, at, r_lanes, r_col, col, width, shift, 
     if SHIFT:
         r = tl.where(index >= 0, r - shift, 0.0)
     return weight * r
+
+
+# R of a token from what lies in its row, which is the teacher's logits where `direct` is 1. t_ptr: R's memory by the
+# type of the logits.
+@triton.jit
+def _ratio(x, direct, p, scale, base_t, floor, t_ptr):
+    z = x.to(t_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    # other rows hold anything, which is not used but should not overflow either
+    r = tl.exp2(tl.minimum(z * scale - base_t, 0.0)) * fast_reciprocal(p + floor)
+    return tl.where(direct != 0, r, x.to(tl.float32))
+
+
+# The first entry of W's row times R, where some rows hold the teacher's logits.
+@triton.jit
+def _first_entry(
+    r_ptr, t_ptr, direct_ptr, index_ptr, weight_ptr, v, r_lanes, col, width, p, scale, base_t, floor
+):  # fmt: skip
+    index = tl.load(index_ptr + v)
+    weight = tl.load(weight_ptr + v)
+    direct = tl.load(direct_ptr + v)
+    some = col < tl.where(index >= 0, width, 0)
+    x = tl.load(r_ptr + index.to(tl.int64) * r_lanes + col, mask=some, other=0.0)
+    return weight * _ratio(x, direct, p, scale, base_t, floor, t_ptr)
 
 
 @triton.jit
@@ -124,8 +159,9 @@ def _gradient_kernel(
     s_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr, prob1_coef_ptr, label_coef_ptr, label_ptr,
     r_ptr, index_ptr, weight_ptr, entries_ptr, owner_ptr, shift_ptr,
     t_ptr, lse_t_ptr, pair_ptr, slope_ptr,
-    size, lanes, width, r_lanes, t_lanes, slope_lanes, first_tile, inv_tau,
+    size, lanes, width, r_lanes, t_lanes, slope_lanes, first_tile, inv_tau, floor,
     MODE: tl.constexpr, SCALED: tl.constexpr, OWNER: tl.constexpr, SHIFT: tl.constexpr, REST: tl.constexpr,
+    DIRECT: tl.constexpr,
     STEPS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = (first_tile + tl.program_id(0)) * BN + tl.arange(0, BN)
@@ -146,7 +182,7 @@ def _gradient_kernel(
         width = lanes
     if SHIFT:
         shift = tl.load(shift_ptr + col, mask=inside, other=0.0)
-    if MODE == PAIRS:
+    if MODE == PAIRS or DIRECT:
         base_t = tl.load(lse_t_ptr + col, mask=col < width, other=0.0) * LOG2E
     first = tl.program_id(1) * STEPS
     for v in range(first, tl.minimum(first + STEPS, size), 2):
@@ -158,8 +194,18 @@ def _gradient_kernel(
         z1 = tl.load(at1, mask=inside, other=0.0).to(tl.float32)
         g0, g1 = z0, z1
         if MODE == PROJECT:
-            g0 = _entry(r_ptr, index_ptr, weight_ptr, v, r_lanes, r_col, col, width, shift, SHIFT)
-            g1 = _entry(r_ptr, index_ptr, weight_ptr, other, r_lanes, r_col, col, width, shift, SHIFT)
+            if DIRECT:
+                p0 = tl.exp2(z0 * scale - base)
+                p1 = tl.exp2(z1 * scale - base)
+                g0 = _first_entry(
+                    r_ptr, t_ptr, pair_ptr, index_ptr, weight_ptr, v, r_lanes, col, width, p0, scale, base_t, floor
+                )
+                g1 = _first_entry(
+                    r_ptr, t_ptr, pair_ptr, index_ptr, weight_ptr, other, r_lanes, col, width, p1, scale, base_t, floor
+                )
+            else:
+                g0 = _entry(r_ptr, index_ptr, weight_ptr, v, r_lanes, r_col, col, width, shift, SHIFT)
+                g1 = _entry(r_ptr, index_ptr, weight_ptr, other, r_lanes, r_col, col, width, shift, SHIFT)
             for j in range(1, tl.load(entries_ptr + v)):
                 g0 += _entry(r_ptr, index_ptr, weight_ptr, j * size + v, r_lanes, r_col, col, width, shift, SHIFT)
             for j in range(1, tl.load(entries_ptr + other)):
@@ -194,13 +240,18 @@ def _launch(
          "slope_ptr"), unused,
     )  # fmt: skip
     args |= {"r_lanes": lanes, "t_lanes": lanes, "slope_lanes": lanes, "width": lanes}
-    mode, shift, rest = NONE, False, False
+    mode, shift, rest, direct, floor = NONE, False, False, False, 0.0
     if isinstance(slope, Projected):
         mode, shift = PROJECT, slope.shift is not None
         args |= {"r_ptr": slope.residual, "index_ptr": slope.index, "weight_ptr": slope.tables.weight}
         args |= {"entries_ptr": slope.tables.entries, "owner_ptr": slope.owner, "r_lanes": slope.residual.shape[1]}
         args["width"] = min(lanes, slope.residual.shape[1])
         args["shift_ptr"] = slope.shift if shift else unused
+        if slope.direct is not None:
+            assert not owner
+            assert not shift
+            direct, floor = True, slope.direct.floor
+            args |= {"t_ptr": slope.direct.logits, "lse_t_ptr": slope.direct.lse, "pair_ptr": slope.direct.token}
     elif slope is not None:
         mode, rest = PAIRS, slope.rest is not None
         args |= {"t_ptr": slope.teacher, "lse_t_ptr": slope.lse, "t_lanes": slope.teacher.shape[1]}
@@ -211,8 +262,8 @@ def _launch(
     _gradient_kernel[(last - first, -(-size // STEPS))](
         logits, lse, lse_one, factors.slope_coef, factors.prob_coef,
         unused if factors.prob1_coef is None else factors.prob1_coef, factors.label_coef, factors.label,
-        size=size, lanes=lanes, first_tile=first, inv_tau=1 / temperature, **args,
-        MODE=mode, SCALED=factors.prob1_coef is not None, OWNER=owner, SHIFT=shift, REST=rest,
+        size=size, lanes=lanes, first_tile=first, inv_tau=1 / temperature, floor=floor, **args,
+        MODE=mode, SCALED=factors.prob1_coef is not None, OWNER=owner, SHIFT=shift, REST=rest, DIRECT=direct,
         STEPS=STEPS, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
 
@@ -263,8 +314,9 @@ class Entries:
 )
 def _entries_kernel(
     grad_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr, kept_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr,
-    prob1_coef_ptr, label_coef_ptr, label_ptr, kept_coef_ptr, r_ptr, index_ptr, owner_ptr,
-    number, lanes, r_lanes, inv_tau, SCALED: tl.constexpr, SOME_KEPT: tl.constexpr, BM: tl.constexpr,
+    prob1_coef_ptr, label_coef_ptr, label_ptr, kept_coef_ptr, r_ptr, index_ptr, owner_ptr, t_ptr, lse_t_ptr, direct_ptr,
+    number, lanes, r_lanes, inv_tau, floor,
+    SCALED: tl.constexpr, SOME_KEPT: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     real = i < number
@@ -274,7 +326,12 @@ def _entries_kernel(
     p = tl.exp2(z * (inv_tau * LOG2E) - tl.load(lse_ptr + lane, mask=real, other=0.0) * LOG2E)
     row = tl.load(index_ptr + token, mask=real, other=-1)
     column = tl.load(owner_ptr + lane, mask=real, other=0)
-    r = tl.load(r_ptr + row.to(tl.int64) * r_lanes + column, mask=row >= 0, other=0.0).to(tl.float32)
+    x = tl.load(r_ptr + row.to(tl.int64) * r_lanes + column, mask=row >= 0, other=0.0)
+    r = x.to(tl.float32)
+    if DIRECT:
+        direct = tl.load(direct_ptr + token, mask=real, other=0)
+        base_t = tl.load(lse_t_ptr + column, mask=real, other=0.0) * LOG2E
+        r = _ratio(x, direct, p, inv_tau * LOG2E, base_t, floor, t_ptr)
     kept = tl.load(kept_coef_ptr + lane, mask=real, other=0.0)
     kept -= tl.load(slope_coef_ptr + lane, mask=real, other=0.0) * r
     if SOME_KEPT:
@@ -308,13 +365,15 @@ def write_entries(
     number = entries.ids.numel()
     if not number:
         return
-    some, one = entries.kept, factors.prob1_coef
+    some, one, direct = entries.kept, factors.prob1_coef, slope.direct
+    theirs = (slope.residual, lse, slope.index) if direct is None else (direct.logits, direct.lse, direct.token)
     _entries_kernel[(-(-number // ENTRIES),)](
         grad, entries.ids, entries.lane, entries.logits, entries.values,
         entries.ids if some is None else some.view(torch.uint8), lse, lse_one, factors.slope_coef, factors.prob_coef,
         lse if one is None else one, factors.label_coef, factors.label, kept_coef, slope.residual, slope.index,
-        slope.owner, number, grad.shape[1], slope.residual.shape[1], 1 / temperature,
-        SCALED=one is not None, SOME_KEPT=some is not None, BM=ENTRIES, num_warps=4,
+        slope.owner, *theirs, number, grad.shape[1], slope.residual.shape[1], 1 / temperature,
+        0.0 if direct is None else direct.floor,
+        SCALED=one is not None, SOME_KEPT=some is not None, DIRECT=direct is not None, BM=ENTRIES, num_warps=4,
     )  # fmt: skip
 
 
@@ -334,9 +393,13 @@ def gradient_reference(
         out = out + factors.prob1_coef * (z - lse_one).exp()
     out = out + factors.label_coef * (torch.arange(z.shape[0], device=z.device)[:, None] == factors.label)
     if isinstance(slope, Projected):
-        total = torch.zeros_like(z)
-        for index, weight in zip(slope.index, slope.tables.weight, strict=True):
+        total, direct = torch.zeros_like(z), slope.direct
+        for number, (index, weight) in enumerate(zip(slope.index, slope.tables.weight, strict=True)):
             r = slope.residual[index.clamp(min=0).long()][:, slope.owner.long()].float()
+            if direct is not None and number == 0:
+                log_t = direct.logits[index.clamp(min=0).long()].float() / temperature - direct.lse
+                ratio = log_t[:, slope.owner.long()].exp() / (p + direct.floor)
+                r = torch.where((direct.token > 0)[:, None], ratio, r)
             r = r if slope.shift is None else r - slope.shift
             total += weight[:, None] * r * (index >= 0)[:, None]
         out = out - factors.slope_coef * p * total

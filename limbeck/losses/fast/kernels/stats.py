@@ -7,6 +7,7 @@ References: `column_stats_reference`, `project_columns_reference`, and `VocabMap
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,12 @@ MAX_SPLITS = 256
 WIDE, WIDE_WARPS = 512, 2
 """Columns and warps of programs that walk through the vocabulary token by token: 16 bytes per thread and load."""
 
+FAST = False
+"""For measurements: where True, the device's own logarithm and reciprocal in place of Triton's."""
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, so that an empty part leaves no NaN
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def splits_for(size: int, least: int = 32) -> int:
@@ -37,6 +42,28 @@ class ColumnStats(NamedTuple):
     lse: Tensor
     lse_tau: Tensor
     argmax: Tensor
+
+
+# The device's own logarithm (relative error 2^-22) and reciprocal. Triton's are polynomials of some twenty instructions
+# for every entry; its interpreter knows no other.
+@triton.jit
+def fast_log2(x):
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def fast_reciprocal(x):
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 # A tile of logits, -inf beyond the vocabulary's end.
@@ -69,14 +96,10 @@ def _partial_kernel(
         x2 = _load(x_ptr, at + 2 * BV, end, lanes, col)
         x3 = _load(x_ptr, at + 3 * BV, end, lanes, col)
         old = top
-        arg = tl.where(x0 > top, at[:, None], arg)
-        top = tl.maximum(top, x0)
-        arg = tl.where(x1 > top, (at + BV)[:, None], arg)
-        top = tl.maximum(top, x1)
-        arg = tl.where(x2 > top, (at + 2 * BV)[:, None], arg)
-        top = tl.maximum(top, x2)
-        arg = tl.where(x3 > top, (at + 3 * BV)[:, None], arg)
-        top = tl.maximum(top, x3)
+        # of these rows only the first is remembered; which of them it was is found at the end
+        most = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        arg = tl.where(most > top, v, arg)
+        top = tl.maximum(top, most)
         # one rescaling per four loads: the exponential unit is what this loop waits for
         base = top * LOG2E
         total = total * tl.exp2((old - top) * LOG2E)
@@ -96,12 +119,13 @@ def _partial_kernel(
         tl.store(scaled_ptr + out, tl.sum(scaled * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0))
 
 
-# Reads the parts once, writes each lane's results once. A kernel of its own, because a part must be rescaled to the
-# largest maximum of all parts, which is known only when the last of them is done.
+# Reads the parts once, and STEP logits of each lane, among which is the largest; writes each lane's results once. A
+# kernel of its own, because a part must be rescaled to the largest maximum of all parts, which is known only when the
+# last of them is done.
 @triton.jit
 def _combine_kernel(
-    top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, lanes, inv_tau,
-    SCALED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+    x_ptr, top_ptr, sum_ptr, scaled_ptr, arg_ptr, lse_ptr, tau_ptr, out_arg_ptr, size, lanes, inv_tau,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     at = tl.arange(0, SPLITS)[:, None] * lanes + col[None, :]
@@ -109,7 +133,14 @@ def _combine_kernel(
     best = tl.max(top, 0)
     total = tl.sum(tl.load(sum_ptr + at) * tl.exp2((top - best[None, :]) * LOG2E), 0)
     tl.store(lse_ptr + col, best + tl.log(total))
-    tl.store(out_arg_ptr + col, tl.min(tl.where(top == best[None, :], tl.load(arg_ptr + at), 2147483647), 0))
+    last = 2147483647
+    first = tl.min(tl.where(top == best[None, :], tl.load(arg_ptr + at), last), 0)
+    first = tl.where(first < size, first, 0)  # no maximum is one of NaN
+    token = first[None, :] + tl.arange(0, STEP)[:, None]
+    offset = token.to(tl.int64) * lanes + col[None, :]
+    x = tl.load(x_ptr + offset, mask=token < size, other=float("-inf")).to(tl.float32)
+    place = tl.min(tl.where(x == best[None, :], token, last), 0)
+    tl.store(out_arg_ptr + col, tl.where(place < size, place, first))
     if SCALED:
         total = tl.sum(tl.load(scaled_ptr + at) * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0)
         tl.store(tau_ptr + col, best * inv_tau + tl.log(total))
@@ -132,10 +163,34 @@ def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
         SCALED=scaled, BV=8, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     _combine_kernel[(lanes // 16,)](
-        parts[0], parts[1], parts[2], arg, lse, lse_tau, place, lanes, 1 / temperature,
-        SCALED=scaled, SPLITS=splits, BN=16, num_warps=4,
+        logits, parts[0], parts[1], parts[2], arg, lse, lse_tau, place, size, lanes, 1 / temperature,
+        SCALED=scaled, SPLITS=splits, STEP=step, BN=16, num_warps=4,
     )  # fmt: skip
     return ColumnStats(lse, lse_tau, place)
+
+
+TOKENS = 256
+"""Lanes that one program of `token_log_probs` handles."""
+
+
+# Reads one logit of each lane. One kernel in place of the ten small operations that plain torch takes for it.
+@triton.jit(do_not_specialize=["width"])
+def _token_kernel(x_ptr, lse_ptr, id_ptr, out_ptr, width, lanes, tau, BN: tl.constexpr):
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.load(id_ptr + col, mask=col < width, other=-1).to(tl.int64)
+    x = tl.load(x_ptr + token * lanes + col, mask=token >= 0, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + col, mask=token >= 0, other=0.0)
+    tl.store(out_ptr + col, tl.where(token >= 0, x / tau - lse, 0.0), mask=col < width)
+
+
+def token_log_probs(logits: Tensor, lse: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability `[width]` of token `ids[i]` at lane i of logits `[V, L]`; 0 where the id is negative."""
+    out = torch.empty(ids.numel(), dtype=torch.float32, device=logits.device)
+    if ids.numel():
+        _token_kernel[(-(-ids.numel() // TOKENS),)](
+            logits, lse, ids, out, ids.numel(), logits.shape[1], temperature, BN=TOKENS, num_warps=4
+        )
+    return out
 
 
 def column_stats_reference(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
@@ -158,12 +213,12 @@ def mass_of(x_ptr, sum_ptr, source, place, lanes, col, width, scale, base):
 
 # One entry of a column's list: its weight, and its student token's logits; weight 0 behind the list's end.
 @triton.jit
-def _weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, lanes, col, scale, base):
+def weighted_entry(x_ptr, student_ptr, weight_ptr, entry, last, lanes, width, col, scale, base):
     some = entry < last
     safe = tl.minimum(entry, last - 1)
     student = tl.load(student_ptr + safe)
     weight = tl.where(some, tl.load(weight_ptr + safe), 0.0)
-    x = tl.load(x_ptr + student.to(tl.int64) * lanes + col, mask=col < tl.where(some, lanes, 0), other=float("-inf"))
+    x = tl.load(x_ptr + student.to(tl.int64) * lanes + col, mask=col < tl.where(some, width, 0), other=float("-inf"))
     return weight, x.to(tl.float32) * scale - base
 
 
@@ -185,10 +240,10 @@ def _project_kernel(
     base = tl.load(lse_ptr + col, mask=inside, other=0.0) * LOG2E
     total = tl.zeros([BN], tl.float32)
     for e in range(first, last, 4):
-        w0, x0 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e, last, lanes, col, scale, base)
-        w1, x1 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 1, last, lanes, col, scale, base)
-        w2, x2 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 2, last, lanes, col, scale, base)
-        w3, x3 = _weighted_entry(x_ptr, student_ptr, weight_ptr, e + 3, last, lanes, col, scale, base)
+        w0, x0 = weighted_entry(x_ptr, student_ptr, weight_ptr, e, last, lanes, lanes, col, scale, base)
+        w1, x1 = weighted_entry(x_ptr, student_ptr, weight_ptr, e + 1, last, lanes, lanes, col, scale, base)
+        w2, x2 = weighted_entry(x_ptr, student_ptr, weight_ptr, e + 2, last, lanes, lanes, col, scale, base)
+        w3, x3 = weighted_entry(x_ptr, student_ptr, weight_ptr, e + 3, last, lanes, lanes, col, scale, base)
         total += w0 * tl.exp2(x0) + w1 * tl.exp2(x1) + w2 * tl.exp2(x2) + w3 * tl.exp2(x3)
     tl.store(out_ptr + row.to(tl.int64) * lanes + col, total, mask=inside)
 

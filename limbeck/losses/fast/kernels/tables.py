@@ -41,6 +41,10 @@ class ProjectionTables:
     student token of a column with a single entry of weight 1, else -1; `place` `[U]`: the number of any other
     reachable column in `multi_source`, else -1; `reached`: all columns of either kind, ascending. By row: `index`,
     `weight` `[k, V]` (-1: none) and `entries` `[V]`: how many a row has. All int32 and float32.
+
+    Pairs are columns with a single entry of weight 1 whose student token has no other: `pair_student`, `pair_teacher`
+    `[P]`; `others`: the other columns of `reached`, the longest lists first; `unpaired`: those and the columns that
+    none reaches; `direct` `[V]`: 1 for the student tokens of pairs.
     """
 
     offsets: Tensor
@@ -53,6 +57,11 @@ class ProjectionTables:
     index: Tensor
     weight: Tensor
     entries: Tensor
+    pair_student: Tensor
+    pair_teacher: Tensor
+    others: Tensor
+    unpaired: Tensor
+    direct: Tensor
 
     def within(self, columns: Tensor, teacher_size: int) -> Tensor:
         """`index` with teacher ids replaced by their place among `columns` `[K]`, or -1."""
@@ -88,13 +97,22 @@ def _build(vocab: VocabMap) -> ProjectionTables:
     place = torch.full((vocab.teacher_size,), -1)
     place[multi_source] = torch.arange(multi_source.numel())
     index, row_weight, entries = _by_row(student, teacher, weight, vocab.student_size)
+    source = source.masked_fill(several, -1)
+    paired, in_pair = _paired_columns(source, entries)
+    reached = count.nonzero().squeeze(1)
+    others = reached[~in_pair[reached]]
     tables = {
+        "pair_student": source[paired],
+        "pair_teacher": paired,
+        "others": others[count[others].argsort(descending=True, stable=True)],
+        "unpaired": (~in_pair).nonzero().squeeze(1),
+        "direct": torch.zeros(vocab.student_size, dtype=torch.long).index_fill(0, source[paired], 1),
         "offsets": torch.cat((torch.zeros(1, dtype=torch.long), count.cumsum(0))),
         "students": student[order],
-        "source": source.masked_fill(several, -1),
+        "source": source,
         "place": place,
         "multi_source": multi_source,
-        "reached": count.nonzero().squeeze(1),
+        "reached": reached,
         "index": index,
         "entries": entries,
     }
@@ -104,6 +122,14 @@ def _build(vocab: VocabMap) -> ProjectionTables:
         weight=row_weight.to(device),
         **{name: value.to(torch.int32).contiguous().to(device) for name, value in tables.items()},
     )
+
+
+def _paired_columns(source: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """(columns of pairs, in groups that are whole; whether a column is one of them)."""
+    alone = (source >= 0) & (entries[source.clamp(min=0)] == 1)
+    paired = alone.nonzero().squeeze(1)
+    paired = paired[: paired.numel() // GROUP * GROUP]
+    return paired, torch.zeros_like(alone).index_fill(0, paired, value=True)
 
 
 def _by_row(student: Tensor, teacher: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +176,9 @@ def identity_pairs(size: int, device: torch.device) -> PairTables:
     return PairTables(ids, ids, ids[:0], ids[:0], ids)
 
 
+GROUP = 4
+"""Pairs come in groups of so many, which are under way together."""
+
 PIECE = 256
 """Tokens of a cell that are summed by one program; longer lists are cut, since one program would keep all waiting."""
 
@@ -184,11 +213,16 @@ class CellTables:
     """Both sides' cells, the first `simple` of them with one token on either side. `row` `[cells]`: the teacher token
     over whose logits a cell's R is written; `index` `[1, V]`: that row for each student token, -1 for tokens in no
     cell, `index_rest`: the row behind the teacher's vocabulary for those; one entry of weight 1 for each student
-    token."""
+    token. The first cells are pairs: `pair_student`, `pair_teacher` `[P]`; `unpaired`: the teacher's other tokens;
+    `direct` `[V]`: 1 for the student tokens of pairs."""
 
     student: SideCells
     teacher: SideCells
     simple: int
+    pair_student: Tensor
+    pair_teacher: Tensor
+    unpaired: Tensor
+    direct: Tensor
     row: Tensor
     index: Tensor
     index_rest: Tensor
@@ -215,7 +249,14 @@ def _cell_tables(student: Tensor, teacher: Tensor, cells: int, device: torch.dev
     sides = _side_cells(student, cells, device), _side_cells(teacher, cells, device)
     simple = (sides[0].source.cpu() >= 0) & (sides[1].source.cpu() >= 0)
     cell_order = simple.int().argsort(descending=True, stable=True)
+    number = int(simple.sum()) // GROUP * GROUP
+    pairs = [side.source.cpu()[cell_order[:number]].long() for side in sides]
+    none = torch.zeros_like(student)
     tables = {
+        "pair_student": pairs[0],
+        "pair_teacher": pairs[1],
+        "unpaired": (torch.zeros_like(teacher).index_fill(0, pairs[1], 1) == 0).nonzero().squeeze(1),
+        "direct": none.index_fill(0, pairs[0], 1),
         "row": row[cell_order],
         "index": index[None],
         "index_rest": index_rest[None],
