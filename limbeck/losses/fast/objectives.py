@@ -58,11 +58,6 @@ Sums = dict[str, tuple[Tensor, "Tensor | float"]]
 """Metrics of one block: (sum, count); a count that the host knows stays a number."""
 
 
-DIRECT = False
-"""For measurements: where True, one pass finds the teacher's statistics and the sums over pairs, and the gradient's
-kernel reads the pairs again; else the slope of each is stored."""
-
-
 class LaneLogits:
     """One side of a block: logits `[V, L]`, and at which of its lanes which token was realised; once it is settled,
     which has to happen before the logits are overwritten, their statistics.
@@ -120,7 +115,7 @@ class ChunkWeights:
 
 
 FastObjective = Callable[[TeacherTerm, BlockLanes, LaneLogits, "LaneLogits | None", ChunkWeights], FastOut]
-"""(term, lanes, student, teacher (None: a top-k list), weights of the chunks) -> `FastOut`."""
+"""(term, lanes, student, teacher, which it settles (None: a top-k list), weights of the chunks) -> `FastOut`."""
 
 
 def _segment_sums(values: Tensor, side: SideLanes) -> Tensor:
@@ -193,22 +188,16 @@ def boundary(
     tau, chunk_weight = objective.temperature, objective.options.chunk_weight
     tables = projection_tables(objective.vocab)
     lse = student.stats.lse_tau
-    multi_mass, direct = None, None
-    if teacher is None or not DIRECT:
-        multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
+    direct = None
     if teacher is None:
-        assert multi_mass is not None
+        multi_mass = project_columns(student.logits, lse, tables.multi_source, tables, tau)
         rows, right, unreached, residual, prob_coef = _top_k(term, objective.vocab, lanes, student, multi_mass, gated)
         slope_coef = residual.new_ones(count, dtype=torch.float32) / tau
     else:
-        sums = None
-        if DIRECT:
-            sums = pair_sums(student.logits, teacher.logits, lse, tables, TINY, tau)
-            direct = Direct(tables.direct, teacher.logits, sums.stats.lse_tau, TINY)
-        teacher.settle(None if sums is None else sums.stats)
-        out = boundary_divergence(
-            student.logits, teacher.logits, lse, teacher.stats.lse_tau, multi_mass, tables, count, tau, sums
-        )
+        sums = pair_sums(student.logits, teacher.logits, lse, tables, TINY, tau)
+        teacher.settle(sums.stats)
+        direct = Direct(tables.direct, teacher.logits, sums.stats.lse_tau, TINY)
+        out = boundary_divergence(student.logits, teacher.logits, lse, sums, tables, count, tau)
         rows, unreached = out.rows, (1 - out.kept).sum()
         right = (out.argmax == teacher.stats.argmax[:count]).sum()
         slope_coef = gated * (term.factor * tau)
@@ -276,6 +265,8 @@ def chunks_only(
     term: TeacherTerm, lanes: BlockLanes, student: LaneLogits, teacher: LaneLogits | None, weights: ChunkWeights
 ) -> FastOut:
     """`ChunkLikelihood`."""
+    if teacher is not None:
+        teacher.settle()
     tau, weight = term.objective.temperature, weights.gated
     rows, slope = _chunk_term(term, lanes, student, teacher, weight, 0, tau)
     return FastOut(rows, (rows * weight).sum() * tau**2, {}, torch.zeros_like(slope), -slope, slope)
@@ -288,6 +279,7 @@ def p_kl(
     objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert isinstance(objective, PKL)
     assert teacher is not None
+    teacher.settle()
     weight = weights.gated
     ids_K = term.teacher.vocab_ids_K
     assert ids_K is not None
@@ -324,6 +316,7 @@ def pairs(
     """`CommonKL` (gold, H-KL), forward, and `SameVocabulary`, forward."""
     objective, count, single, num_lanes = term.objective, lanes.chunks, lanes.single, student.logits.shape[1]
     assert teacher is not None
+    teacher.settle()
     weight = weights.gated
     common = objective.pairs if isinstance(objective, CommonKL) else None
     if common is None:
@@ -553,7 +546,7 @@ def trees(
     options, tau = objective.options, objective.temperature
     if teacher is None:
         teacher, tail = _listed(term, lanes, objective.teacher_cell.numel())
-    elif DIRECT and objective.spec.kind == "forward" and plan.barred is None:
+    elif objective.spec.kind == "forward" and plan.barred is None:
         tables = cell_tables(objective)
         sums = pair_sums(student.logits, teacher.logits, student.stats.lse_tau, tables, SMALLEST.value, tau)
     teacher.settle(None if sums is None else sums.stats)
@@ -622,6 +615,3 @@ FAST_OBJECTIVES: dict[type[Objective], FastObjective] = {
     TreeKL: trees,
 }
 """Fast form of each objective that has one."""
-
-SETTLES: frozenset[type[Objective]] = frozenset((BoundaryKL, TreeKL))
-"""Those that settle the teacher's side themselves."""

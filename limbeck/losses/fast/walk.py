@@ -12,7 +12,6 @@ logits. Their gradient travels back the same way. So no kernel knows of ranks, a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,6 @@ from limbeck.losses.fast.kernels import padded
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_entries, write_gradient
 from limbeck.losses.fast.objectives import (
     FAST_OBJECTIVES,
-    SETTLES,
     ChunkWeights,
     FastOut,
     LaneLogits,
@@ -51,10 +49,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
         total.copy_(left @ right)
     else:
         total.add_(left @ right)
-
-
-OVERLAP: int | None = None
-"""For measurements: the priority of a second stream, on which kernels run beside the next block's products."""
 
 
 class _Pass:
@@ -177,10 +171,6 @@ class _Pass:
 
     def run(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
-        if OVERLAP is not None and self.hidden.is_cuda and self.comm.size == 1 and self.with_grad:
-            total = self._overlapped()
-            self._metrics()
-            return total
         for start in range(0, len(self.blocks), self.comm.size):
             total = total + self._group(self.blocks[start : start + self.comm.size], first=start == 0)
         if self.hidden_grad is not None:
@@ -188,36 +178,6 @@ class _Pass:
         self._metrics()
         # tensor-parallel ranks, per micro-batch: the loss of the blocks of each
         return self.comm.sum(total)
-
-    def _overlapped(self) -> Tensor:
-        """All blocks, the kernels of each beside the products of the next one. Two blocks are under way at a time."""
-        main = torch.cuda.current_stream()
-        beside = _stream(OVERLAP or 0)
-        beside.wait_stream(main)
-        total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
-        waiting: list[tuple[BlockLanes, Tensor, Tensor, torch.cuda.Event]] = []
-        parts = []
-        for number, block in enumerate(self.blocks):
-            inputs = self._inputs(self.hidden, block.student, block, self.weight.dtype)
-            if len(waiting) > 1:
-                self._finish_block(*waiting.pop(0), first=number == 2)
-            logits = self._product(f"student {number % 2}", self.weight[: self.size], [inputs], self.axis)
-            teacher = self._teacher_logits([block], f"teacher {number % 2}")
-            ready = main.record_event()
-            with torch.cuda.stream(beside):
-                beside.wait_event(ready)
-                parts.append(self._block(block, logits, teacher))
-                done = beside.record_event()
-            waiting.append((block, inputs, logits, done))
-        for number, entry in enumerate(waiting):
-            self._finish_block(*entry, first=number == 0 and len(self.blocks) <= 2)
-        return total + torch.stack(parts).sum() if parts else total
-
-    def _finish_block(
-        self, block: BlockLanes, inputs: Tensor, grad: Tensor, done: torch.cuda.Event, *, first: bool
-    ) -> None:
-        torch.cuda.current_stream().wait_event(done)
-        self._through_head(block, inputs, grad, first=first)
 
     def _group(self, group: Sequence[BlockLanes], *, first: bool) -> Tensor:
         """Loss of this rank's block of a group, and all blocks' gradients."""
@@ -233,7 +193,7 @@ class _Pass:
                 self._through_head(block, own, grad, first=first and number == 0)
         return total
 
-    def _teacher_logits(self, group: Sequence[BlockLanes], name: str = "teacher") -> Tensor | None:
+    def _teacher_logits(self, group: Sequence[BlockLanes]) -> Tensor | None:
         """Of this rank's block; None: the teacher has no head here, or no chunk in any block."""
         if self.teacher_weight is None or not any(block.chunks for block in group):
             return None
@@ -247,7 +207,7 @@ class _Pass:
                 inputs.append(self._inputs(hidden, block.teacher, block, self.teacher_weight.dtype))
         if not self.teacher_axis.sharded:
             inputs = inputs[self.comm.rank : self.comm.rank + 1] or inputs[:1]
-        return self._product(name, self.teacher_weight, inputs, self.teacher_axis)
+        return self._product("teacher", self.teacher_weight, inputs, self.teacher_axis)
 
     def _block(self, block: BlockLanes, logits: Tensor, teacher: Tensor | None) -> Tensor:
         """Loss of one block; its gradient replaces the logits `[V, L]`. teacher: its logits `[U, L_t]`."""
@@ -308,8 +268,6 @@ class _Pass:
         if teacher_logits is not None:
             whole, tau = not term.objective.chooses_ids, term.objective.temperature
             teacher = LaneLogits(block.teacher, teacher_logits, tau, whole=whole)
-            if type(term.objective) not in SETTLES:
-                teacher.settle()
         weight = student.stats.lse.new_ones(block.chunks)
         if term.chunk_weight_C is not None:
             weight = term.chunk_weight_C.index_select(0, block.order_C).float()
@@ -380,11 +338,6 @@ class _Pass:
         # tensor-parallel ranks, per micro-batch: two numbers per metric
         total = self.comm.sum(torch.stack(pairs)) if pairs else zero[:0]
         return {name: (pair[0], pair[1]) for name, pair in zip(names, total, strict=True)}
-
-
-@functools.cache
-def _stream(priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=priority)
 
 
 def _sum(values: list[Tensor]) -> Tensor:

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from limbeck.losses import CrossTokenizerDistillationLossFn
-from limbeck.losses.fast import objectives
-from limbeck.losses.fast.kernels import stats
 from limbeck.losses.fast.kernels.tables import cell_tables, projection_tables
 from limbeck.losses.vocab.projection import VocabMap
 from tests.losses.cases import make_batch, make_projection
@@ -28,12 +26,6 @@ COARSE = tiny_vocab(
 )
 PAIRS: dict[str, Pair] = {"coarser teacher": (FINE, COARSE), "finer teacher": (COARSE, FINE)}
 BOTH_WAYS = list(PAIRS)
-
-
-@pytest.fixture(autouse=True)
-def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objectives, "DIRECT", True)
-    monkeypatch.setattr(stats, "FAST", True)
 
 
 def test_the_cases_have_pairs_and_others() -> None:

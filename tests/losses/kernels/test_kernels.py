@@ -112,8 +112,8 @@ def factors(num_lanes: int, seed: int, *, scaled_too: bool) -> Factors:
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("owned", [False, True])
 def test_gradient_through_a_projection(owned: bool, temperature: float) -> None:
-    tables, x = projection_tables(VocabMap(make_projection(45, 37), 37)), logits(45, 700)
-    num_lanes, chunks = x.shape[1], 600
+    tables, x = projection_tables(VocabMap(make_projection(45, 37), 37)), logits(45, 1300)
+    num_lanes, chunks = x.shape[1], 1100
     gen = torch.Generator().manual_seed(1)
     residual, stats = torch.rand(37, num_lanes, generator=gen), column_stats(x, temperature)
     owner = torch.arange(num_lanes, dtype=torch.int32)

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from limbeck.losses.fast.kernels import stats
 from limbeck.losses.fast.kernels.direct import PairSums
 from limbeck.losses.fast.kernels.stats import (
     LOG2E,
@@ -58,16 +57,12 @@ class RootSums(NamedTuple):
 
 # What one cell adds to the divergence (in bits), and R.
 @triton.jit
-def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr, FAST: tl.constexpr):
+def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
     value = q
     residual = q
     if KIND == FORWARD:
-        if FAST:
-            residual = p * fast_reciprocal(q + SMALLEST)
-            value = tl.where(p > 0, p * (fast_log2(tl.maximum(p, SMALLEST)) - fast_log2(q + SMALLEST)), 0.0)
-        else:
-            residual = p / (q + SMALLEST)
-            value = tl.where(p > 0, p * (tl.log2(tl.maximum(p, SMALLEST)) - tl.log2(q + SMALLEST)), 0.0)
+        residual = p * fast_reciprocal(q + SMALLEST)
+        value = tl.where(p > 0, p * (fast_log2(tl.maximum(p, SMALLEST)) - fast_log2(q + SMALLEST)), 0.0)
     if KIND == REVERSE:
         s = (q + SMALLEST) * inv_norm
         gap = tl.log2(tl.maximum(s, SMALLEST)) - tl.log2(tl.maximum(p * inv_target, TINY))
@@ -87,7 +82,7 @@ def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr, FAST: tl.constex
 @triton.jit
 def _with_cell(
     q, p, cell, some, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     q = tl.where(some, q, 0.0)
     p = tl.where(some, p, 0.0)
@@ -106,7 +101,7 @@ def _with_cell(
     best_t = tl.maximum(best_t, p)
     residual = q
     if KIND != SUMS:
-        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND, FAST)
+        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND)
         if LISTED:
             own = tl.where(p > 0, own, 0.0)
             residual = tl.where(p > 0, residual - rest, 0.0)
@@ -133,8 +128,7 @@ def _root_kernel(
     s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr, rest_ptr,
     source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
     simple, number, lanes_s, lanes_t, width, per_simple, per_other, inv_tau, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr, SPLITS: tl.constexpr,
-    BN: tl.constexpr,
+    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -181,19 +175,19 @@ def _root_kernel(
         p3 = _token(t_ptr, row3, lanes_t, col, some3, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, i1, some1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         r2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q2, p2, i2, some2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         r3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q3, p3, i3, some3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         if KIND != SUMS:
             tl.store(r_ptr + row0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
@@ -219,11 +213,11 @@ def _root_kernel(
         p1 = mass_of(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, j, also, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED, FAST,
+            KIND, CONDITIONED, LISTED,
         )  # fmt: skip
         if KIND != SUMS:
             row0 = tl.load(row_ptr + i).to(tl.int64)
@@ -284,8 +278,7 @@ def root_sums(
         student, teacher, residual, *masses, *lse, *known, listed, tables.student.source, tables.student.place,
         tables.teacher.source, tables.teacher.place, tables.row, sums, arg, simple, number, student.shape[1],
         teacher.shape[1], width, per_simple, -(-(number - simple) // splits), 1 / temperature, beta,
-        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, FAST=stats.FAST, SPLITS=splits, BN=WIDE,
-        num_warps=WIDE_WARPS,
+        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     target, mass, compared, value, dot = sums[:5, :, :chunks].sum(1)
     best = sums[5:, :, :chunks].max(1)

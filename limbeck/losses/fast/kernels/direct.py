@@ -26,7 +26,7 @@ from limbeck.losses.fast.kernels.tables import GROUP
 LANES, WARPS = 512, 4
 """Columns and warps of a program."""
 
-SPLITS = 128
+SPLITS = 256
 """Parts of the vocabulary that are reduced side by side."""
 
 SMALLEST = 1.1754943508222875e-38

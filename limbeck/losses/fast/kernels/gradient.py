@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from limbeck.losses.fast.kernels.sorted_l1 import BINS, PER_OCTAVE, TailL1, bin_of
-from limbeck.losses.fast.kernels.stats import LOG2E, WIDE, WIDE_WARPS, fast_reciprocal
+from limbeck.losses.fast.kernels.stats import LOG2E, fast_reciprocal
 from limbeck.losses.fast.kernels.tables import ByRow, PairTables
 
-STEPS = 64
-"""Student tokens that one program walks through."""
+LANES, WARPS, STEPS = 1024, 4, 64
+"""Columns and warps of a program, and student tokens that it walks through."""
 
 ENTRIES = 256
 """Tokens whose gradient one program of `write_entries` writes."""
@@ -264,7 +264,7 @@ def _launch(
         unused if factors.prob1_coef is None else factors.prob1_coef, factors.label_coef, factors.label,
         size=size, lanes=lanes, first_tile=first, inv_tau=1 / temperature, floor=floor, **args,
         MODE=mode, SCALED=factors.prob1_coef is not None, OWNER=owner, SHIFT=shift, REST=rest, DIRECT=direct,
-        STEPS=STEPS, BN=WIDE, num_warps=WIDE_WARPS,
+        STEPS=STEPS, BN=LANES, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -284,10 +284,10 @@ def write_gradient(
     lse, lse_one `[L]`: at the temperature and at 1. Lanes below `aligned` have G at the lane of the same number,
     those from there to `owned` at their owner's, the others have none (and a slope_coef of 0).
     """
-    tiles = -(-logits.shape[1] // WIDE)
+    tiles = -(-logits.shape[1] // LANES)
     # where columns of both kinds meet in a tile, all of it goes through owners
-    straight = aligned // WIDE if owned > aligned else -(-aligned // WIDE)
-    mixed = max(straight, -(-owned // WIDE))
+    straight = aligned // LANES if owned > aligned else -(-aligned // LANES)
+    mixed = max(straight, -(-owned // LANES))
     common = (lse, lse_one, factors, temperature)
     _launch(logits, (0, straight), *common, slope)
     _launch(logits, (straight, mixed), *common, slope, owner=True)

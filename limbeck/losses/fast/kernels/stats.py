@@ -18,21 +18,17 @@ from torch import Tensor
 from limbeck.losses.fast.kernels import COLUMNS
 from limbeck.losses.fast.kernels.tables import ByColumn, ProjectionTables
 
-MAX_SPLITS = 256
 WIDE, WIDE_WARPS = 512, 2
 """Columns and warps of programs that walk through the vocabulary token by token: 16 bytes per thread and load."""
-
-FAST = False
-"""For measurements: where True, the device's own logarithm and reciprocal in place of Triton's."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, so that an empty part leaves no NaN
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def splits_for(size: int, least: int = 32) -> int:
+def splits_for(size: int, least: int = 32, most: int = 256) -> int:
     """Parts of the vocabulary that are reduced side by side: a power of two, each part with at least `least` rows."""
-    return min(MAX_SPLITS, 1 << max(size // least, 1).bit_length() - 1)
+    return min(most, 1 << max(size // least, 1).bit_length() - 1)
 
 
 class ColumnStats(NamedTuple):
@@ -150,7 +146,7 @@ def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
     """Statistics of every column of logits `[V, L]` (any floating type; computed in float32)."""
     size, lanes = logits.shape
     scaled = temperature != 1.0
-    splits = splits_for(size)
+    splits = splits_for(size, most=128)
     parts = logits.new_empty(4 if scaled else 3, splits, lanes, dtype=torch.float32)
     arg = parts[-1].view(torch.int32)
     lse = torch.empty(lanes, dtype=torch.float32, device=logits.device)

@@ -39,11 +39,11 @@ class ProjectionTables:
 
     By column: the entries of column v are `offsets[v] : offsets[v + 1]` of students and weights. `source` `[U]`: the
     student token of a column with a single entry of weight 1, else -1; `place` `[U]`: the number of any other
-    reachable column in `multi_source`, else -1; `reached`: all columns of either kind, ascending. By row: `index`,
-    `weight` `[k, V]` (-1: none) and `entries` `[V]`: how many a row has. All int32 and float32.
+    reachable column in `multi_source`, else -1. By row: `index`, `weight` `[k, V]` (-1: none) and `entries` `[V]`: how
+    many a row has. All int32 and float32.
 
     Pairs are columns with a single entry of weight 1 whose student token has no other: `pair_student`, `pair_teacher`
-    `[P]`; `others`: the other columns of `reached`, the longest lists first; `unpaired`: those and the columns that
+    `[P]`; `others`: the other reachable columns, the longest lists first; `unpaired`: those and the columns that
     none reaches; `direct` `[V]`: 1 for the student tokens of pairs.
     """
 
@@ -53,7 +53,6 @@ class ProjectionTables:
     source: Tensor
     place: Tensor
     multi_source: Tensor
-    reached: Tensor
     index: Tensor
     weight: Tensor
     entries: Tensor
@@ -112,7 +111,6 @@ def _build(vocab: VocabMap) -> ProjectionTables:
         "source": source,
         "place": place,
         "multi_source": multi_source,
-        "reached": reached,
         "index": index,
         "entries": entries,
     }
