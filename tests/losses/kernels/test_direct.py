@@ -8,9 +8,9 @@ import torch
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.fast.kernels.tables import cell_tables, projection_tables
 from limbeck.losses.vocab.projection import VocabMap
-from tests.losses.cases import make_batch, make_projection
+from tests.losses.cases import make_batch, make_models, make_projection, run
 from tests.losses.kernels.test_fast_path import assert_same, both
-from tests.losses.kernels.test_tree_kernels import compare, without_a_cell
+from tests.losses.kernels.test_tree_kernels import compare, copied, without_a_cell
 from tests.losses.test_tree_kl import Pair, projection_of
 from tests.projection.worlds import tiny_vocab
 
@@ -66,6 +66,20 @@ def test_boundary_kl_on_odd_shapes(seed: int) -> None:
 def test_boundary_kl_in_blocks_and_with_a_gate(options: dict[str, object]) -> None:
     batch = make_batch(samples=6, seed=4, v_s=V_S, v_t=V_T)
     assert_same(both(options, batch, v_s=V_S, v_t=V_T), 2e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_boundary_kl_against_float64(temperature: float) -> None:
+    batch = make_batch(samples=5, seed=3, v_s=V_S, v_t=V_T)
+    models = make_models(batch, V_S, V_T, seed=0, dtype=torch.float32)
+    found = []
+    for fast_path, own in (("off", copied(models, torch.float64)), ("force", models)):
+        options = {"mode": "boundary_kl", "temperature": temperature, "fast_path": fast_path}
+        loss_fn = CrossTokenizerDistillationLossFn(options, projections=[make_projection(V_S, V_T)])
+        loss, metrics = run(loss_fn, batch, own)
+        loss.backward()
+        found.append((loss.detach(), own, metrics))
+    assert_same(found, 2e-6)
 
 
 @pytest.mark.parametrize(("name", "condition"), [(name, which) for name in BOTH_WAYS for which in ("none", "cheap")])
