@@ -262,8 +262,8 @@ def longest_both_ways(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     recompute(setup, False)
     found["lengths"]["kept"] = search(
         setup,
-        (16, 32) if small else (8_192, 16_384, 32_768),
-        begun + 0.35 * args.budget,
+        (16, 32) if small else args.kept_from,
+        begun + 0.4 * args.budget,
         room,
         window,
         1 if small else 4,
@@ -272,7 +272,7 @@ def longest_both_ways(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     recompute(setup, True)
     seeing(window, setup)
     warm_up(setup)
-    first = (16, 32) if small else (65_536, 131_072)
+    first = (16, 32) if small else args.recomputed_from
     points = search(setup, first, begun + 0.85 * args.budget, room, window, 1 if small else 3)
     found["memory"]["recomputed"] = [p | {"seeing": window} for p in points]
     save()
@@ -442,6 +442,10 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of a step that are not exceeded knowingly")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds for the part `longest`")
+    parser.add_argument("--kept-from", type=int, nargs="+", default=[8_192, 16_384, 32_768], metavar="N",
+                        help="its first lengths with activations kept")  # fmt: skip
+    parser.add_argument("--recomputed-from", type=int, nargs="+", default=[65_536, 131_072], metavar="N",
+                        help="its first lengths with activations computed again")  # fmt: skip
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--tiny", action="store_true")
