@@ -59,6 +59,7 @@ class PairSums(NamedTuple):
     column: Tensor
 
 
+# The logits of a list's i-th token.
 @triton.jit
 def _row(x_ptr, id_ptr, i, lanes, col, inside):
     token = tl.load(id_ptr + i).to(tl.int64)
@@ -73,6 +74,7 @@ def _row_or_none(x_ptr, id_ptr, i, end, lanes, width, col):
     return tl.load(x_ptr + token * lanes + col, mask=some, other=float("-inf")).to(tl.float32)
 
 
+# The sums with one more pair: x the teacher's logits, y the student's.
 @triton.jit
 def _with_pair(x, y, scale, base_s, peak, kept, cross, slopes, floor, FLOORED: tl.constexpr):
     gap = x * scale - peak

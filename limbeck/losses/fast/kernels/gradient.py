@@ -226,12 +226,25 @@ def _gradient_kernel(
             )  # fmt: skip
 
 
+_seen: set[tuple[object, ...]] = set()
+
+
+def _is_new(*case: object) -> bool:
+    """Whether a case of a kernel has not come up before. It is launched then even where there is nothing to do, which
+    compiles it: the first block that needs it may come hundreds of steps later, with the device waiting."""
+    new = case not in _seen
+    _seen.add(case)
+    return new
+
+
 def _launch(
     logits: Tensor, tiles: tuple[int, int], lse: Tensor, lse_one: Tensor, factors: Factors, temperature: float,
     slope: Projected | Paired | None, *, owner: bool = False,
 ) -> None:  # fmt: skip
     first, last = tiles
-    if first >= last:
+    scaled_too = factors.prob1_coef is not None
+    new = _is_new("gradient", logits.device, logits.dtype, type(slope), owner, scaled_too)
+    if first >= last and not new:
         return
     size, lanes = logits.shape
     unused = lse
@@ -259,11 +272,11 @@ def _launch(
         if slope.rest is not None:
             width = slope.rest.slope.shape[1]
             args |= {"slope_ptr": slope.rest.slope, "slope_lanes": width, "width": min(lanes, width)}
-    _gradient_kernel[(last - first, -(-size // STEPS))](
+    _gradient_kernel[(max(last - first, 0), -(-size // STEPS))](
         logits, lse, lse_one, factors.slope_coef, factors.prob_coef,
         unused if factors.prob1_coef is None else factors.prob1_coef, factors.label_coef, factors.label,
         size=size, lanes=lanes, first_tile=first, inv_tau=1 / temperature, floor=floor, **args,
-        MODE=mode, SCALED=factors.prob1_coef is not None, OWNER=owner, SHIFT=shift, REST=rest, DIRECT=direct,
+        MODE=mode, SCALED=scaled_too, OWNER=owner, SHIFT=shift, REST=rest, DIRECT=direct,
         STEPS=STEPS, BN=LANES, num_warps=WARPS,
     )  # fmt: skip
 
@@ -290,7 +303,8 @@ def write_gradient(
     mixed = max(straight, -(-owned // LANES))
     common = (lse, lse_one, factors, temperature)
     _launch(logits, (0, straight), *common, slope)
-    _launch(logits, (straight, mixed), *common, slope, owner=True)
+    if owned:
+        _launch(logits, (straight, mixed), *common, slope, owner=True)
     _launch(logits, (mixed, tiles), *common, None)
 
 
@@ -431,5 +445,10 @@ def _scale_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`grad * factor` in `dtype`; grad contiguous, factor a scalar tensor on its device."""
     out = torch.empty_like(grad, dtype=dtype)
-    _scale_kernel[(-(-grad.numel() // _BLOCK),)](grad, factor, out, grad.numel(), BLOCK=_BLOCK, num_warps=4)
+    # sums over blocks are float32, the product of a single block has its final type
+    cases = [
+        grad.new_empty(0, dtype=own) for own in (dtype, torch.float32) if _is_new("scale", grad.device, own, dtype)
+    ]
+    for x in (*cases, grad):
+        _scale_kernel[(-(-x.numel() // _BLOCK),)](x, factor, out, x.numel(), BLOCK=_BLOCK, num_warps=4)
     return out

@@ -40,8 +40,8 @@ class ColumnStats(NamedTuple):
     argmax: Tensor
 
 
-# The device's own logarithm (relative error 2^-22) and reciprocal. Triton's are polynomials of some twenty instructions
-# for every entry; its interpreter knows no other.
+# The device's own logarithm (relative error 2^-22). Triton's is a polynomial of some twenty instructions; its
+# interpreter knows no other.
 @triton.jit
 def fast_log2(x):
     if INTERPRETED:
@@ -52,6 +52,7 @@ def fast_log2(x):
         )
 
 
+# The device's own reciprocal, for the same reason.
 @triton.jit
 def fast_reciprocal(x):
     if INTERPRETED:
