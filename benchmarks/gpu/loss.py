@@ -1,7 +1,7 @@
 """Head + loss, forward and backward from hidden states, at the sizes of Llama-3.2-1B from Qwen3-4B.
 
     PYTHONPATH=. python benchmarks/gpu/loss.py [--projection W.safetensors] [--profile] [--products]
-    PYTHONPATH=. python benchmarks/gpu/loss.py --pairs .carry/english .carry/japanese [--quick]
+    PYTHONPATH=. python benchmarks/gpu/loss.py --pairs .carry/english .carry/japanese [--quick] [--only tree_kl]
     PYTHONPATH=. python benchmarks/gpu/loss.py --fp8-head [--profile]      # an experiment: row boundary_kl_fp8_head
 
 Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json. With
@@ -47,11 +47,11 @@ PAIR_WIDTHS = {"english": (2048, 2560), "japanese": (2048, 2560)}
 PAIR_ROWS = {"english": (128_256, 151_936), "japanese": (49_152, 262_208)}
 """Rows of the heads of those models: a head has more than its tokenizer has tokens, a number that products like."""
 PAIR_GOALS: dict[str, dict[str, float]] = {
-    "english": {"ms": 75.0, "extra_gib": 5.0},
+    "english": {"ms": 65.0, "extra_gib": 5.0},
     "japanese": {"times_products": 1.35},
 }
 
-GOALS = {"p_kl": (72.0, 5.0), "boundary_kl": (75.0, 5.0), "gold": (110.0, 8.0), "h_kl": (110.0, 8.0)}
+GOALS = {"p_kl": (72.0, 5.0), "boundary_kl": (65.0, 5.0), "gold": (110.0, 8.0), "h_kl": (110.0, 8.0)}
 
 
 class Problem:
@@ -228,13 +228,15 @@ def row_of(
     return row
 
 
-def measure_pair(folder: Path, *, plain: bool, profiled: bool) -> None:
+def measure_pair(folder: Path, *, only: Sequence[str] | None, plain: bool, profiled: bool) -> None:
     """Rows of tree_kl, unconditioned and conditioned, on the text of a folder of `prepare.py`."""
     problem = Problem.of_pair(folder)
     floor = measure(problem.products, repeat=10).ms
     torch.cuda.empty_cache()
     print(f"{folder.name}: {problem.rows} and {problem.teacher_rows} rows, four products {floor:.2f} ms", flush=True)
     for name, options in (("tree_kl", {}), ("tree_kl_cheap", {"condition": "cheap"})):
+        if only is not None and name not in only:
+            continue
         try:
             row = row_of(problem, "tree_kl", floor, published=False, plain=plain, profiled=profiled, **options)
             row |= {"goal": PAIR_GOALS[folder.name], "times_products": round(row["ms"] / floor, 3)}
@@ -306,7 +308,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", type=Path, default=(), help="folders of prepare.py; nothing else then")
     args = parser.parse_args()
     for folder in args.pairs:
-        measure_pair(folder, plain=not args.quick, profiled=args.profile)
+        measure_pair(folder, only=args.only, plain=not args.quick, profiled=args.profile)
         torch.cuda.empty_cache()
     if args.pairs:
         return
