@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import limbeck
 from benchmarks.quality import tables, trl_gold
 from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_small
 from benchmarks.quality.real import Real, arm_amounts, best_rates, cut, write_texts
@@ -19,6 +20,7 @@ from benchmarks.quality.suite import (
     ARMS,
     CACHED,
     GROUPS,
+    LITTLE,
     PAIRS,
     PUBLISHED,
     SMALL_GROUPS,
@@ -31,6 +33,7 @@ from benchmarks.quality.suite import (
     Sizes,
     questions,
     run_file,
+    run_module,
     sorted_figures,
     wanted_runs,
 )
@@ -71,16 +74,19 @@ def test_all_pairs_of_a_teacher_train_it_alike(corpus: Path, tmp_path: Path) -> 
     for name in TEACHERS:
         own = [bench.sizes_of(pair) for pair in PAIRS.values() if name in pair.teachers]
         assert len({str((sizes.teacher, sizes.said[:2])) for sizes in own}) == 1, name
-    assert all(PAIRS[name].student not in ("bpe_8k", "bpe_32k") for name in PUBLISHED)
+    own = {"bpe_8k", "bpe_32k"}
+    for name in PUBLISHED:
+        assert not own >= {PAIRS[name].student, *(TEACHERS[teacher][0] for teacher in PAIRS[name].teachers)}
 
 
 def test_teachers_come_a_group_ahead_and_arms_without_one_before_all_others() -> None:
-    runs = wanted_runs([{"coarse": ["ce", "tree_kl"]}, {"both": ["tree_kl"], "scarce": ["ce"]}], [1, 2])
+    runs = wanted_runs([{"coarse": ["ce", "tree_kl"]}, {"little_both": ["tree_kl"], "fine": ["ce"]}], [1, 2])
     assert runs == [
         ("teacher", "bpe_32k", 1),
-        *(("coarse", "ce", 1), ("coarse", "ce", 2), ("scarce", "ce", 1), ("scarce", "ce", 2)),
+        *(("coarse", "ce", 1), ("coarse", "ce", 2), ("fine", "ce", 1), ("fine", "ce", 2)),
         *(("teacher", "prose", 1), ("teacher", "formal", 1)),
-        *(("coarse", "tree_kl", 1), ("coarse", "tree_kl", 2), ("both", "tree_kl", 1), ("both", "tree_kl", 2)),
+        *(("coarse", "tree_kl", seed) for seed in (1, 2)),
+        *(("little_both", "tree_kl", seed) for seed in (1, 2)),
     ]
 
 
@@ -133,7 +139,7 @@ def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr("benchmarks.quality.suite.limbeck", limbeck)
     bench = Bench(corpus, tmp_path / "work", Sizes(2, 2, 2, 2, TINY, TINY))
-    both = bench.settings("both", "tree_kl_by_ce", 1, tmp_path / "a")
+    both = bench.settings("little_both", "tree_kl_by_ce", 1, tmp_path / "a")
     assert [Path(own["model_name"]).parts[-5] for own in both["teachers"]] == ["teacher_prose", "teacher_formal"]
     assert both["loss_fn"]["teacher_scoring"] == "ce"
     for seed in (1, 2):
@@ -144,14 +150,16 @@ def test_run_files_of_all_arms_and_pairs(corpus: Path, tmp_path: Path, monkeypat
     ]
     tokenizers = tmp_path / "published"
     named = Bench(corpus, tmp_path / "work", Sizes(2, 2, 2, 2, TINY, STUDENT), tokenizers=tokenizers)
-    digits = named.settings("digits", "gold", 1, tmp_path / "d")
+    digits = named.settings("little_digits", "gold", 1, tmp_path / "d")
     assert digits["policy"]["tokenizer"]["name"] == str(tokenizers / "llama3_2")
     assert digits["teachers"][0]["tokenizer"]["name"] == str(tokenizers / "qwen3")
-    runs = [named.settings("scarce", arm, 1, tmp_path / "e") for arm in ("ce", "ce_200")]
-    assert [run["distillation"]["max_num_steps"] for run in runs] == [900, 200]
-    scarce = bench.settings("scarce", "ce", 1, tmp_path / "c")
-    assert "teachers" not in scarce
-    assert {len(Path(path).read_text().splitlines()) for path in scarce["data"]["train"]} == {1}, "a tenth of ten"
+    runs = [named.settings("little_fine", arm, 1, tmp_path / "e") for arm in ("ce", "ce_300")]
+    assert [run["distillation"]["max_num_steps"] for run in runs] == [LITTLE["student_steps"], 300]
+    assert "teachers" not in runs[0]
+    first = Path(bench.texts(None)[0])
+    size = len(read_texts(first)[0].encode())
+    cut_off = [len(read_texts(bench.texts(most)[0])) for most in (1, size, size + 1, 100 * size)]
+    assert cut_off == [1, 1, 2, 10], "whole documents, no more than it takes"
 
 
 def test_a_small_corpus_is_cut_out_of_a_whole_one(tmp_path: Path) -> None:
@@ -184,6 +192,17 @@ def test_what_could_not_be_made_is_not_tried_by_all_who_need_it(
         with pytest.raises(RuntimeError, match=message):
             bench.run("coarse", "tree_kl", 1)
     assert tried == ["train"]
+
+
+@pytest.mark.slow
+def test_a_forked_command_says_what_it_would_say_by_itself(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_module("limbeck", "--version", log=log) == f"limbeck {limbeck.__version__}\n"
+    assert log.read_text() == ""
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"limbeck train ended with 1; see .*log"):
+            run_module("limbeck", "train", str(tmp_path / "none.yaml"), log=log)
+    assert log.read_text().count("none.yaml") == 2, "messages of both are kept"
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -336,9 +355,9 @@ def test_the_gap_that_is_closed() -> None:
 def test_an_experiment_takes_cross_entropy_of_the_same_student_and_the_better_teacher_of_each_domain() -> None:
     rows = [_row("teacher", "prose", bits=1.0), _row("teacher", "formal", bits=1.5)]
     rows[1]["measures"]["b"]["bpb"] = 1.0
-    rows += [_row("coarse", "ce", seed, bits=2.0) for seed in (1, 2)]
-    rows += [_row("both", "tree_kl", seed, bits=bits) for seed, bits in ((1, 1.4), (2, 1.6))]
-    (both,) = (own for own in tables.experiments(rows) if own.name == "both")
+    rows += [_row("little_coarse", "ce", seed, bits=2.0) for seed in (1, 2)]
+    rows += [_row("little_both", "tree_kl", seed, bits=bits) for seed, bits in ((1, 1.4), (2, 1.6))]
+    (both,) = (own for own in tables.experiments(rows) if own.name == "little_both")
     alone, taught = both.arms()
     assert (alone.name, alone.seeds, alone.gap) == ("ce", 2, 0.0)
     # cross-entropy has 2.5, the teachers 1.0 in both domains, the student 2.0
@@ -368,16 +387,16 @@ def test_another_precision_is_another_table() -> None:
 
 
 def test_arms_are_compared_with_the_best_number_of_steps_of_cross_entropy() -> None:
-    found = {"ce": 3.0, "ce_200": 2.0, "ce_450": 1.2, "tree_kl": 1.5}
-    rows = [_row("scarce", arm, bits=bits, sizes=[1, 2, 400, 4]) for arm, bits in found.items()]
+    found = {"ce": 3.0, "ce_300": 2.0, "ce_450": 1.2, "tree_kl": 1.5}
+    rows = [_row("small_long", arm, bits=bits, sizes=[1, 2, 400, 4]) for arm, bits in found.items()]
     # a teacher's student may read longer than another student of it
-    rows.append(_row("teacher", "bpe_32k", bits=1.0, sizes=[1, 2, 8, 9]))
-    (scarce,) = tables.experiments(rows)
-    gaps = {arm.name: arm.gap for arm in scarce.arms()}
+    rows.append(_row("teacher", "bpe_2k", bits=1.0, sizes=[1, 2, 8, 9]))
+    (long,) = tables.experiments(rows)
+    gaps = {arm.name: arm.gap for arm in long.arms()}
     # more steps than the others have are no reference
-    assert gaps == {"ce": -1.0, "ce_200": 0.0, "ce_450": 0.8, "tree_kl": 0.5}
-    assert "the best of cross-entropy alone, ce_200" in scarce.title
-    (goal,) = tables.goals([scarce])
+    assert gaps == {"ce": -1.0, "ce_300": 0.0, "ce_450": 0.8, "tree_kl": 0.5}
+    assert "the best of cross-entropy alone, 300 steps" in long.title
+    (goal,) = tables.goals([long])
     assert "tree_kl closes 50%" in goal
 
 
@@ -387,10 +406,10 @@ def test_goals_tell_a_default_that_is_behind_and_a_domain_that_lost() -> None:
         _row("coarse", "ce", bits=2.0),
         _row("coarse", "boundary_kl", bits=1.5),
     ]
-    rows += [_row("coarse", "tree_kl", bits=1.6), _row("coarse", "p_kl", bits=1.7), _row("coarse", "gold", bits=1.9)]
+    rows += [_row("coarse", arm, bits=bits) for arm, bits in ((tables.DEFAULT, 1.6), ("p_kl", 1.7), ("gold", 1.9))]
     rows[3]["measures"]["b"]["bpb"] = 3.1
     default, published = tables.goals(tables.experiments(rows))
-    assert "is 0.350 behind boundary_kl" in default
+    assert "is 0.350 behind boundary_kl (one seed)" in default
     assert "in b by 0.100" in default
     assert "gold is above p_kl" in published
 
@@ -408,7 +427,12 @@ def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teac
     rows += [_row("sweep_1", "0.0003", 0, 1.2, steps=9), _row("real", "teacher")]
     real = {"steps": 3, "batch": 2, "epochs": 1, "learning_rate": 1e-4}
     rows += [_row("real_0.3", arm, bits=bits, **real) for arm, bits in (("ce", 1.5), ("trl_gold", 1.25))]
-    assert tables.sweep(rows).splitlines()[2:] == ["| 0.3 | - | **1.900** | 3.400 |", "| 1 | 9 | - | **1.700** |"]
+    rows.append(_row("sweep_taught_1", "0.0001", 0, 1.1, models="A teaches B", steps=9))
+    assert [line.split("|", 2)[2] for line in tables.sweep(rows).splitlines()[2:]] == [
+        " ce | 0.3 | - | **1.900** | 3.400 |",
+        " ce | 1 | 9 | - | **1.700** |",
+        " tree_kl | 1 | 9 | **1.600** | - |",
+    ]
     rows += [_row("real_1", "ce", bits=1.0, **real), _row("real_0.3", "ce", bits=1.6, **real | {"learning_rate": 3e-4})]
     page = tables.page(rows)
     assert "| trl_gold | 1 | **1.750** |" in page

@@ -3,18 +3,20 @@
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student FOLDER --teacher MODEL
         [--megabytes .1 .3 1 3] [--arms ce tree_kl:.1,.3 ...] [--then trl_gold ...] [--seeds 1 2 3] [--epochs 2]
         [--lr 3e-5 1e-4 3e-4] [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
+        [--models "TEACHER teaches STUDENT"]
 
 CORPUS is what `corpus.py` wrote; the student reads documents of its part of `--domains`, in equal shares of bytes, and
 is measured on the held-out part of the same domains, on sums to be worked out, and on files of multiple choice. Student
 and teacher as they come are measured, too: a teacher teaches nothing where it is no better. A model that needs its
 begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
 
-Of several learning rates each amount of text takes the one that is best for cross-entropy alone, by the bits per byte
-of documents that nobody reports on (of the corpus's teacher part, which no model here reads): the teacher's arms have
-to beat cross-entropy at its own best. Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are TRL's
-own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Text that is too
-little for `--least-steps` is read more often than `--epochs` times. Results go to `WORK/real.jsonl`, one line per
-finished run, and a second call goes on where the first one stopped.
+Of several learning rates each amount of text takes the one that is best for cross-entropy alone, and for what is
+taught the one that is best for tree_kl, by the bits per byte of documents that nobody reports on (of the corpus's
+teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are
+TRL's own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Text that
+is too little for `--least-steps` is read more often than `--epochs` times; cross-entropy alone, which such reading
+spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run, and a
+second call goes on where the first one stopped.
 
 SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 
@@ -53,12 +55,20 @@ from benchmarks.quality.suite import (
     write_run,
 )
 
+FIRST = "SmolLM2-135M-Instruct teaches MiniMind2-Small"
 DOMAINS = ("english", "gsm8k", "code", "wiki")
 DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft"]
 DEV_BYTES = 30_000
 SWEEP_SEED = 0
+SOONER = {"ce_75": 75, "ce_150": 150, "ce_300": 300}
+"""Arms of cross-entropy alone that end after so many steps, each under a schedule of its own."""
 WARMUP = 10
 """Behind a single step of warm-up the first steps of AdamW cost a student at 3e-4 more than it learned from 26 more."""
+
+
+def is_alone(arm: str) -> bool:
+    """Whether an arm is cross-entropy alone."""
+    return arm == "ce" or arm in SOONER
 
 
 def warmup(steps: int) -> int:
@@ -100,7 +110,8 @@ def write_texts(
 
 
 def best_rates(rows: Iterable[Row]) -> dict[str, float]:
-    """Of the rows of a sweep (`sweep_MB`, arm: the rate) the rate with the fewest bits per byte, by amount of text."""
+    """Of the rows of a sweep (`sweep_MB`, arm: the rate) the rate with the fewest bits per byte, by amount of text; of
+    `sweep_taught_MB`, by `taught_MB`."""
     bits: dict[str, dict[float, float]] = {}
     for row in rows:
         if row["pair"].startswith("sweep_"):
@@ -122,8 +133,8 @@ def arm_amounts(written: Iterable[str], amounts: Sequence[str]) -> Amounts:
     found = {}
     for text in written:
         arm, _, own = text.partition(":")
-        if arm not in ARMS and arm not in trl_gold.ARMS:
-            raise SystemExit(f"{arm!r} is no arm; give some of {', '.join([*ARMS, *trl_gold.ARMS])}")
+        if arm not in (known := [*SOONER, *ARMS, *trl_gold.ARMS]):
+            raise SystemExit(f"{arm!r} is no arm; give some of {', '.join(known)}")
         found[arm] = [f"{float(size):g}" for size in own.split(",")] if own else list(amounts)
         if strange := set(found[arm]) - set(amounts):
             raise SystemExit(f"{text!r}: {', '.join(sorted(strange))} MB are not among --megabytes")
@@ -182,28 +193,31 @@ class Real:
         """Run folder of a row."""
         return self.work / f"{row['pair']}_{row['arm']}_{row['seed']}"
 
-    def length(self, amount: str) -> tuple[int, int]:
+    def length(self, amount: str, arm: str = "ce") -> tuple[int, int]:
         """Epochs and steps of a run on so many megabytes: little text is read again."""
         documents = self.documents[amount]
         epochs = max(self.epochs, math.ceil(self.least_steps * self.batch / documents))
         steps = max(documents * epochs // self.batch, 1)
+        if arm in SOONER:
+            steps = min(steps, SOONER[arm])
+            epochs = math.ceil(steps * self.batch / documents)
         return epochs, min(steps, self.max_steps or steps)
 
     def run(self, row: Row, amount: str, arm: str, lr: float) -> Row:
         """Trains one student on so many megabytes; the row with what the run was."""
         folder = self.folder(row)
-        epochs, steps = self.length(amount)
+        epochs, steps = self.length(amount, arm)
         shutil.rmtree(folder, ignore_errors=True)
         files = sorted((self.work / f"text_{amount}").glob("*.jsonl"))
         settings = run_file(files, self.policy(steps, lr), steps, self.batch, row["seed"], folder)
-        if arm != "ce":
+        if not is_alone(arm):
             teacher = {"model_name": str(self.models["teacher"]), "precision": "auto"}
             settings["teacher"] = teacher | {"max_total_sequence_length": CONTEXT}
         start = time.time()
         if arm in trl_gold.ARMS:
             run_module(trl_gold.__name__, write_run(settings, folder), arm, log=folder / "log")
         else:
-            loss = ARMS[arm]
+            loss = ARMS.get(arm)
             train(settings | ({"loss_fn": {"block_rows": 2048, **loss}} if loss else {}), folder)
         what = {"epochs": epochs, "steps": steps, "warmup": warmup(steps), "learning_rate": lr}
         return row | what | {"precision": computed_in(), "seconds": round(time.time() - start)}
@@ -229,6 +243,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, required=True)
+    parser.add_argument("--models", default=FIRST, help="names of teacher and student, as tables show them")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
     parser.add_argument("--megabytes", nargs="+", type=float, default=[1, 0.3, 0.1], help="in the order of the runs")
     parser.add_argument("--arms", nargs="*", metavar="ARM[:MB,MB]", default=DEFAULT_ARMS, help="none: the sweep alone")
@@ -250,24 +265,29 @@ def main() -> None:
     if trl_gold.ARMS.keys() & {*arms, *then} and (why := trl_gold.missing()):
         raise SystemExit(why)
     bench = Real(args.corpus, args.work, {"student": args.student, "teacher": args.teacher}, args)
-    more = {"batch": bench.batch, "parallel": args.parallel}
+    more = {"batch": bench.batch, "parallel": args.parallel, "models": args.models}
     if args.document_bytes:
         more["document_bytes"] = args.document_bytes
     results = Results(args.work / "real.jsonl", args.minutes, **more)
 
     def start(pair: str, arm: str, seed: int) -> Row:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
-        return row if pair == "real" else bench.run(row, pair.removeprefix("sweep_"), "ce", float(arm))
+        if pair == "real":
+            return row
+        amount, taught = pair.removeprefix("sweep_"), "taught_"
+        return bench.run(row, amount.removeprefix(taught), "tree_kl" if amount.startswith(taught) else "ce", float(arm))
 
     sweeps = len(args.lr) > 1
-    swept = [(f"sweep_{amount}", f"{lr:g}", SWEEP_SEED) for amount in amounts for lr in args.lr if sweeps]
+    families = [f"{family}{amount}" for amount in amounts for family in ("", "taught_")]
+    swept = [(f"sweep_{family}", f"{lr:g}", SWEEP_SEED) for family in families for lr in args.lr if sweeps]
     results.fill([("real", "student", 1), ("real", "teacher", 1), *swept], start, bench.measured, args.parallel)
-    rates = dict.fromkeys(amounts, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
+    rates = dict.fromkeys(families, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
     print("learning rates by megabytes:", rates, flush=True)
 
     def distil(pair: str, arm: str, seed: int) -> Row:
         amount = pair.removeprefix("real_")
-        return bench.run({"pair": pair, "arm": arm, "seed": seed}, amount, arm, rates[amount])
+        rate = rates[amount if is_alone(arm) else f"taught_{amount}"]
+        return bench.run({"pair": pair, "arm": arm, "seed": seed}, amount, arm, rate)
 
     wanted = [run for own in (arms, then) for run in wanted_runs(own, amounts, args.seeds)]
     results.fill(wanted, distil, bench.measured, args.parallel)

@@ -4,7 +4,7 @@
         [--tokenizers FOLDER] [--parallel 6] [--minutes 9]
     PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --pairs coarse fine --arms ce tree_kl
 
-CORPUS is what `corpus.py` wrote; `FOLDER/{qwen3,llama3_2,gemma3,smollm2}` hold published tokenizers for the pairs that
+CORPUS is what `corpus.py` wrote; `FOLDER/{qwen3,llama3_2,gemma3}` hold published tokenizers for the pairs that
 need them (without the option those are left out). Everything runs through `limbeck train`, `limbeck cache` and
 `limbeck eval`: the teachers, beside them the arms that need none, then the others. A finished run is a line of
 `WORK/results.jsonl`, and is not repeated; what does not begin within `--minutes` waits for the next call. `tables.py`
@@ -14,9 +14,9 @@ is a benchmark of its own that a processor can make, with small models of little
 Measured of every student: bits per byte by domain and class of token, the probability on numerals where a numeral
 follows, and the share of held-out sums, differences and products that it writes right.
 
-All of it on one GPU, 150 runs in calls of ten minutes, each of which goes on where the last one stopped:
+All of it on one GPU, some 230 runs in calls of ten minutes, each of which goes on where the last one stopped:
 
-    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --tokenizers FOLDER --parallel 10 --minutes 8
+    PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --tokenizers FOLDER --parallel 14 --minutes 8
     PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl WORK/results.jsonl
 
 Processes take turns on a GPU; where `nvidia-cuda-mps-control -d` may be started, their kernels run side by side.
@@ -25,6 +25,7 @@ Processes take turns on a GPU; where `nvidia-cuda-mps-control -d` may be started
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -46,6 +47,7 @@ import yaml
 
 from benchmarks.common import origin
 from benchmarks.quality.corpus import SMALL_DOMAINS, read_texts, write_small, write_texts
+from benchmarks.quality.probes import halves
 
 Key = tuple[str, str, int]
 """Pair, arm, seed."""
@@ -57,6 +59,8 @@ FORMAL = ("code", "gsm8k", "arithmetic")
 TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bpe_32k": ("bpe_32k", PROSE + FORMAL),
     "bpe_8k": ("bpe_8k", PROSE + FORMAL),
+    "slim_32k": ("bpe_32k", PROSE + FORMAL),
+    "slim_8k": ("bpe_8k", PROSE + FORMAL),
     "prose": ("bpe_32k", PROSE),
     "formal": ("bpe_32k", FORMAL),
     "qwen3": ("qwen3", PROSE + FORMAL),
@@ -70,7 +74,7 @@ TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 STUDENT = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12}
-SLIM = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+SHORT = STUDENT | {"num_hidden_layers": 4}
 SMALL_TEACHER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL_STUDENT = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -101,17 +105,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Pair:
-    """A student's tokenizer, who teaches it, the share of the student's text that it reads, and what is not as large as
-    in the other pairs."""
+    """A student's tokenizer, who teaches it, how many bytes of every domain of the student's text it reads (None: all),
+    and what is not as large as in the other pairs."""
 
     student: str
     teachers: tuple[str, ...]
-    share: float = 1.0
+    domain_bytes: int | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
-LARGE_HEADS = {"teacher_documents": 24, "student_documents": 8, "teacher": SLIM, "block_rows": 1024}
-"""With vocabularies of 49,152 to 262,145 tokens heads cost several times what the layers do."""
+LITTLE_BYTES = 40_000
+LITTLE: dict[str, Any] = asdict(Sizes(600, 32, 600, 8, STUDENT, SHORT, 1.5e-3, 2e-3))
+"""A student of four layers that reads 320 kB eighteen times; a teacher of six such layers that reads 23 MB once. So
+what the teacher has ahead is text, far more than it is size."""
+LONG = LITTLE | {"student_steps": 1800}
 
 SMALL: dict[str, Any] = asdict(Sizes(500, 8, 250, 4, SMALL_TEACHER, SMALL_STUDENT, 3e-3, 3e-3))
 """What a processor trains: a student of .3 million parameters in half a minute, a teacher of .9 million in minutes."""
@@ -120,13 +127,16 @@ PAIRS = {
     "coarse": Pair("bpe_8k", ("bpe_32k",)),
     "fine": Pair("bpe_32k", ("bpe_8k",)),
     "same": Pair("bpe_8k", ("bpe_8k",)),
-    "digits": Pair("llama3_2", ("qwen3",), sizes=LARGE_HEADS),
-    "gemma": Pair("smollm2", ("gemma3",), sizes=LARGE_HEADS),
-    "scarce": Pair("bpe_8k", ("bpe_32k",), 0.1, {"student_steps": 900, "student_documents": 8}),
-    "two": Pair("bpe_8k", ("bpe_32k", "bpe_8k")),
-    "prose": Pair("bpe_8k", ("prose",)),
-    "formal": Pair("bpe_8k", ("formal",)),
-    "both": Pair("bpe_8k", ("prose", "formal")),
+    "little_coarse": Pair("bpe_8k", ("slim_32k",), LITTLE_BYTES, LITTLE),
+    "little_fine": Pair("bpe_32k", ("slim_8k",), LITTLE_BYTES, LITTLE),
+    "little_same": Pair("bpe_8k", ("slim_8k",), LITTLE_BYTES, LITTLE),
+    "little_digits": Pair("llama3_2", ("qwen3",), LITTLE_BYTES, LITTLE),
+    "little_gemma": Pair("bpe_8k", ("gemma3",), LITTLE_BYTES, LITTLE),
+    "long_coarse": Pair("bpe_8k", ("slim_32k",), LITTLE_BYTES, LONG),
+    "long_fine": Pair("bpe_32k", ("slim_8k",), LITTLE_BYTES, LONG),
+    "little_prose": Pair("bpe_8k", ("prose",), LITTLE_BYTES, LITTLE),
+    "little_formal": Pair("bpe_8k", ("formal",), LITTLE_BYTES, LITTLE),
+    "little_both": Pair("bpe_8k", ("prose", "formal"), LITTLE_BYTES, LITTLE),
     "small_coarse": Pair("bpe_512", ("bpe_2k",), sizes=SMALL),
     "small_fine": Pair("bpe_2k", ("bpe_512",), sizes=SMALL),
     "small_same": Pair("bpe_512", ("bpe_512",), sizes=SMALL),
@@ -135,20 +145,22 @@ PAIRS = {
     "small_both": Pair("bpe_512", ("english", "gsm8k"), sizes=SMALL),
 }
 """Experiments. `coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both
-8,192; `digits`: Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three); `gemma`: Gemma-3's (262,145
-tokens) teaches SmolLM2's (49,152); `scarce`: as `coarse`, on a tenth of the text, which it reads many times; `two`: two
-teachers that know the same; `prose`, `formal`, `both`: teachers that have read one half of the domains each, alone and
-together; `small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student, which
-`small_long` reads 28 times."""
+8,192; the student reads 8 MB once. `little_...`: 40 kB of every domain, which the student reads many times; in `digits`
+Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three), in `gemma` Gemma-3's (262,145 tokens) teaches
+the one of 8,192; in `prose`, `formal` and `both` teachers have read one half of the domains each, alone and together.
+`long_...`: three times as many readings of the same text.
+`small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student, which `small_long` reads
+28 times."""
 
-PUBLISHED = ("digits", "gemma")
+PUBLISHED = ("little_digits", "little_gemma")
 """Pairs of published tokenizers."""
 
-TREE = {"mode": "tree_kl"}
+TREE = {"mode": "tree_kl", "ce_loss_scale": 1.0}
 ARMS: dict[str, dict[str, Any] | None] = {
     "ce": None,
+    "ce_150": None,
+    "ce_300": None,
     "ce_450": None,
-    "ce_200": None,
     "ce_500": None,
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
@@ -197,9 +209,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "partition": {"mode": "partition"},
     "partition_last": {"mode": "partition", "root_weight": 0.0},
 }
-"""Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said."""
+"""Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said, so
+that `tree_kl_ce_.3` is what the project takes by default."""
 
-STEPS = {"ce_450": 450, "ce_200": 200, "ce_500": 500}
+STEPS = {"ce_150": 150, "ce_300": 300, "ce_450": 450, "ce_500": 500}
 """Arms that end sooner or later, each under a schedule of its own: cross-entropy alone may have its best number."""
 
 CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256}
@@ -223,35 +236,47 @@ SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
 }
 """With `--small`, in this order."""
 
+ALONE = ("ce", "ce_300", "ce_150")
 GROUPS: dict[str, dict[str, Sequence[str]]] = {
-    "core": {
-        "coarse": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
-        "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft"),
-        "same": ("tree_kl",),
+    "little": {
+        "little_coarse": (*ALONE, "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0", "boundary_kl"),
+        "little_fine": (*ALONE, "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0", "boundary_kl"),
+        "long_coarse": ("tree_kl", "tree_kl_ce_.3"),
+        "long_fine": ("tree_kl", "tree_kl_ce_.3"),
     },
     "tokenizers": {
-        "digits": ("ce", "tree_kl", "p_kl", "gold", "boundary_kl"),
-        "gemma": ("ce", "tree_kl", "boundary_kl"),
+        "little_digits": (*ALONE, "tree_kl", "tree_kl_ce_.3", "p_kl", "gold", "boundary_kl"),
+        "little_gemma": ("tree_kl", "tree_kl_ce_.3", "p_kl", "gold", "boundary_kl"),
+        "little_same": ("tree_kl", "tree_kl_ce_.3"),
     },
-    "scarce": {"scarce": ("ce", "ce_450", "ce_200", "tree_kl", "tree_kl_ce_0")},
-    "weights": {"coarse": ("tree_kl_ce_0", "tree_kl_ce_.3"), "fine": ("tree_kl_ce_0",), "digits": ("tree_kl_ce_0",)},
-    "published": {"coarse": ("p_kl", "gold"), "fine": ("p_kl", "gold")},
-    "objectives": {"coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition")},
+    "published": {
+        "little_coarse": ("p_kl", "gold", "h_kl", "alm", "uld", "tree_kl_soft"),
+        "little_fine": ("p_kl", "gold", "h_kl", "alm", "uld", "tree_kl_soft"),
+    },
+    "objectives": {
+        "little_coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition"),
+        "little_fine": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition"),
+    },
     "parts": {
-        "coarse": (
-            *("tree_kl_root", "tree_kl_inner_student", "tree_kl_chunk", "tree_kl_no_chunk"),
-            "tree_kl_all_chunks",
+        "little_coarse": (
+            *("tree_kl_root", "tree_kl_inner_student", "tree_kl_all_chunks"),
+            *("tree_kl_top64", "tree_kl_top256", "tree_kl_no_chunk"),
         ),
-        "fine": ("tree_kl_inner_teacher",),
+        "little_fine": ("tree_kl_root", "tree_kl_inner_teacher"),
     },
-    "teachers": {"prose": ("tree_kl",), "formal": ("tree_kl",), "both": ("tree_kl", "tree_kl_by_ce")},
-    "cached": {"coarse": ("tree_kl_top64", "tree_kl_top256")},
+    "teachers": {
+        "little_prose": ("tree_kl",),
+        "little_formal": ("tree_kl",),
+        "little_both": ("tree_kl", "tree_kl_by_ce", "tree_kl_select"),
+    },
+    "core": {
+        "coarse": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
+        "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
+        "same": ("tree_kl",),
+    },
     "more": {
-        "coarse": ("h_kl", "uld", "alm", "strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals"),
-        "fine": ("strict", "bpm_forward", "escd", "simct", "partition", "tree_kl_no_chunk"),
-        "gemma": ("p_kl", "gold"),
-        "both": ("tree_kl_select",),
-        "two": ("tree_kl",),
+        "little_coarse": ("strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals", "boundary_kl_no_chunk"),
+        "little_fine": ("bpm", "tree_kl_no_chunk", "boundary_kl_no_chunk"),
     },
 }
 """What one call does, in this order, the most telling first: all seeds of a group come before the next group."""
@@ -314,8 +339,14 @@ def run_file(
     }
 
 
-PRELOADED = ("torch", "limbeck.algorithms.xtoken_off_policy_distillation", "limbeck.cli.train", "limbeck.cli.evaluate",
-             "limbeck.evaluation.bits", "limbeck.report.run_page", "transformers.models.llama.modeling_llama")  # fmt: skip
+PRELOADED = (
+    "limbeck.algorithms.xtoken_off_policy_distillation",
+    "limbeck.cli.evaluate",
+    "limbeck.cli.train",
+    "limbeck.evaluation.bits",
+    "limbeck.report.run_page",
+    "transformers.models.llama.modeling_llama",
+)
 """What every run would import anew: half of the time of a run of some hundred small steps."""
 
 
@@ -487,17 +518,18 @@ class Bench:
 
         return self._once(f"teacher_{name}", make)
 
-    def texts(self, share: float) -> list[Path]:
+    def texts(self, domain_bytes: int | None) -> list[Path]:
         """The student's files: all of its documents, or the first of every domain."""
-        if share == 1:
+        if domain_bytes is None:
             return sorted((self.corpus / "student").glob("*.jsonl"))
 
         def make(folder: Path) -> None:
             for path in (self.corpus / "student").glob("*.jsonl"):
-                texts = read_texts(path)
-                write_texts(texts[: max(round(share * len(texts)), 1)], folder / path.name)
+                ends = itertools.accumulate(len(text.encode()) for text in read_texts(path))
+                number = sum(end < domain_bytes for end in ends) + 1
+                write_texts(read_texts(path)[:number], folder / path.name)
 
-        return sorted(self._once(f"text_{share:g}", make).glob("*.jsonl"))
+        return sorted(self._once(f"text_{domain_bytes}", make).glob("*.jsonl"))
 
     @staticmethod
     def steps(arm: str, sizes: Sizes) -> int:
@@ -510,7 +542,7 @@ class Bench:
         sizes = self.sizes_of(own)
         steps, documents = self.steps(arm, sizes), sizes.student_documents
         policy = model(self.tokenizer(own.student), sizes.student, steps, sizes.student_rate, documents)
-        settings = run_file(self.texts(own.share), policy, steps, documents, seed, folder)
+        settings = run_file(self.texts(own.domain_bytes), policy, steps, documents, seed, folder)
         loss = ARMS[arm]
         if loss is None:
             return settings
@@ -561,6 +593,8 @@ class Bench:
         """The row with its figures; a student's weights are not kept."""
         folder = self.folder(row)
         row |= measure(folder, self.files, folder / "log", *self.eval_options)
+        if self.probe_every and (probed := halves(folder)):
+            row["probes"] = {name: [round(value, 4) for value in probed[name]] for name in sorted(probed)}
         if row["pair"] != "teacher":
             shutil.rmtree(folder / "checkpoints")
         return row

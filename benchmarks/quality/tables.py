@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import trl_gold
+from benchmarks.quality.real import FIRST, SOONER, is_alone
 from benchmarks.quality.suite import ARMS, PAIRS, STEPS, Pair
 
 Row = dict[str, Any]
@@ -29,14 +30,20 @@ Setting = tuple[tuple[int, ...], str]
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
 MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"
-NAMES = [*ARMS, *trl_gold.ARMS]
+NAMES = [*SOONER, *ARMS, *trl_gold.ARMS]
 """All arms, in the order of tables."""
-DEFAULT = "tree_kl"
+DEFAULT = "tree_kl_ce_.3"
+WORDS = {DEFAULT: "`tree_kl` (default)", "tree_kl": "`tree_kl`, cross-entropy at 1 in place of .3",
+         "tree_kl_ce_0": "`tree_kl` without cross-entropy"}  # fmt: skip
+"""Arms of tree_kl as the README names them."""
 DIRECTIONS = {
-    "coarse": "32k teaches 8k",
-    "fine": "8k teaches 32k",
-    "digits": "Qwen3's teaches Llama-3.2's",
-    "gemma": "Gemma-3's teaches SmolLM2's",
+    "little_coarse": "32k teaches 8k",
+    "little_fine": "8k teaches 32k",
+    "little_digits": "Qwen3's teaches Llama-3.2's",
+    "little_gemma": "Gemma-3's teaches 8k",
+    "little_same": "8k teaches 8k",
+    "long_coarse": "32k teaches 8k, longer",
+    "long_fine": "8k teaches 32k, longer",
 }
 """Pairs in which a default has to prove itself, and their tokenizers in words."""
 TOLERATED = 0.002
@@ -93,7 +100,7 @@ def gap_closed(value: float, alone: float, teacher: float) -> float | None:
 
 def unique(rows: Iterable[Row]) -> list[Row]:
     """One row per run, the last one."""
-    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate")
+    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate", "models")
     last = {str([row.get(name) for name in settings]): row for row in rows}
     return list(last.values())
 
@@ -107,6 +114,13 @@ def teaches(row: Row, pair: Pair, of: Setting) -> bool:
     """Whether a row is of a teacher of that pair at those sizes: how long its student reads is not its own."""
     sizes, precision = setting(row)
     return row["arm"] in pair.teachers and (sizes[:2], precision) == (of[0][:2], of[1])
+
+
+def alike(row: Row, name: str, of: Setting) -> bool:
+    """Whether a row's student has the tokenizer, the text, the documents per step and the precision of a pair."""
+    own, pair = PAIRS[row["pair"]], PAIRS[name]
+    sizes, precision = setting(row)
+    return (own.student, own.domain_bytes, sizes[3], precision) == (pair.student, pair.domain_bytes, of[0][3], of[1])
 
 
 def usual(rows: Sequence[Row]) -> list[Row]:
@@ -205,50 +219,80 @@ def mean_figures(found: Iterable[Figures]) -> Figures:
 
 def experiments(rows: Sequence[Row]) -> list[Experiment]:
     """Of students from scratch, then of real models."""
-    found = []
+    found: list[Experiment] = []
     for name, pair in PAIRS.items():
         for own in sorted({setting(row) for row in rows if row["pair"] == name}):
             here = [row for row in rows if row["pair"] in PAIRS and setting(row) == own]
-            likes = [other for other, its in PAIRS.items() if (its.student, its.share) == (pair.student, pair.share)]
             (*_, steps, documents), precision = own
-            plain = group(
-                row
-                for row in here
-                if row["pair"] in likes and ARMS.get(row["arm"], {}) is None and STEPS.get(row["arm"], 0) <= steps
-            )
-            alone = min(plain.values(), key=mean_bits, default=[])
+            plain = defaultdict[int, list[Row]](list)
+            for row in rows:
+                # whoever teaches, cross-entropy alone is the same run
+                if row["pair"] in PAIRS and ARMS.get(row["arm"], {}) is None and alike(row, name, own):
+                    plain[STEPS.get(row["arm"], row["sizes"][2])].append(row)
+            known = [own for number, own in plain.items() if number <= steps]
+            alone = min(known, key=lambda own: (len(own) == 1, mean_bits(own)), default=[])
             others = [row for row in here if row["pair"] == name and row not in alone]
             teachers = [row for row in rows if row["pair"] == "teacher" and teaches(row, pair, own)]
             said = f"student {pair.student}, {' and '.join(pair.teachers)} teaching"
-            said += f", {pair.share:.0%} of the text" if pair.share < 1 else ""
-            run = f"{steps} steps of {documents} documents, {precision}; {device(here)}. Bits per byte, held out."
+            if pair.domain_bytes:
+                said += f", {pair.domain_bytes / 1e3:g} kB of every domain"
+            these = [row for row in here if row["pair"] == name]
+            run = f"{steps} steps of {documents} documents, {precision}; {device(these)}. Bits per byte, held out."
             if len(plain) > 1:
-                run += f" Compared with the best of cross-entropy alone, {alone[0]['arm']}."
+                best = STEPS.get(alone[0]["arm"], alone[0]["sizes"][2])
+                run += f" Compared with the best of cross-entropy alone, {best} steps."
             found.append(Experiment(name, f"## {name}: {said}\n\n{run}", others, alone, teachers))
-    as_it_comes = [row for row in rows if row["pair"] == "real" and row["arm"] == "student"]
-    teachers = [row for row in rows if row["pair"] == "real" and row["arm"] == "teacher"]
-    real = defaultdict[tuple[float, float, str], list[Row]](list)
+    return found + real_experiments(rows)
+
+
+def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
+    """Of real models, by amount of text and learning rate of what is taught; cross-entropy alone has its own best."""
+    alike = defaultdict[tuple[Any, ...], list[Row]](list)
     for row in rows:
         if row["pair"].startswith("real_"):
-            precision = row.get("precision", "float32")
-            real[amount(row["pair"]), row["learning_rate"], precision].append(row)
-    for (size, rate, precision), here in sorted(real.items(), key=lambda pair: pair[0]):
-        first = here[0]
-        run = f"{first['steps']} steps of {first['batch']} documents"
-        run += f" of up to {first['document_bytes']} bytes" if "document_bytes" in first else ""
-        run += f", {first['epochs']} epochs, AdamW at {rate:g}"
-        run += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
-        run += f", {precision}"
-        title = f"## Real models, {size:g} MB of text\n\n{run}; {device(here)}."
-        alone = [row for row in here if row["arm"] == "ce"]
-        own = as_it_comes + [row for row in here if row["arm"] != "ce"]
-        found.append(Experiment(f"real_{size:g}", title, own, alone, teachers))
+            step = (row.get("precision", "float32"), row["batch"], row.get("document_bytes", 0))
+            alike[(models(row), amount(row["pair"]), *step)].append(row)
+    found = []
+    for (who, size, precision, batch, most), these in sorted(alike.items(), key=lambda own: (own[0][0] != FIRST, own)):
+        alone = best_alone([row for row in these if is_alone(row["arm"])])
+        taught = [row for row in these if not is_alone(row["arm"])]
+        as_it_comes, teachers = (
+            [row for row in rows if (row["pair"], row["arm"], models(row)) == ("real", side, who)]
+            for side in ("student", "teacher")
+        )
+        (reference, *others) = sorted(alone, key=mean_bits) or [[]]
+        for rate in sorted({row["learning_rate"] for row in taught or reference}):
+            here = [row for row in taught if row["learning_rate"] == rate]
+            first, last = (here or reference)[0], reference[0] if reference else None
+            run = f"{first['steps']} steps of {batch} documents" + (f" of up to {most} bytes" if most else "")
+            run += f", {first['epochs']} epochs, AdamW at {rate:g}"
+            run += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
+            run += f", {precision}; {device(here or reference)}."
+            if last and (last["steps"], last["learning_rate"]) != (first["steps"], rate):
+                run += f" Cross-entropy alone is at its best: {last['steps']} steps at {last['learning_rate']:g}."
+            own = as_it_comes + here + [row for rows in others for row in rows]
+            found.append(
+                Experiment(f"real_{size:g}", f"## {who}, {size:g} MB of text\n\n{run}", own, reference, teachers)
+            )
     return found
+
+
+def best_alone(rows: Iterable[Row]) -> list[list[Row]]:
+    """Cross-entropy alone, its arms each at the best of its learning rates."""
+    rates = defaultdict[str, dict[float, list[Row]]](lambda: defaultdict(list))
+    for row in rows:
+        rates[row["arm"]][row["learning_rate"]].append(row)
+    return [min(own.values(), key=mean_bits) for own in rates.values()]
 
 
 def mean_bits(rows: Sequence[Row]) -> float:
     """Bits per byte over domains and rows."""
     return statistics.mean(by_domain(row)["mean"] for row in rows)
+
+
+def models(row: Row) -> str:
+    """Which real models a row is of."""
+    return str(row.get("models", FIRST))
 
 
 def amount(pair: str) -> float:
@@ -332,13 +376,33 @@ def table(rows: Iterable[Row], figures: Callable[[Row], Figures]) -> str:
     return grid(["arm", "seeds", *columns], lines)
 
 
+def probes(rows: Iterable[Row]) -> str:
+    """One line per arm of what the second half of its runs was asked for, about its first teacher: how much of pair and
+    text is one to one, and how the gradients of a loss's parts lie to each other. Empty where nothing was."""
+    lines = []
+    for arm, own in group(row for row in rows if "probes" in row).items():
+        last = ({name: halves[-1] for name, halves in row["probes"].items() if halves} for row in own)
+        found = {
+            name.removeprefix("teacher_0/"): value
+            for name, value in mean_figures(last).items()
+            if name.startswith("teacher_0/")
+        }
+        parts = [name.removeprefix("cosine_") for name in found if name.startswith("cosine_")]
+        said = (f"{part} {found['cosine_' + part]:+.2f} ({found.get('norm_ratio_' + part, 0.0):.2g})" for part in parts)
+        shown = ("strict_student_tokens", "strict_teacher_tokens", "shared_mass_student", "shared_mass_teacher")
+        lines.append([arm, str(len(own)), *(number(found.get(name)) for name in shown), ", ".join(said)])
+    head = ["arm", "seeds", "student tokens 1:1", "teacher tokens 1:1", "student's mass on shared tokens",
+            "teacher's mass on shared tokens", "cosine between parts (ratio of norms)"]  # fmt: skip
+    return grid(head, lines) if lines else ""
+
+
 def by_amount(found: Iterable[Experiment]) -> list[Experiment]:
     """Real models, one experiment by amount of text: those whose steps are alike, of several learning rates the best
     for cross-entropy alone."""
     alike = defaultdict[tuple[Any, ...], dict[str, Experiment]](dict)
     for experiment in found:
         if experiment.name.startswith("real_") and experiment.alone:
-            step = tuple(experiment.alone[0].get(name) for name in ("batch", "document_bytes", "precision"))
+            step = tuple(experiment.alone[0].get(name) for name in ("batch", "document_bytes", "precision", "models"))
             have = alike[step].setdefault(experiment.name, experiment)
             if mean_bits(experiment.alone) < mean_bits(have.alone):
                 alike[step][experiment.name] = experiment
@@ -352,56 +416,60 @@ def curve(real: Sequence[Experiment]) -> str:
     lines = []
     for name in group(row for experiment in real for row in experiment.alone + experiment.rows):
         cells = []
-        for arms in columns:
+        for experiment, arms in zip(real, columns, strict=True):
             arm = arms.get(name)
             text = number(arm.mean, arm.spread) if arm else "-"
-            cells.append(text if arm is None or name == "ce" else f"{text} ({arm.mean - arms['ce'].mean:+.3f})")
+            beside = experiment.reference
+            cells.append(text if arm is None or name == beside else f"{text} ({arm.mean - arms[beside].mean:+.3f})")
         lines.append([name, *cells])
     return grid(["arm", *(f"{amount(experiment.name):g} MB" for experiment in real)], lines)
 
 
 def sweep(rows: Iterable[Row]) -> str:
-    """Bits per byte of cross-entropy alone by amount of text and learning rate, on documents of no other table."""
-    swept = defaultdict[str, dict[float, Row]](dict)
+    """Bits per byte of cross-entropy alone and of tree_kl by amount of text and learning rate, on documents of no other
+    table."""
+    swept = defaultdict[tuple[str, str, float, int], dict[float, Row]](dict)
     for row in rows:
         if row["pair"].startswith("sweep_"):
-            swept[row["pair"].removeprefix("sweep_")][float(row["arm"])] = row
+            family, _, size = row["pair"].removeprefix("sweep_").rpartition("_")
+            arm = "tree_kl" if family else "ce"
+            swept[models(row), arm, float(size), row.get("steps", 0)][float(row["arm"])] = row
     rates = sorted({rate for own in swept.values() for rate in own})
     lines = []
-    for size in sorted(swept, key=float):
-        bits = {rate: by_domain(row)["mean"] for rate, row in swept[size].items()}
+    for (who, arm, size, steps), own in sorted(swept.items(), key=lambda pair: (pair[0][0] != FIRST, pair[0])):
+        bits = {rate: by_domain(row)["mean"] for rate, row in own.items()}
         cells = {rate: number(bits.get(rate)) for rate in rates}
         best = min(bits, key=bits.__getitem__)
         cells[best] = f"**{cells[best]}**"
-        lines.append([size, str(swept[size][best].get("steps", "-")), *cells.values()])
-    return grid(["MB", "steps", *(f"{rate:g}" for rate in rates)], lines)
+        lines.append([who, arm, f"{size:g}", str(steps or "-"), *cells.values()])
+    return grid(["models", "arm", "MB", "steps", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def goals(found: Sequence[Experiment]) -> list[str]:
     """What was to be shown, and whether these results show it."""
     lines = []
     summaries = {experiment.name: {arm.name: arm for arm in experiment.arms()} for experiment in found}
-    for name in (*DIRECTIONS, "small_coarse", "small_fine"):
+    for name in (*DIRECTIONS, "coarse", "fine", "small_coarse", "small_fine"):
         arms = summaries.get(name, {})
-        if DEFAULT not in arms:
-            continue
-        own = arms[DEFAULT]
-        best = min((arm for arm in arms.values() if arm.name not in STEPS), key=lambda arm: arm.mean)
-        leads = "leads all arms" if best is own else f"is {own.mean - best.mean:.3f} behind {best.name}"
-        spread = f" (its own seeds spread by {own.spread:.3f})" if own.spread is not None and best is not own else ""
-        domain, behind = own.worst
-        kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
-        lines.append(
-            f"- {name}: the default, {DEFAULT}, {leads}{spread}; worse than cross-entropy by more than {TOLERATED}: "
-            f"{kept}; closes {number(own.gap, percent=True)} of the gap to the teacher."
-        )
+        if DEFAULT in arms:
+            own = arms[DEFAULT]
+            best = min((arm for arm in arms.values() if arm.name not in STEPS), key=lambda arm: arm.mean)
+            leads = "leads all arms" if best is own else f"is {own.mean - best.mean:.3f} behind {best.name}"
+            if own.spread is not None and best is not own:
+                leads += f" (its own seeds spread by {own.spread:.3f})"
+            domain, behind = own.worst
+            kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
+            lines.append(
+                f"- {name}: the default, {DEFAULT}, {leads}{few(own)}; worse than cross-entropy by more than "
+                f"{TOLERATED}: {kept}; closes {number(own.gap, percent=True)} of the gap to the teacher."
+            )
         if {"p_kl", "gold"} <= set(arms):
             sign = "above" if arms["gold"].mean > arms["p_kl"].mean else "below"
             lines.append(
                 f"- {name}: gold is {sign} p_kl ({arms['gold'].mean:.3f}, {arms['p_kl'].mean:.3f}); published: above, "
                 "which is worse."
             )
-    for name in ("scarce", "small_long"):
+    for name in ("small_long",):
         taught = [arm for arm in summaries.get(name, {}).values() if ARMS.get(arm.name) and arm.gap is not None]
         if taught:
             most = max(taught, key=lambda arm: arm.gap or 0.0)
@@ -410,6 +478,11 @@ def goals(found: Sequence[Experiment]) -> list[str]:
                 "alone, at its best number of steps, leaves open; at least 50% was wanted."
             )
     return lines
+
+
+def few(arm: Arm) -> str:
+    """A word on an arm with fewer seeds than three."""
+    return "" if arm.seeds > 2 else " (one seed)" if arm.seeds == 1 else " (two seeds)"
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -439,29 +512,32 @@ def page(rows: Sequence[Row]) -> str:
         parts.append("By domain:\n\n" + table(everything, by_domain))
         said = "By class of the student's (the teacher's own) tokens, all domains together:"
         parts.append(f"{said}\n\n{table(everything, by_class)}")
+        if probed := probes(experiment.rows):
+            parts.append(f"What the loss was asked for, every hundredth step of the second half:\n\n{probed}")
     return "\n\n".join(parts) + "\n"
 
 
 # -- README ------------------------------------------------------------------------------------------------------------
 
-SHOWN = ("ce", "gold", "p_kl", "boundary_kl", "tree_kl", "tree_kl_soft", "tree_kl_ce_0")
+SHOWN = ("gold", "p_kl", "boundary_kl", "tree_kl_ce_0", "tree_kl", DEFAULT)
+SHOWN_PAIRS = ("little_coarse", "little_fine", "little_digits")
 
 
 def readme_table(rows: Sequence[Row]) -> str:
     """What the project's README quotes: students from scratch in all directions, and the gap that is closed."""
     found = {experiment.name: experiment for experiment in experiments(usual(unique(rows)))}
-    shown_pairs = [name for name in DIRECTIONS if name in found and found[name].rows]
-    arms = {name: {arm.name: arm for arm in found[name].arms()} for name in shown_pairs}
-    lines = []
+    shown = [found[name] for name in SHOWN_PAIRS if name in found and found[name].rows]
+    arms = [{arm.name: arm for arm in experiment.arms()} for experiment in shown]
+    alone = [own[experiment.reference] for own, experiment in zip(arms, shown, strict=True)]
+    lines = [["cross-entropy alone, at its best number of steps", *(number(arm.mean, arm.spread) for arm in alone)]]
     for name in SHOWN:
-        own = [arms[pair].get(name) for pair in arms]
-        if not any(own):
-            continue
-        cells = [number(arm.mean, arm.spread) if arm else "-" for arm in own]
-        gaps = ["" if name == "ce" or not arm else f" ({number(arm.gap, percent=True)})" for arm in own]
-        shown = "cross-entropy alone" if name == "ce" else f"`{name}`" + (" (default)" if name == DEFAULT else "")
-        lines.append([shown, *(cell + gap for cell, gap in zip(cells, gaps, strict=True))])
-    return grid(["objective", *(DIRECTIONS[name] for name in arms)], lines) + "\n"
+        own = [by_name.get(name) for by_name in arms]
+        if any(own):
+            cells = [f"{number(arm.mean)} ({number(arm.gap, percent=True)}){few(arm)}" if arm else "-" for arm in own]
+            lines.append([WORDS.get(name, f"`{name}`"), *cells])
+    teachers = [number(mean_bits(experiment.teachers)) for experiment in shown]
+    lines.append(["the teacher", *teachers])
+    return grid(["objective", *(DIRECTIONS[experiment.name] for experiment in shown)], lines) + "\n"
 
 
 def quoted(readme: str, quote: str) -> str:
