@@ -127,7 +127,7 @@ def settings(place: Place, job: Job) -> MasterConfig:
         "logger": {"log_dir": str(place.folder / "runs" / run_name(job)), "tensorboard_enabled": False},
     }
     if loss is not None:
-        values["loss_fn"] = {"mode": "tree_kl", "block_rows": 2048, **loss}
+        values["loss_fn"] = {"mode": "tree_kl", "ce_loss_scale": 1.0, "block_rows": 2048, **loss}
         values["teacher"] = {
             "model_name": place.teacher,
             "precision": "float32",

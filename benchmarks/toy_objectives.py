@@ -194,7 +194,9 @@ class World:
         batch = {k: v[kept] if isinstance(v, Tensor) else [v[i] for i in kept] for k, v in full.items()}
         prefix, teacher = self.student.prefix[kept], self.teacher_logits[kept]
         projections = [] if cfg is None else [self.projection]
-        fn = CrossTokenizerDistillationLossFn({**(cfg or {}), "fast_path": "off"}, projections=projections)
+        fn = CrossTokenizerDistillationLossFn(
+            {"ce_loss_scale": 1.0, **(cfg or {}), "fast_path": "off"}, projections=projections
+        )
         table = torch.zeros(self.student.num_prefixes, self.student.size, dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.LBFGS(
             [table], max_iter=steps, history_size=20, tolerance_grad=1e-7, line_search_fn="strong_wolfe"

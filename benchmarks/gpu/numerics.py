@@ -92,7 +92,7 @@ class Inputs:
         return TopKSignal(self.top_ids[:, :top_k], values, self.next_log_p.to(wide), self.following, size)
 
     def run(self, case: str, dtype: torch.dtype, fast_path: str) -> tuple[Tensor, Tensor, Tensor]:
-        options = {"mode": case, **(CASES | TREE_CASES)[case]}
+        options = {"mode": case, "ce_loss_scale": 1.0, **(CASES | TREE_CASES)[case]}
         top_k = options.pop("topk_signal", None)
         loss_fn = CrossTokenizerDistillationLossFn(
             {

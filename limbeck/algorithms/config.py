@@ -126,6 +126,8 @@ class MasterConfig(_RunFile):
     def _consistent(self) -> MasterConfig:
         if self.teacher is not None and self.teachers:
             raise ValueError("teacher and teachers are both given; use one of them")
+        if not self.named_teachers:
+            self.loss_fn = self.loss_fn.without_teachers()
         remote = any(own.server is not None and own.cache is None for own in self.all_teachers)
         if remote and self.loss_fn.temperature != 1.0:
             raise ValueError(
@@ -177,6 +179,9 @@ class SampledLossConfig(CrossTokenizerDistillationLossConfig):
 
     ce_loss_scale: float = Field(0.0, description="factor of cross-entropy")
     direction: Direction = Field("reverse", description="forward: KL(teacher||student); reverse; jsd")
+
+    def _default_ce_scale(self, *, taught: bool) -> float:
+        return 0.0
 
 
 class AnchorConfig(_Section):

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from limbeck.config import resolve
 from limbeck.data.layout import (
@@ -86,6 +87,11 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
 
     >>> CrossTokenizerDistillationLossConfig(gold_loss=True, xtoken_loss=True).mode
     'h_kl'
+
+    Where no factor of cross-entropy is given, it is the mode's; without distillation it is 1.
+
+    >>> [CrossTokenizerDistillationLossConfig(mode=mode).ce_loss_scale for mode in ("tree_kl", "boundary_kl")]
+    [0.3, 1.0]
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -102,7 +108,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     reverse_kl: bool = Field(False, description="published flag: the same as direction='reverse'")
     exact_token_match_only: bool = Field(False, description="published objectives: leave out chunks whose bytes differ")
     kl_loss_weight: float = Field(1.0, description="factor of the distillation loss")
-    ce_loss_scale: float = Field(1.0, description="factor of cross-entropy")
+    ce_loss_scale: float = Field(0.3, description="factor of cross-entropy; default: .3 with tree_kl, else 1")
     dynamic_loss_scaling: bool = Field(False, description="scale distillation to cross-entropy, one ratio per step")
     student_vocab_size: int | None = Field(None, description="student ids; default: as the head says")
     teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
@@ -159,6 +165,9 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> CrossTokenizerDistillationLossConfig:
         self._settle_mode()
+        scale = self._default_ce_scale(taught=self.kl_loss_weight > 0)
+        if "ce_loss_scale" not in self.model_fields_set and self.ce_loss_scale != scale:
+            self.ce_loss_scale = scale
         for name in ("temperature", "vocab_topk", "uncommon_topk", "strict_topk", "block_rows", "jsd_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -227,6 +236,16 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         if "mode" in self.model_fields_set and self.mode != flagged:
             raise ValueError(f"mode is {self.mode!r} but gold_loss and xtoken_loss select {flagged!r}; give only one")
         self.mode = flagged
+
+    def _default_ce_scale(self, *, taught: bool) -> float:
+        """Factor of cross-entropy where none is given."""
+        return OBJECTIVES[self.mode].default_ce_scale if taught else 1.0
+
+    def without_teachers(self) -> Self:
+        """The same where nobody teaches: the default factor of cross-entropy is 1 then, whatever the mode."""
+        if "ce_loss_scale" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"ce_loss_scale": self._default_ce_scale(taught=False)})
 
     @property
     def as_published(self) -> bool:
@@ -308,8 +327,8 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         super().__init__()
         if not isinstance(cfg, CrossTokenizerDistillationLossConfig):
             cfg = resolve(CrossTokenizerDistillationLossConfig, cfg or {})
-        self.cfg = cfg
         found = _load_projections(cfg.projection_matrix_path) if projections is None else list(projections)
+        self.cfg = cfg = cfg if found else cfg.without_teachers()
         sizes = cfg.teacher_vocab_size
         per_teacher = list(sizes) if isinstance(sizes, list) else [sizes] * len(found)
         weights = cfg.teacher_weights or [1 / max(len(found), 1)] * len(found)

@@ -168,6 +168,15 @@ def test_a_run_without_a_divergence_is_not_summed_up_as_one(stuff: Path, tmp_pat
     assert any(line.endswith("x cross-entropy") for line in summary(taught))
 
 
+def test_cross_entropy_weighs_less_beside_tree_kl_alone(stuff: Path, tmp_path: Path) -> None:
+    values = settings(stuff, tmp_path)
+    values["loss_fn"] = {"mode": "tree_kl"}
+    taught, plain = runs.resolved(values), runs.resolved({**values, "teacher": None})
+    assert (taught.loss_fn.ce_loss_scale, plain.loss_fn.ce_loss_scale) == (0.3, 1.0)
+    assert any(line.endswith("1 x tree_kl + 0.3 x cross-entropy") for line in summary(taught))
+    assert runs.resolved(taught.model_dump()) == taught
+
+
 def test_a_value_in_place_of_a_section_is_told_in_plain_words() -> None:
     with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section, that is keys with their values$"):
         resolve(PolicyConfig, {"model_name": "m", "optimizer": 3})

@@ -128,7 +128,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 
 def _trees() -> Iterator[tuple[str, Case]]:
-    tree: dict[str, Any] = {"mode": "tree_kl"}
+    tree: dict[str, Any] = {"mode": "tree_kl", "ce_loss_scale": 1.0}
     for layout, policy in LAYOUTS.items():
         dtypes = BOTH if layout == "rows of 4" else ("float32",)
         yield f"tree_kl, 1 teacher, {layout}", StepCase(tree, policy=policy, dtypes=dtypes)

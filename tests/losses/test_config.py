@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
+from limbeck.algorithms.config import SampledLossConfig
+from limbeck.config import dump_yaml
 from limbeck.errors import ConfigError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
+from limbeck.losses.objectives import OBJECTIVES
 from tests.losses.cases import make_projection
 from tests.losses.test_tree_kl import COARSE, FINE, projection_of
 
@@ -58,6 +62,46 @@ def test_contradictions_are_refused(bad: dict) -> None:
         CrossTokenizerDistillationLossFn(bad, projections=[make_projection(5, 6)])
     with pytest.raises(ValidationError):
         CrossTokenizerDistillationLossConfig(**bad)
+
+
+@pytest.mark.parametrize(
+    ("given", "scale"),
+    [
+        ({}, 0.3),
+        ({"mode": "tree_kl", "gate": "soft"}, 0.3),
+        *(({"mode": mode}, 1.0) for mode in OBJECTIVES if mode != "tree_kl"),
+        ({"gold_loss": False}, 1.0),
+        ({"gold_loss": True}, 1.0),
+        ({"gold_loss": True, "xtoken_loss": True}, 1.0),
+        ({"kl_loss_weight": 0}, 1.0),
+        *(({"mode": mode, "ce_loss_scale": own}, own) for mode in ("tree_kl", "boundary_kl") for own in (0, 0.3, 1.0)),
+        ({"gold_loss": True, "ce_loss_scale": 0.3}, 0.3),
+    ],
+)
+def test_factor_of_cross_entropy(given: dict, scale: float) -> None:
+    cfg = CrossTokenizerDistillationLossConfig(**given)
+    dumped = yaml.safe_load(dump_yaml(cfg))
+    assert isinstance(dumped["ce_loss_scale"], float)
+    assert cfg.ce_loss_scale == dumped["ce_loss_scale"] == scale
+    # what was resolved resolves to itself
+    assert CrossTokenizerDistillationLossConfig(**dumped) == cfg
+    own = SampledLossConfig(**given)
+    assert own.ce_loss_scale == given.get("ce_loss_scale", 0.0)
+    assert ("ce_loss_scale" in own.model_fields_set) == ("ce_loss_scale" in given)
+
+
+@pytest.mark.parametrize(("given", "alone"), [({}, 1.0), ({"ce_loss_scale": 0.5}, 0.5), ({"ce_loss_scale": 0.3}, 0.3)])
+def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) -> None:
+    cfg = CrossTokenizerDistillationLossConfig(**given)
+    assert CrossTokenizerDistillationLossFn(cfg, projections=[]).cfg.ce_loss_scale == alone
+    assert cfg.ce_loss_scale == given.get("ce_loss_scale", 0.3)
+    assert CrossTokenizerDistillationLossFn(cfg, projections=[None]).cfg is cfg
+    assert SampledLossConfig().without_teachers().ce_loss_scale == 0
+
+
+def test_the_default_mode_s_factor_is_the_field_s() -> None:
+    field = CrossTokenizerDistillationLossConfig.model_fields["ce_loss_scale"]
+    assert field.default == CrossTokenizerDistillationLossConfig().ce_loss_scale
 
 
 def test_every_setting_is_described() -> None:

@@ -430,6 +430,7 @@ class TreeKL(ProjectedObjective):
     """Root over cells, student tree, teacher tree, chunk term; see the module's text."""
 
     mode = "tree_kl"
+    default_ce_scale = 0.3
     needs_trees = True
     lanes = ("first", "first")
 
