@@ -111,7 +111,7 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
                 {"milestones": [10]},
             ],
         },
-        "loss_fn": {"mode": "tree_kl", "kl_loss_weight": 1.0, "ce_loss_scale": 1.0, "block_rows": 2048},
+        "loss_fn": {"mode": "tree_kl", "block_rows": 2048},
         "data": {
             "train": str(folder / "train.jsonl"),
             "validation": str(folder / "held_out.jsonl"),
