@@ -1,7 +1,7 @@
 """The quality benchmark on real models: at which amount of text does a teacher stop helping, and in which domain?
 
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student FOLDER --teacher MODEL
-        [--megabytes .1 .3 1 3] [--arms ce tree_kl:.1,.3 ...] [--then trl_gold ...] [--seeds 1 2 3] [--epochs 2]
+        [--megabytes .1 .3 1 3] [--arms ce tree_kl_ce_.3:.1,.3 ...] [--then trl_gold ...] [--seeds 1 2 3] [--epochs 2]
         [--lr 3e-5 1e-4 3e-4] [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
         [--models "TEACHER teaches STUDENT"]
 
@@ -11,8 +11,8 @@ and teacher as they come are measured, too: a teacher teaches nothing where it i
 begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
 
 Of several learning rates each amount of text takes the one that is best for cross-entropy alone, and for what is
-taught the one that is best for tree_kl, by the bits per byte of documents that nobody reports on (of the corpus's
-teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are
+taught the one that is best for the default loss, by the bits per byte of documents that nobody reports on (of the
+corpus's teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are
 TRL's own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Text that
 is too little for `--least-steps` is read more often than `--epochs` times; cross-entropy alone, which such reading
 spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run, and a
@@ -21,7 +21,7 @@ second call goes on where the first one stopped.
 SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student minimind --teacher smollm2.gguf --parallel 12
-        --megabytes 3 1 .3 .1 --arms ce tree_kl_soft tree_kl:.1,.3,1 trl_gold:.1,.3 --then trl_gold:1 boundary_kl:.3,1
+        --megabytes 3 1 .3 .1 --arms ce tree_kl_ce_.3 tree_kl_soft --then boundary_kl_ce_.3 tree_kl:.3,1 trl_gold_ce:.3
         --choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl
 """
 
@@ -57,7 +57,9 @@ from benchmarks.quality.suite import (
 
 FIRST = "SmolLM2-135M-Instruct teaches MiniMind2-Small"
 DOMAINS = ("english", "gsm8k", "code", "wiki")
-DEFAULT_ARMS = ["ce", "boundary_kl", "tree_kl", "tree_kl_soft"]
+DEFAULT_ARMS = ["ce", "boundary_kl_ce_.3", "tree_kl_ce_.3", "tree_kl_soft"]
+TAUGHT = "tree_kl_ce_.3"
+"""The arm that chooses the learning rate of what is taught."""
 DEV_BYTES = 30_000
 SWEEP_SEED = 0
 SOONER = {"ce_75": 75, "ce_150": 150, "ce_300": 300}
@@ -218,7 +220,7 @@ class Real:
             run_module(trl_gold.__name__, write_run(settings, folder), arm, log=folder / "log")
         else:
             loss = ARMS.get(arm)
-            train(settings | ({"loss_fn": {"block_rows": 2048, **loss}} if loss else {}), folder)
+            train(settings | ({"loss_fn": {"block_rows": 4096, **loss}} if loss else {}), folder)
         what = {"epochs": epochs, "steps": steps, "warmup": warmup(steps), "learning_rate": lr}
         return row | what | {"precision": computed_in(), "seconds": round(time.time() - start)}
 
@@ -275,7 +277,8 @@ def main() -> None:
         if pair == "real":
             return row
         amount, taught = pair.removeprefix("sweep_"), "taught_"
-        return bench.run(row, amount.removeprefix(taught), "tree_kl" if amount.startswith(taught) else "ce", float(arm))
+        row["swept"] = TAUGHT if amount.startswith(taught) else "ce"
+        return bench.run(row, amount.removeprefix(taught), row["swept"], float(arm))
 
     sweeps = len(args.lr) > 1
     families = [f"{family}{amount}" for amount in amounts for family in ("", "taught_")]

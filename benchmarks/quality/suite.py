@@ -95,7 +95,7 @@ class Sizes:
     student: dict[str, int] = field(default_factory=STUDENT.copy)
     teacher_rate: float = 6e-4
     student_rate: float = 1e-3
-    block_rows: int = 2048
+    block_rows: int = 4096
 
     @property
     def said(self) -> list[int]:
@@ -212,10 +212,20 @@ ARMS: dict[str, dict[str, Any] | None] = {
 """Loss settings by arm; None: cross-entropy alone. Weights of divergence and cross-entropy are 1 where none is said, so
 that `tree_kl_ce_.3` is what the project takes by default."""
 
+LIGHT = (
+    *("boundary_kl", "p_kl", "gold", "h_kl", "alm", "uld", "p_kl_norm"),
+    *("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition"),
+    *("tree_kl_soft", "tree_kl_root", "tree_kl_inner_student", "tree_kl_inner_teacher", "tree_kl_all_chunks"),
+    *("tree_kl_cheap", "tree_kl_top64", "tree_kl_top256", "tree_kl_by_ce", "tree_kl_select"),
+)
+ARMS |= {f"{arm}_ce_.3": (ARMS[arm] or {}) | {"ce_loss_scale": 0.3} for arm in LIGHT}
+"""The same beside cross-entropy of the weight that the default has: where a teacher is much better than the text
+alone, that weight decides more than the objective does, and an arm that lacks it cannot be compared."""
+
 STEPS = {"ce_150": 150, "ce_300": 300, "ce_450": 450, "ce_500": 500}
 """Arms that end sooner or later, each under a schedule of its own: cross-entropy alone may have its best number."""
 
-CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256}
+CACHED = {"tree_kl_top64": 64, "tree_kl_top256": 256, "tree_kl_top64_ce_.3": 64, "tree_kl_top256_ce_.3": 256}
 """Arms whose teacher is a cache of so many most likely tokens."""
 
 SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
@@ -237,46 +247,45 @@ SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
 """With `--small`, in this order."""
 
 ALONE = ("ce", "ce_300", "ce_150")
+PUBLISHED_ARMS = ("boundary_kl_ce_.3", "p_kl_ce_.3", "gold_ce_.3", "h_kl_ce_.3", "alm_ce_.3", "uld_ce_.3")
+RECENT_ARMS = (
+    *("strict_ce_.3", "strict_span_.25_ce_.3", "bpm_forward_ce_.3", "escd_ce_.3", "simct_ce_.3", "partition_ce_.3"),
+)
 GROUPS: dict[str, dict[str, Sequence[str]]] = {
-    "little": {
-        "little_coarse": (*ALONE, "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0", "boundary_kl"),
-        "little_fine": (*ALONE, "tree_kl", "tree_kl_ce_.3", "tree_kl_ce_0", "boundary_kl"),
-        "long_coarse": ("tree_kl", "tree_kl_ce_.3"),
-        "long_fine": ("tree_kl", "tree_kl_ce_.3"),
+    "published": {
+        "little_coarse": (*ALONE, "tree_kl_ce_.3", *PUBLISHED_ARMS),
+        "little_fine": (*ALONE, "tree_kl_ce_.3", *PUBLISHED_ARMS),
     },
     "tokenizers": {
-        "little_digits": (*ALONE, "tree_kl", "tree_kl_ce_.3", "p_kl", "gold", "boundary_kl"),
-        "little_gemma": ("tree_kl", "tree_kl_ce_.3", "p_kl", "gold", "boundary_kl"),
-        "little_same": ("tree_kl", "tree_kl_ce_.3"),
+        "little_digits": (*ALONE, "tree_kl_ce_.3", "p_kl_ce_.3", "gold_ce_.3", "boundary_kl_ce_.3"),
+        "little_gemma": ("tree_kl_ce_.3", "p_kl_ce_.3", "gold_ce_.3", "boundary_kl_ce_.3"),
+        "little_same": ("tree_kl_ce_.3",),
     },
-    "published": {
-        "little_coarse": ("p_kl", "gold", "h_kl", "alm", "uld", "tree_kl_soft"),
-        "little_fine": ("p_kl", "gold", "h_kl", "alm", "uld", "tree_kl_soft"),
-    },
-    "objectives": {
-        "little_coarse": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition"),
-        "little_fine": ("strict", "strict_span_.25", "bpm_forward", "escd", "simct", "partition"),
-    },
+    "objectives": {"little_coarse": RECENT_ARMS, "little_fine": RECENT_ARMS},
+    "once": {"coarse": ("ce", "tree_kl_ce_.3"), "fine": ("ce", "tree_kl_ce_.3")},
     "parts": {
         "little_coarse": (
-            *("tree_kl_root", "tree_kl_inner_student", "tree_kl_all_chunks"),
-            *("tree_kl_top64", "tree_kl_top256", "tree_kl_no_chunk"),
+            *("tree_kl_root_ce_.3", "tree_kl_inner_student_ce_.3", "tree_kl_top64_ce_.3", "tree_kl_top256_ce_.3"),
+            *("tree_kl_all_chunks_ce_.3", "tree_kl_soft_ce_.3"),
         ),
-        "little_fine": ("tree_kl_root", "tree_kl_inner_teacher"),
+        "little_fine": (
+            *("tree_kl_root_ce_.3", "tree_kl_inner_teacher_ce_.3", "tree_kl_top64_ce_.3", "tree_kl_top256_ce_.3"),
+            *("tree_kl_all_chunks_ce_.3", "tree_kl_soft_ce_.3"),
+        ),
     },
     "teachers": {
-        "little_prose": ("tree_kl",),
-        "little_formal": ("tree_kl",),
-        "little_both": ("tree_kl", "tree_kl_by_ce", "tree_kl_select"),
+        "little_prose": ("tree_kl_ce_.3",),
+        "little_formal": ("tree_kl_ce_.3",),
+        "little_both": ("tree_kl_ce_.3", "tree_kl_by_ce_ce_.3", "tree_kl_select_ce_.3"),
     },
-    "core": {
-        "coarse": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
-        "fine": ("ce", "tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
-        "same": ("tree_kl",),
-    },
-    "more": {
-        "little_coarse": ("strict_rest_forward", "bpm", "tree_kl_cheap", "tree_kl_terminals", "boundary_kl_no_chunk"),
-        "little_fine": ("bpm", "tree_kl_no_chunk", "boundary_kl_no_chunk"),
+    "weights": {
+        "little_coarse": ("tree_kl", "tree_kl_ce_0", "boundary_kl", "p_kl", "gold"),
+        "little_fine": ("tree_kl", "tree_kl_ce_0", "boundary_kl", "p_kl", "gold"),
+        "little_digits": ("tree_kl", "p_kl", "gold"),
+        "long_coarse": ("tree_kl", "tree_kl_ce_.3"),
+        "long_fine": ("tree_kl", "tree_kl_ce_.3"),
+        "coarse": ("tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
+        "fine": ("tree_kl", "boundary_kl", "tree_kl_soft", "tree_kl_ce_0"),
     },
 }
 """What one call does, in this order, the most telling first: all seeds of a group come before the next group."""

@@ -100,7 +100,7 @@ def gap_closed(value: float, alone: float, teacher: float) -> float | None:
 
 def unique(rows: Iterable[Row]) -> list[Row]:
     """One row per run, the last one."""
-    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate", "models")
+    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate", "models", "swept")
     last = {str([row.get(name) for name in settings]): row for row in rows}
     return list(last.values())
 
@@ -426,13 +426,13 @@ def curve(real: Sequence[Experiment]) -> str:
 
 
 def sweep(rows: Iterable[Row]) -> str:
-    """Bits per byte of cross-entropy alone and of tree_kl by amount of text and learning rate, on documents of no other
-    table."""
+    """Bits per byte of cross-entropy alone and of what is taught, by amount of text and learning rate, on documents of
+    no other table."""
     swept = defaultdict[tuple[str, str, float, int], dict[float, Row]](dict)
     for row in rows:
         if row["pair"].startswith("sweep_"):
             family, _, size = row["pair"].removeprefix("sweep_").rpartition("_")
-            arm = "tree_kl" if family else "ce"
+            arm = row.get("swept", "tree_kl" if family else "ce")
             swept[models(row), arm, float(size), row.get("steps", 0)][float(row["arm"])] = row
     rates = sorted({rate for own in swept.values() for rate in own})
     lines = []
