@@ -12,11 +12,11 @@ begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
 
 Of several learning rates each amount of text takes the one that is best for cross-entropy alone, and for what is
 taught the one that is best for the default loss, by the bits per byte of documents that nobody reports on (of the
-corpus's teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`, which are
-TRL's own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon. Text that
-is too little for `--least-steps` is read more often than `--epochs` times; cross-entropy alone, which such reading
-spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run, and a
-second call goes on where the first one stopped.
+corpus's teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`,
+which are TRL's own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon.
+Text that is too little for `--least-steps` is read more often than `--epochs` times; cross-entropy alone, which such
+reading spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run,
+and a second call goes on where the first one stopped.
 
 SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 
