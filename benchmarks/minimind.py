@@ -2,6 +2,8 @@
 
 Apache-2.0, 25.8 million parameters, a byte-level vocabulary of 6,400 tokens. The file holds integers of eight bits with
 one scale per matrix, of which float32 weights are made. The model expects its begin token (``tokenizer.bos: true``).
+
+    PYTHONPATH=. python benchmarks/minimind.py OUT [PACKAGE.tgz]     # with a tokenizer that writes it by itself
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -84,3 +87,35 @@ def convert(package: Path, into: Path) -> None:
     model.save_pretrained(into)
     for name in _TOKENIZER:
         shutil.copy(package / name, into / name)
+
+
+def begin_texts(folder: Path) -> None:
+    """Let the tokenizer of a model's folder put its begin token in front of every text."""
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    file, begin = folder / "tokenizer.json", config["bos_token"]
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    (number,) = (token["id"] for token in tokenizer["added_tokens"] if token["content"] == begin)
+    front, first, second = (
+        {"SpecialToken": {"id": begin, "type_id": 0}},
+        *({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")),
+    )
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [front, first],
+        "pair": [front, first, second],
+        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
+    }
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def main() -> None:
+    out, *archive = map(Path, sys.argv[1:])
+    if archive:
+        from_archive(archive[0], out)
+    else:
+        shutil.copytree(minimind(), out)
+    begin_texts(out)
+
+
+if __name__ == "__main__":
+    main()

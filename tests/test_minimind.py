@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from benchmarks import minimind
 from benchmarks.onnx_weights import linear_weights, read_onnx
 from limbeck.errors import ConfigError, DataError
+from tests.helpers.tokenizers import trained_bpe
 
 Quantised = tuple[np.ndarray, float, int]
 
@@ -129,6 +130,14 @@ def test_a_package_becomes_the_same_model(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, made(ids).logits)
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_texts_begin_with_the_token_that_the_model_expects(tmp_path: Path) -> None:
+    plain = trained_bpe(["some text"], 300, specials=["<|im_start|>"], bos_token="<|im_start|>")
+    plain.save_pretrained(tmp_path)
+    minimind.begin_texts(tmp_path)
+    begun = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert begun("some text").input_ids == [begun.bos_token_id, *plain("some text").input_ids]
 
 
 def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
