@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,11 +78,12 @@ class CachedTeacher(Teacher):
             for sample, (start, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
             if n >= 2 and bool(counted[sample])
         ]
-        pool = ThreadPoolExecutor(READERS)
-        documents = [pool.submit(rows.put, *document) for document in wanted]
-        pool.shutdown(wait=False)  # its threads end with the last document
+        # first what reads no document: threads that are at work hold this one up
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        return _LookUp(mb, rows, documents, ids[real], next_tokens(ids, lengths)[real], starts)
+        found, following = ids[real], next_tokens(ids, lengths)[real]
+        pool = _readers(os.getpid())
+        documents = [pool.submit(rows.put, *document) for document in wanted]
+        return _LookUp(mb, rows, documents, found, following, starts)
 
     def head(self, device: torch.device) -> Head:
         """The head stored beside hidden states."""
@@ -97,6 +100,14 @@ class CachedTeacher(Teacher):
             if n >= 2 and float(data["sample_mask"][sample]) > 0:
                 out[sample, 1:n] = torch.from_numpy(self.reader.get(ids[sample, :n].numpy()).next_logprob.copy())
         return out
+
+
+@functools.cache
+def _readers(process: int) -> ThreadPoolExecutor:
+    """The threads of a process that look documents up, kept from one micro-batch to the next: a thread that starts is
+    waited for, beside others that are at work already, and the device has nothing to do meanwhile. A child of this
+    process, which does not inherit its threads, has its own."""
+    return ThreadPoolExecutor(READERS, thread_name_prefix=f"limbeck-cache-{process}")
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,5 @@
+import multiprocessing
+import os
 import threading
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.cache import CacheReader
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cache.format import load_head, save_head
-from limbeck.teachers.cached import CachedTeacher
+from limbeck.teachers.cached import READERS, CachedTeacher, _readers
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from tests.helpers.tiny import QWEN3, batch, config, loss_fn, student, teacher, tokenizer
@@ -117,6 +119,30 @@ def test_a_look_up_begins_at_once_and_tells_its_errors_when_it_is_asked(tmp_path
     gate.set()
     with pytest.raises(CacheError, match="has no document of"):
         source.signal(mb, torch.device("cpu"))
+
+
+def test_the_threads_that_look_up_are_kept(tmp_path, monkeypatch):
+    """A thread that starts holds up the host in front of a step's first kernel."""
+    source = cached(tmp_path, teacher(), batch(), k=8)
+    (mb,) = get_microbatch_iterator(batch(), {}, 6, None, None)[0]
+    begun, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread.name), start(thread))[1])
+    for _ in range(6):
+        source.begin(mb)
+        source.signal(mb, torch.device("cpu"))
+    assert len(begun) <= READERS
+
+
+def test_a_child_of_a_process_has_threads_of_its_own():
+    look_up(1)
+    child = multiprocessing.get_context("fork").Process(target=look_up, args=(2,))
+    child.start()
+    child.join(TEST_SECONDS)
+    assert child.exitcode == 0
+
+
+def look_up(value):
+    assert _readers(os.getpid()).submit(int, value).result(TEST_SECONDS) == value
 
 
 @pytest.mark.parametrize("kind", [{"k": 4}, {"hidden": True}])
