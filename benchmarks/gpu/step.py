@@ -1,12 +1,15 @@
 """Whole training steps of a Llama-3.2-1B shape from a Qwen3-4B shape (random weights), optimizer included.
 
     PYTHONPATH=. python benchmarks/gpu/step.py [--projection W.safetensors] [--only live live_fp8 cached packed]
+    PYTHONPATH=. python benchmarks/gpu/step.py --only cached --gaps
 
 2,048-token documents, 16,384 tokens per step, float32 parameters under bfloat16 autocast, AdamW, boundary_kl with the
 chunk term and cross-entropy, decoder layers compiled. The floor of a row is what the same run measures for its parts:
 bodies, forward and (student) backward, and the heads' matrix products; of a cached teacher's, which has no body, also
 clipping, the optimizer and sending what is stored. `on_device_ms` is where the device's time goes, `idle_ms` what the
-step takes beyond it. `--tiny` runs everything small on the CPU.
+step takes beyond it; `host_ms` is where the host's time goes, of which `wait` is the one for the device. `--gaps` adds
+where the device has nothing to do, from steps under torch's profiler, which are slower (`gaps.py`), and how fast the
+host is by itself. `--tiny` runs everything small on the CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.common import GIB, aligned_batch, load_projection, make_projection, save_row
+from benchmarks.gpu.gaps import gaps, host_speed, traced
 from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import teacher_chunks, with_chunks
@@ -32,6 +36,7 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
 from limbeck.teachers.live import LiveTeacher
+from limbeck.utils.timer import Timer
 
 ROPE = {"rope_theta": 500_000.0, "rope_type": "default"}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -150,15 +155,20 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int) -> dict[str, Any]:
+def step_row(
+    setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int, *, with_gaps: bool = False
+) -> dict[str, Any]:
     """Tokens per second of `Policy.train` over fresh batches."""
     losses: list[float] = []
+    sections = Timer()
 
-    def run(number: int) -> None:
+    def run(number: int, timer: Timer | None = None) -> None:
         batch = batches[number % len(batches)]
-        losses.append(float(setup.student.train(batch, setup.loss_fn, teachers=[source])["loss"]))
+        done = setup.student.train(batch, setup.loss_fn, teachers=[source], timer=timer or sections)
+        losses.append(float(done["loss"]))
 
     timed(run, 0, warmup)
+    sections.reset()
     graphs, before = compiled_graphs(), 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -167,12 +177,19 @@ def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: i
     tokens = sum(int(b["input_lengths"].sum()) for b in batches) / len(batches)
     row = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(tokens / seconds), "tokens": tokens, "loss": losses[-1]}
     row["recompiled"] = compiled_graphs() - graphs
+    row["host_ms"] = {name: round(s * 1e3 / steps, 2) for name, s in sections.get_timing_metrics("sum").items()}
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         row |= {"peak_gib": round(peak / GIB, 1), "extra_gib": round((peak - before) / GIB, 1)}
         row["synchronisations"] = synchronisations(lambda: run(0))
         row["on_device_ms"] = on_device(run)
         row["idle_ms"] = round(row["ms"] - sum(row["on_device_ms"].values()), 1)
+    if with_gaps:
+        row["host"] = host_speed()
+        try:
+            row["gaps"] = gaps(traced(run, 6))
+        except Exception:  # a trace that cannot be read must not lose the row
+            traceback.print_exc()
     return row
 
 
@@ -284,6 +301,8 @@ def cached_parts(setup: Setup, parts: dict[str, float], *, hidden: bool) -> dict
 def report(name: str, row: dict[str, Any], goal: float) -> None:
     row["goal"] = goal
     print(f"{name}: {row}", flush=True)
+    for gap in row.get("gaps", {}).get("longest", []):
+        print(f"   {gap['ms']:7.2f} ms before {gap['before']}: {gap['section']}, {gap['host']}", flush=True)
     if torch.cuda.is_available():
         save_row(name, row)
 
@@ -305,7 +324,7 @@ def live(
     goal: float,
 ) -> float:
     """A row of steps with the teacher in memory; its tokens per second."""
-    row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3)
+    row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3, with_gaps=args.gaps)
     rate = float(row["tokens_per_s"])
     row["floor"] = round(DOCUMENTS * setup.length / sum(parts.values()) * 1e3)
     row |= {"share_of_floor": round(rate / row["floor"], 3), "parts": parts, "reference": PUBLISHED}
@@ -342,7 +361,8 @@ def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
             try:
                 spec = spec_for(setup.teacher, **options)  # type: ignore[arg-type]
                 write_cache(setup.teacher, batches, f"{folder}/{name}", spec)
-                row = step_row(setup, CachedTeacher(f"{folder}/{name}"), batches, args.steps, 3)
+                source = CachedTeacher(f"{folder}/{name}")
+                row = step_row(setup, source, batches, args.steps, 3, with_gaps=args.gaps)
                 own = cached_parts(setup, parts, hidden="hidden" in options)
                 row |= {"floor": round(tokens / sum(own.values()) * 1e3), "parts": own, "reference": PUBLISHED}
                 row["share_of_floor"] = round(row["tokens_per_s"] / row["floor"], 3)
@@ -385,6 +405,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["live", "live_fp8", "cached", "packed"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
