@@ -3,6 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu/context.py                     # writes context.json and the picture
     PYTHONPATH=. python benchmarks/gpu/context.py --only lengths --lengths 131072 262144 --ways recomputed --limit 200
     PYTHONPATH=. python benchmarks/gpu/context.py --only teachers longest --budget 110
+    PYTHONPATH=. python benchmarks/gpu/context.py --only longest --ways recomputed \
+        --recomputed-from 262144 393216 491520 --whole 131072
     PYTHONPATH=. python benchmarks/gpu/context.py --plot              # only draws the picture
     PYTHONPATH=. python benchmarks/gpu/context.py --tiny              # everything small, also without a GPU
 
@@ -16,7 +18,7 @@ teacher, compiled layers):
   follows; where it meets the device's memory is tried, then between what fits and what does not. With activations kept
   these are whole steps. With recomputation what fits takes minutes a step, all of them attention's, whose memory does
   not depend on what a token sees: there attention stays within pieces of 1,024 tokens (`seeing: 1024`), and the longest
-  step with whole attention that the budget allows comes last.
+  step with whole attention that the budget allows comes last, or those of `--whole`.
 - rows: documents of 2,048 tokens per step, in micro-batches of eight.
 - teachers: one to three of Qwen3-4B's shape, eight documents.
 - vocabulary: head and loss alone, 8,192 rows; the bodies do not depend on it.
@@ -259,34 +261,43 @@ def longest_both_ways(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
         if not args.tiny:
             store(found, args.out)
 
-    recompute(setup, False)
-    found["lengths"]["kept"] = search(
-        setup,
-        (16, 32) if small else args.kept_from,
-        begun + 0.4 * args.budget,
-        room,
-        window,
-        1 if small else 4,
-    )
-    save()
-    recompute(setup, True)
-    seeing(window, setup)
-    warm_up(setup)
-    first = (16, 32) if small else args.recomputed_from
-    points = search(setup, first, begun + 0.85 * args.budget, room, window, 1 if small else 3)
-    found["memory"]["recomputed"] = [p | {"seeing": window} for p in points]
-    save()
-    seeing(None, setup)
-    warm_up(setup)
-    # the longest whole step that the clock still allows, by the two before it
-    points = [at_length(setup, n) for n in ((16, 32) if small else (32_768, 65_536))]
-    left = begun + args.budget - time.perf_counter()
-    allowed = [n for n in (98_304, 131_072, 196_608, 262_144) if seconds_at(points, n) < left]
-    if allowed and not small:
-        points.append(at_length(setup, allowed[-1]))
-    found["lengths"]["recomputed"] = points
-    recompute(setup, False)
+    if "kept" in args.ways:
+        recompute(setup, False)
+        warm_up(setup)
+        found["lengths"]["kept"] = search(
+            setup,
+            (16, 32) if small else args.kept_from,
+            begun + 0.4 * args.budget,
+            room,
+            window,
+            1 if small else 4,
+        )
+        save()
+    if "recomputed" in args.ways:
+        recompute(setup, True)
+        seeing(window, setup)
+        warm_up(setup)
+        first = (16, 32) if small else args.recomputed_from
+        points = search(setup, first, begun + 0.85 * args.budget, room, window, 1 if small else 3)
+        found["memory"]["recomputed"] = [p | {"seeing": window} for p in points]
+        save()
+        seeing(None, setup)
+        warm_up(setup)
+        found["lengths"]["recomputed"] = whole_steps(setup, args, begun + args.budget)
+        recompute(setup, False)
     return found
+
+
+def whole_steps(setup: Setup, args: argparse.Namespace, until: float) -> list[Point]:
+    """Those of `--whole`; else two, and by them the longest that the clock still allows."""
+    if args.whole:
+        return [at_length(setup, n) for n in args.whole]
+    points = [at_length(setup, n) for n in ((16, 32) if args.tiny else (32_768, 65_536))]
+    left = until - time.perf_counter()
+    allowed = [n for n in (98_304, 131_072, 196_608, 262_144) if seconds_at(points, n) < left]
+    if allowed and not args.tiny:
+        points.append(at_length(setup, allowed[-1]))
+    return points
 
 
 def lengths(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
@@ -446,6 +457,8 @@ def main() -> None:
                         help="its first lengths with activations kept")  # fmt: skip
     parser.add_argument("--recomputed-from", type=int, nargs="+", default=[65_536, 131_072], metavar="N",
                         help="its first lengths with activations computed again")  # fmt: skip
+    parser.add_argument("--whole", type=int, nargs="+", metavar="N",
+                        help="lengths of its steps with whole attention; default: what the budget allows")  # fmt: skip
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--tiny", action="store_true")
@@ -462,6 +475,7 @@ def main() -> None:
             else:
                 if setup is None:
                     setup = Setup(args.projection, tiny=args.tiny, dynamic=True)
+                if part in ("rows", "teachers"):  # the others compile what they run
                     warm_up(setup)
                 parts = {"rows": rows, "lengths": lengths, "teachers": teachers, "longest": longest_both_ways}
                 found = parts[part](setup, args)
