@@ -90,5 +90,6 @@ def test_a_row_says_what_the_host_did() -> None:
         step.live_and_cached(args, ["cached"])  # type: ignore[arg-type]
     assert set(rows) == {"step_cached", "step_cached_hidden"}
     for row in rows.values():
+        assert row["ms_with_threads"] > 0
         assert {"teacher", "forward", "layout", "loss", "backward", "optimizer", "wait"} <= set(row["host_ms"])
         assert 0 < sum(row["host_ms"].values()) <= 1.01 * row["ms"] + 0.1

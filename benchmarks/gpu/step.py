@@ -8,8 +8,9 @@ chunk term and cross-entropy, decoder layers compiled. The floor of a row is wha
 bodies, forward and (student) backward, and the heads' matrix products; of a cached teacher's, which has no body, also
 clipping, the optimizer and sending what is stored. `on_device_ms` is where the device's time goes, `idle_ms` what the
 step takes beyond it; `host_ms` is where the host's time goes, of which `wait` is the one for the device. `--gaps` adds
-where the device has nothing to do, from steps under torch's profiler, which are slower (`gaps.py`), and how fast the
-host is by itself. `--tiny` runs everything small on the CPU.
+where the device has nothing to do, from steps under torch's profiler, which are slower (`gaps.py`), how fast the
+host is by itself, and what a step takes where torch divides the host's work among `threads`, as no run does
+(`host_threads`). `--tiny` runs everything small on the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import teacher_chunks, with_chunks
 from limbeck.data.microbatch import process_microbatch
+from limbeck.distributed.device import host_threads
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
@@ -158,7 +160,17 @@ def compiled_graphs() -> int:
 def step_row(
     setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int, *, with_gaps: bool = False
 ) -> dict[str, Any]:
-    """Tokens per second of `Policy.train` over fresh batches."""
+    """Tokens per second of `Policy.train` over fresh batches, the host with as many threads as in a run."""
+    with host_threads(torch.device(setup.device)):
+        row, run = _step_row(setup, source, batches, steps, warmup, with_gaps=with_gaps)
+    if with_gaps:
+        row |= {"threads": torch.get_num_threads(), "ms_with_threads": round(timed(run, steps, 1) * 1e3, 1)}
+    return row
+
+
+def _step_row(
+    setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int, *, with_gaps: bool
+) -> tuple[dict[str, Any], Callable[[int], None]]:
     losses: list[float] = []
     sections = Timer()
 
@@ -190,7 +202,7 @@ def step_row(
             row["gaps"] = gaps(traced(run, 6))
         except Exception:  # a trace that cannot be read must not lose the row
             traceback.print_exc()
-    return row
+    return row, run
 
 
 GROUPS = {
