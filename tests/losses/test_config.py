@@ -55,6 +55,9 @@ def test_published_flags_select_a_mode(flags: dict, mode: str) -> None:
         {"teacher_combination": "vote"},
         {"dynamic_scaling_decay": 1.0},
         {"no_such_setting": 1},
+        {"untaught_ce_scale": 1.0},
+        {"gate": "soft", "untaught_ce_scale": -1.0},
+        {"gate": "soft", "untaught_ce_scale": 1.0, "dynamic_loss_scaling": True},
     ],
 )
 def test_contradictions_are_refused(bad: dict) -> None:
