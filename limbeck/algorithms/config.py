@@ -128,6 +128,8 @@ class MasterConfig(_RunFile):
             raise ValueError("teacher and teachers are both given; use one of them")
         if not self.named_teachers:
             self.loss_fn = self.loss_fn.without_teachers()
+        elif self.policy.init == "pretrained":
+            self.loss_fn = self.loss_fn.for_pretrained()
         remote = any(own.server is not None and own.cache is None for own in self.all_teachers)
         if remote and self.loss_fn.temperature != 1.0:
             raise ValueError(

@@ -82,7 +82,7 @@ def draft_run(
     limits = [model.positions for model in (student, teacher) if model is not None and model.positions]
     context = min([_USUAL_CONTEXT[mode] if on_gpu else _CPU_CONTEXT, *limits])
     paragraphs = all(is_plain_text(path) for path in expand(list(train)))
-    loss = CrossTokenizerDistillationLossConfig.model_validate({})
+    loss = CrossTokenizerDistillationLossConfig.model_validate({}).for_pretrained()
     longest = BYTES_PER_TOKEN * context if mode == "text" else None
     batch, steps, records = _pace(train, 32 if on_gpu else 8, paragraphs, longest)
     for side, model in (("student", student), ("teacher", teacher)):
@@ -114,6 +114,7 @@ def draft_run(
             _line("mode", loss.mode, _loss(student, teacher)),
             _line("kl_loss_weight", loss.kl_loss_weight, "the teacher's word"),
             _line("ce_loss_scale", loss.ce_loss_scale, "the text's"),
+            _line("gate", loss.gate, "the teacher speaks where it is ahead of the student"),
         ]
     parts += [
         "data:\n",

@@ -66,7 +66,8 @@ def _loss(values: Section, taught: bool) -> str:
         loss = values["loss_fn"]
         if not taught or not loss["kl_loss_weight"]:
             return "cross-entropy alone"
-        return f"{loss['kl_loss_weight']:g} x {loss['mode']} + {loss['ce_loss_scale']:g} x cross-entropy"
+        gate = "" if loss["gate"] == "none" else f" ({loss['gate']} gate)"
+        return f"{loss['kl_loss_weight']:g} x {loss['mode']}{gate} + {loss['ce_loss_scale']:g} x cross-entropy"
     loss = values.get("loss") or {}
     return ", ".join(name for name in ("policy", "hint", "preference") if name in loss)
 

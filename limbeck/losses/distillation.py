@@ -88,7 +88,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     >>> CrossTokenizerDistillationLossConfig(gold_loss=True, xtoken_loss=True).mode
     'h_kl'
 
-    Where no factor of cross-entropy is given, it is the mode's; without distillation it is 1.
+    Where no factor of cross-entropy is given, it is the mode's; without distillation it is 1. A run with a pretrained
+    student takes `for_pretrained`.
 
     >>> [CrossTokenizerDistillationLossConfig(mode=mode).ce_loss_scale for mode in ("tree_kl", "boundary_kl")]
     [0.3, 1.0]
@@ -108,7 +109,9 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     reverse_kl: bool = Field(False, description="published flag: the same as direction='reverse'")
     exact_token_match_only: bool = Field(False, description="published objectives: leave out chunks whose bytes differ")
     kl_loss_weight: float = Field(1.0, description="factor of the distillation loss")
-    ce_loss_scale: float = Field(0.3, description="factor of cross-entropy; default: .3 with tree_kl, else 1")
+    ce_loss_scale: float = Field(
+        0.3, description="factor of cross-entropy; default: .3 with tree_kl and a student from scratch, else 1"
+    )
     dynamic_loss_scaling: bool = Field(False, description="scale distillation to cross-entropy, one ratio per step")
     student_vocab_size: int | None = Field(None, description="student ids; default: as the head says")
     teacher_vocab_size: int | list[int] | None = Field(None, description="teacher ids, or one number per teacher")
@@ -130,7 +133,9 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         description="tree_kl: leave out what the sides' last tokens rule out (byte-pair only): cheap, at roots; exact",
     )
     gate: Gate = Field(
-        "none", description="count a chunk by the teacher's advantage on the realised text: hard, above 0; soft"
+        "none",
+        description="count a chunk by the teacher's advantage on the realised text: hard, above 0; soft; default: soft "
+        "with tree_kl and a pretrained student where ce_loss_scale is not given either",
     )
     untaught_ce_scale: float | None = Field(
         None,
@@ -268,6 +273,17 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         if "ce_loss_scale" in self.model_fields_set:
             return self
         return self.model_copy(update={"ce_loss_scale": self._default_ce_scale(taught=False)})
+
+    def for_pretrained(self) -> Self:
+        """The same for a student that has learnt from other text before. A teacher of another family is not ahead of it
+        on every token, so beside `tree_kl` cross-entropy counts whole, and a soft gate chooses among the chunks, where
+        the run file names neither; a factor that it names was chosen without a gate."""
+        given = self.model_fields_set
+        own = OBJECTIVES[self.mode].gates_pretrained and self.kl_loss_weight > 0 and self.temperature == 1.0
+        if not own or "ce_loss_scale" in given:
+            return self
+        update = {"ce_loss_scale": 1.0} if "gate" in given else {"ce_loss_scale": 1.0, "gate": "soft"}
+        return self.model_copy(update=update)
 
     @property
     def as_published(self) -> bool:

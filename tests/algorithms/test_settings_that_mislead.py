@@ -177,6 +177,23 @@ def test_cross_entropy_weighs_less_beside_tree_kl_alone(stuff: Path, tmp_path: P
     assert runs.resolved(taught.model_dump()) == taught
 
 
+def test_a_student_that_can_speak_already_has_a_gate_and_whole_cross_entropy(stuff: Path, tmp_path: Path) -> None:
+    values = settings(stuff, tmp_path)
+    values["loss_fn"] = {"mode": "tree_kl"}
+    scratch = runs.resolved(values)
+    assert scratch.policy.init == "random"
+    values["policy"] = {"model_name": "some-model", "init": "pretrained"}
+    speaks = runs.resolved(values)
+    assert [(own.loss_fn.gate, own.loss_fn.ce_loss_scale) for own in (scratch, speaks)] == [
+        ("none", 0.3),
+        ("soft", 1.0),
+    ]
+    assert any(line.endswith("1 x tree_kl (soft gate) + 1 x cross-entropy") for line in summary(speaks))
+    assert runs.resolved(speaks.model_dump()) == speaks
+    alone = runs.resolved({**values, "teacher": None})
+    assert (alone.loss_fn.gate, alone.loss_fn.ce_loss_scale) == ("none", 1.0)
+
+
 def test_a_value_in_place_of_a_section_is_told_in_plain_words() -> None:
     with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section, that is keys with their values$"):
         resolve(PolicyConfig, {"model_name": "m", "optimizer": 3})

@@ -102,6 +102,28 @@ def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) 
     assert SampledLossConfig().without_teachers().ce_loss_scale == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "scale", "gate"),
+    [
+        ({}, 1.0, "soft"),
+        ({"mode": "tree_kl", "kl_loss_weight": 0.5}, 1.0, "soft"),
+        ({"gate": "hard"}, 1.0, "hard"),
+        ({"gate": "none"}, 1.0, "none"),
+        ({"ce_loss_scale": 0.3}, 0.3, "none"),
+        ({"ce_loss_scale": 0.3, "gate": "soft", "untaught_ce_scale": 1.0}, 0.3, "soft"),
+        ({"temperature": 2.0}, 0.3, "none"),
+        ({"kl_loss_weight": 0}, 1.0, "none"),
+        ({"mode": "boundary_kl"}, 1.0, "none"),
+        ({"mode": "p_kl"}, 1.0, "none"),
+    ],
+)
+def test_a_student_that_is_not_trained_from_scratch(given: dict, scale: float, gate: str) -> None:
+    cfg = CrossTokenizerDistillationLossConfig(**given).for_pretrained()
+    assert (cfg.ce_loss_scale, cfg.gate) == (scale, gate)
+    again = CrossTokenizerDistillationLossConfig(**yaml.safe_load(dump_yaml(cfg)))
+    assert again.for_pretrained() == again == cfg
+
+
 def test_the_default_mode_s_factor_is_the_field_s() -> None:
     field = CrossTokenizerDistillationLossConfig.model_fields["ce_loss_scale"]
     assert field.default == CrossTokenizerDistillationLossConfig().ce_loss_scale

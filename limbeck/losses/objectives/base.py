@@ -199,6 +199,7 @@ class Objective(nn.Module, ABC):
         needs_logits: reads the teacher's whole distribution, so a top-k list will not do.
         default_direction: which divergence it is, where the run file names none.
         default_ce_scale: the factor of cross-entropy beside it, where the run file names none.
+        gates_pretrained: a student that is not trained from scratch has a soft gate, where the run file names none.
         lanes: what its kernels work on, student and teacher; None: there are none.
         needs_trees: works on the cells and trees of the two vocabularies, so the projection must hold them.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
@@ -211,6 +212,7 @@ class Objective(nn.Module, ABC):
     needs_logits: ClassVar[bool] = False
     default_direction: ClassVar[Direction] = "forward"
     default_ce_scale: ClassVar[float] = 1.0
+    gates_pretrained: ClassVar[bool] = False
     lanes: ClassVar[tuple[Lane, Lane] | None] = None
     needs_trees: ClassVar[bool] = False
     chooses_ids: ClassVar[bool] = False

@@ -431,6 +431,7 @@ class TreeKL(ProjectedObjective):
 
     mode = "tree_kl"
     default_ce_scale = 0.3
+    gates_pretrained = True
     needs_trees = True
     lanes = ("first", "first")
 
