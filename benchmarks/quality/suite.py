@@ -184,7 +184,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_terminals_soft": TREE | {"terminal_weight": 1.0, "gate": "soft"},
     "tree_kl_soft_.3": TREE | {"gate": "soft", "kl_loss_weight": 0.3},
     "tree_kl_ce_.3": TREE | {"ce_loss_scale": 0.3},
-    "tree_kl_untaught": TREE | {"gate": "soft", "ce_loss_scale": 0.3, "untaught_ce_scale": 1.0},
     "tree_kl_ce_0": TREE | {"ce_loss_scale": 0.0},
     "tree_kl_top64": TREE,
     "tree_kl_top256": TREE,

@@ -235,7 +235,6 @@ class BlockRun:
     comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
     classes: TokenClasses | None = None  # counted by, too, and by kind of chunk; a chunk is of its first token's class
     probe: Probe | None = None  # filled, where there is one: what the parts of the loss do
-    untaught_more: float | Tensor | None = None  # added to token_factor in the measure in which no gate is open
     metrics: Sums = field(default_factory=dict)
     parts: list[BlockRun] = field(default_factory=list)  # one per teacher, where kernels did several
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
@@ -265,27 +264,12 @@ def block_cross_entropy(student: BlockLogits, block: Block, classes: TokenClasse
     return loss, {"ce": (loss.detach(), total), "accuracy": ((right_E * weight_E).sum(), total), **by_class}
 
 
-def untaught_cross_entropy(student: BlockLogits, block: Block, gated: Sequence[ChunkBlock]) -> Tensor:
-    """Weighted negative log-likelihood of the block's supervised tokens, each in the measure in which it is not taught:
-    1 - its chunk's gate (of several teachers, the most open one), 1 outside of chunks. gated: with their gates."""
-    log_NV, row_E = student.log_probs(), block.token_row_E
-    open_N = log_NV.new_zeros(log_NV.shape[0])
-    for chunks in gated:
-        assert chunks.gate_C is not None
-        open_M = chunks.gate_C.to(open_N.dtype).index_select(0, chunks.student_chunk_M)
-        # one teacher's chunks share no row
-        open_N = torch.maximum(open_N, torch.zeros_like(open_N).index_copy(0, chunks.student_row_M, open_M))
-    weight_E = block.token_weight_E.to(log_NV.dtype) * (1 - open_N.index_select(0, row_E))
-    return -(student.axis.pick(log_NV, row_E, block.token_ids_E) * weight_E).sum()
-
-
 def _block_loss(
     run: BlockRun, block: Block, logits_NV: Tensor, learned: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, Tensor | None]:
     """(weighted loss with graph, explicit gradient of the objectives that computed one) of one block."""
     student, total = BlockLogits(logits_NV, run.head.axis), logits_NV.new_zeros(())
     explicit_NV: Tensor | None = None
-    gated: list[ChunkBlock] = []
     if block.token_ids_E.numel():
         loss, metrics = block_cross_entropy(student, block, run.classes)
         total = total + loss * run.token_factor
@@ -306,7 +290,6 @@ def _block_loss(
                 scores if term.teacher.vocab_ids_K is None else term.teacher.all_ids().scores(*chunks.teacher_tokens)
             )
             chunks = replace(chunks, gate_C=term.objective.gate(student, chunks, whole))
-            gated.append(chunks)
         out = term.objective(student, chunks, scores, *leaves)
         run.add(f"{term.name}/", out.metrics)
         if run.classes is not None and out.rows_C is not None:
@@ -325,8 +308,6 @@ def _block_loss(
         if out.grad_NV is not None:
             grad_NV = out.grad_NV * term.factor
             explicit_NV = grad_NV if explicit_NV is None else explicit_NV + grad_NV
-    if run.untaught_more is not None and block.token_ids_E.numel():
-        total = total + untaught_cross_entropy(student, block, gated) * run.untaught_more
     return total, explicit_NV
 
 

@@ -137,11 +137,6 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         description="count a chunk by the teacher's advantage on the realised text: hard, above 0; soft; default: soft "
         "with tree_kl and a pretrained student where ce_loss_scale is not given either",
     )
-    untaught_ce_scale: float | None = Field(
-        None,
-        description="factor of cross-entropy where the gate is closed and outside of chunks, in proportion where it is "
-        "half open; default: ce_loss_scale",
-    )
     strict_topk: int | None = Field(16, description="strict: the student's most likely shared tokens; null: all shared")
     strict_rest: bool = Field(False, description="strict: a rest bucket instead of normalising over those tokens")
     span_weight: float = Field(0.0, description="strict: factor of the squared log-ratio of all other chunks")
@@ -203,7 +198,6 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         if self.as_published and kind == "jsd":
             raise ValueError(f"mode {self.mode!r} has no JSD form; use direction forward or reverse")
         self._check_tree_settings()
-        self._check_untaught()
         if self.teacher_weights is not None:
             if any(w < 0 for w in self.teacher_weights) or not sum(self.teacher_weights) > 0:
                 raise ValueError(f"teacher_weights are {self.teacher_weights}; none may be negative, one must count")
@@ -235,22 +229,6 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             raise ValueError(
                 f"condition {self.condition!r} needs temperature 1, not {self.temperature}: at another one no token is "
                 "ruled out"
-            )
-
-    def _check_untaught(self) -> None:
-        if (scale := self.untaught_ce_scale) is None:
-            return
-        if scale < 0:
-            raise ValueError(f"untaught_ce_scale is {scale}; it must be 0 or more")
-        if self.gate == "none":
-            raise ValueError(
-                f"untaught_ce_scale is {scale} but no gate says where the teacher does not teach; set gate to soft or "
-                "hard"
-            )
-        if self.dynamic_loss_scaling:
-            raise ValueError(
-                "dynamic_loss_scaling fixes the factor of cross-entropy, so untaught_ce_scale cannot change it; leave "
-                "one of them out"
             )
 
     def _settle_mode(self) -> None:
@@ -493,15 +471,13 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         for term in terms:
             term.factor = _over(distil * float(term.factor), counts[f"chunks_{term.index}"])
         self.vocab_shards = head.axis.comm.size  # of micro-batches that are planned from now on
-        probing, more = self._probing, self._untaught_more(counts)
-        # kernels do teacher after teacher, and the gates of all say where nobody teaches
-        plain = probing or (more is not None and len(terms) > 1)
-        lanes = None if plain else fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
+        probing = self._probing
+        lanes = None if probing else fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, terms)
         if lanes is None:
             for term in terms:
                 term.teacher.vocab_ids_K = term.objective.choose_ids(term.teacher, self.block_rows, inputs.comm)
         blocks = inputs.blocks if lanes is None else lanes[0].blocks
-        run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm, untaught_more=more)
+        run = BlockRun(head, blocks, _over(ce, counts["tokens"]), terms, comm=inputs.comm)
         if self.class_of_id is not None and not torch.is_grad_enabled():
             run.classes = TokenClasses(TEXT_CLASSES, self.class_of_id)
         run.probe = Probe() if probing else None
@@ -527,12 +503,6 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         if self.cfg.dynamic_loss_scaling:
             return self.scale.ratio(), 1.0
         return self.cfg.kl_loss_weight, self.cfg.ce_loss_scale
-
-    def _untaught_more(self, counts: Counts) -> float | Tensor | None:
-        """What cross-entropy's factor is larger by where no teacher teaches; None: it is the same everywhere."""
-        if self.cfg.untaught_ce_scale is None or not self.num_teachers:
-            return None
-        return _over(self.cfg.untaught_ce_scale - self.cfg.ce_loss_scale, counts["tokens"])
 
     def _compare_ids(self, signals: Sequence[Signal], inputs: LossInputs, *, defer: bool) -> list[Tensor]:
         """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""

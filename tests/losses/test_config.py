@@ -55,9 +55,6 @@ def test_published_flags_select_a_mode(flags: dict, mode: str) -> None:
         {"teacher_combination": "vote"},
         {"dynamic_scaling_decay": 1.0},
         {"no_such_setting": 1},
-        {"untaught_ce_scale": 1.0},
-        {"gate": "soft", "untaught_ce_scale": -1.0},
-        {"gate": "soft", "untaught_ce_scale": 1.0, "dynamic_loss_scaling": True},
     ],
 )
 def test_contradictions_are_refused(bad: dict) -> None:
@@ -110,7 +107,7 @@ def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) 
         ({"gate": "hard"}, 1.0, "hard"),
         ({"gate": "none"}, 1.0, "none"),
         ({"ce_loss_scale": 0.3}, 0.3, "none"),
-        ({"ce_loss_scale": 0.3, "gate": "soft", "untaught_ce_scale": 1.0}, 0.3, "soft"),
+        ({"ce_loss_scale": 0.3, "gate": "soft"}, 0.3, "soft"),
         ({"temperature": 2.0}, 0.3, "none"),
         ({"kl_loss_weight": 0}, 1.0, "none"),
         ({"mode": "boundary_kl"}, 1.0, "none"),

@@ -199,48 +199,6 @@ def test_a_hard_gate_keeps_the_chunks_on_which_the_teacher_is_ahead(mode: str, k
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("gate", ["soft", "hard"])
-@pytest.mark.parametrize("teachers", [1, 2])
-def test_cross_entropy_counts_more_where_no_teacher_is_ahead(gate: str, teachers: int) -> None:
-    """The rest of its factor goes to tokens by the most open gate of their chunks, and whole to tokens without one."""
-    batch, projection = make_batch(seed=3, samples=6), make_projection(23, 31)
-    models = make_models(batch, seed=2)
-    for name in [name for name in batch if name.startswith(("teacher_0_", "alignment_0_"))]:
-        batch[name.replace("_0_", "_1_")] = batch[name]
-    models.teacher_hidden = [models.teacher_hidden[0]] * teachers
-    models.teacher_weight = [models.teacher_weight[0]] * teachers
-    cfg = {"mode": "boundary_kl", "gate": gate, "ce_loss_scale": 0.3, "block_rows": 4}
-    losses = [
-        run(CrossTokenizerDistillationLossFn(own, projections=[projection] * teachers), batch, models)[0]
-        for own in (cfg, {**cfg, "untaught_ce_scale": 1.5})
-    ]
-    ahead = advantages(batch, models)
-    usable = batch["alignment_pair_valid"] & batch["alignment_pair_is_correct"]
-    log_p = (models.hidden @ models.weight.t()).view(*batch["input_ids"].shape, -1).log_softmax(-1)
-    more, tokens, closed = 0.0, 0.0, []
-    counted = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
-    for b, t in counted.nonzero().tolist():
-        if t == 0:
-            continue
-        chunk = int(batch["alignment_student_chunk_id"][b, t])
-        taught = 0.0
-        if chunk >= 0 and usable[b, chunk]:
-            value = ahead[b, chunk]
-            taught = float(value > 0) if gate == "hard" else min(max(value + 0.5, 0.0), 1.0)
-        closed.append(1 - taught)
-        more = more - log_p[b, t - 1, batch["input_ids"][b, t]] * (1 - taught) * float(counted[b, t])
-        tokens += float(counted[b, t])
-    assert 0 < sum(closed) < len(closed)
-    want = more * 1.2 / tokens
-    torch.testing.assert_close(losses[1] - losses[0], want, rtol=1e-9, atol=1e-12)
-    for mine, theirs in zip(
-        torch.autograd.grad(losses[1] - losses[0], [models.hidden, models.weight]),
-        torch.autograd.grad(want, [models.hidden, models.weight]),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-12)
-
-
 def test_a_gate_holds_for_a_teacher_of_the_same_vocabulary() -> None:
     batch = make_batch(seed=8, one_to_one=True, v_t=23)
     batch["teacher_input_ids"] = batch["teacher_0_input_ids"] = batch["input_ids"]

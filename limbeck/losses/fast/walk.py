@@ -215,16 +215,12 @@ class _Pass:
         tau = 1.0 if term is None else term.objective.temperature
         student = LaneLogits(block.student, logits, tau).settle()
         total, ce = self._cross_entropy(block, student, tau)
-        out, gate = (None, None) if term is None else self._distil(term, block, student, teacher)
-        if out is not None and term is not None:
-            total = total + out.loss.double() * term.factor
-        if (more := self.work.untaught_more) is not None:
-            # a gate is known at temperature 1 alone
-            untaught = block.ce_weight * (1 - _open_lanes(block, gate)) * more
-            total, ce = total - (student.token_log_probs * untaught).sum().double(), ce + untaught
         num_lanes = logits.shape[1]
         prob_coef, label_coef = pad(torch.stack((ce, -ce)), (0, num_lanes - ce.shape[0]))
         one = prob_coef if tau != 1.0 else None
+        out = None if term is None else self._distil(term, block, student, teacher)
+        if out is not None and term is not None:
+            total = total + out.loss.double() * term.factor
         if not self.with_grad:
             return total
         label = pad(block.label, (0, num_lanes - block.label.shape[0]), value=-1).int()
@@ -266,10 +262,9 @@ class _Pass:
 
     def _distil(
         self, term: TeacherTerm, block: BlockLanes, student: LaneLogits, teacher_logits: Tensor | None
-    ) -> tuple[FastOut, Tensor | None]:
-        """With the gate `[C]` of the block's chunks, where there is one."""
+    ) -> FastOut:
         assert block.teacher is not None
-        teacher, gate = None, None
+        teacher = None
         if teacher_logits is not None:
             whole, tau = not term.objective.chooses_ids, term.objective.temperature
             teacher = LaneLogits(block.teacher, teacher_logits, tau, whole=whole)
@@ -288,7 +283,7 @@ class _Pass:
             self._add(f"{term.name}/", classes.sums("kl_loss", ids, rows, weight))
             counts = block.student.count_C, block.teacher.count_C
             self._add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, rows, weight))
-        return out, gate
+        return out
 
     def _through_head(self, block: BlockLanes, inputs: Tensor, grad: Tensor, *, first: bool) -> None:
         if self.weight_grad is not None:
@@ -343,15 +338,6 @@ class _Pass:
         # tensor-parallel ranks, per micro-batch: two numbers per metric
         total = self.comm.sum(torch.stack(pairs)) if pairs else zero[:0]
         return {name: (pair[0], pair[1]) for name, pair in zip(names, total, strict=True)}
-
-
-def _open_lanes(block: BlockLanes, gate: Tensor | None) -> Tensor:
-    """How far each lane `[width]` is taught: its chunk's gate; 0 outside of chunks."""
-    side = block.student
-    if gate is None:
-        return torch.zeros_like(block.ce_weight)
-    found = torch.cat((gate, gate.index_select(0, side.owner)))
-    return pad(found, (0, side.width - found.shape[0]))
 
 
 def _sum(values: list[Tensor]) -> Tensor:
