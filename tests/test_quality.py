@@ -456,4 +456,4 @@ def test_the_pages_say_what_the_stored_results_say() -> None:
     assert (QUALITY / "RESULTS.md").read_text() == tables.page(rows)
     readme = tables.README.read_text()
     assert tables.quoted(readme, tables.readme_table(rows)) == readme
-    assert re.search(r"^\| `tree_kl` \(default\) \|", readme, re.MULTILINE)
+    assert re.search(r"^\| `tree_kl` \(default from scratch\) \|", readme, re.MULTILINE)

@@ -32,8 +32,13 @@ README = HERE.parents[1] / "README.md"
 MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"
 NAMES = [*SOONER, *ARMS, *trl_gold.ARMS]
 """All arms, in the order of tables."""
-DEFAULT = "tree_kl_ce_.3"
-WORDS = {DEFAULT: "`tree_kl` (default)", "tree_kl": "`tree_kl`, cross-entropy at 1 in place of .3",
+LIGHT = "_ce_.3"
+"""Arms beside cross-entropy of that weight."""
+DEFAULT = f"tree_kl{LIGHT}"
+"""What a student from scratch has by default."""
+PRETRAINED = "tree_kl_soft"
+"""What a pretrained student has by default."""
+WORDS = {DEFAULT: "`tree_kl` (default from scratch)", "tree_kl": "`tree_kl`, cross-entropy at 1 in place of .3",
          "tree_kl_ce_0": "`tree_kl` without cross-entropy"}  # fmt: skip
 """Arms of tree_kl as the README names them."""
 DIRECTIONS = {
@@ -100,8 +105,8 @@ def gap_closed(value: float, alone: float, teacher: float) -> float | None:
 
 def unique(rows: Iterable[Row]) -> list[Row]:
     """One row per run, the last one."""
-    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate", "models", "swept")
-    last = {str([row.get(name) for name in settings]): row for row in rows}
+    settings = ("pair", "arm", "seed", "sizes", "precision", "epochs", "learning_rate", "swept")
+    last = {str([models(row), *(row.get(name) for name in settings)]): row for row in rows}
     return list(last.values())
 
 
@@ -463,11 +468,25 @@ def goals(found: Sequence[Experiment]) -> list[str]:
                 f"- {name}: the default, {DEFAULT}, {leads}{few(own)}; worse than cross-entropy by more than "
                 f"{TOLERATED}: {kept}; closes {number(own.gap, percent=True)} of the gap to the teacher."
             )
-        if {"p_kl", "gold"} <= set(arms):
-            sign = "above" if arms["gold"].mean > arms["p_kl"].mean else "below"
+        for weight, said in (("", "1"), (LIGHT, ".3")):
+            gold, p_kl = arms.get(f"gold{weight}"), arms.get(f"p_kl{weight}")
+            if gold and p_kl:
+                sign = "above" if gold.mean > p_kl.mean else "below"
+                lines.append(
+                    f"- {name}, cross-entropy at {said}: gold is {sign} p_kl ({gold.mean:.3f}, {p_kl.mean:.3f}); "
+                    "published: above, which is worse."
+                )
+    for experiment in found:
+        own = {arm.name: arm for arm in experiment.arms()}.get(PRETRAINED)
+        if experiment.name.startswith("real_") and own is not None and experiment.alone:
+            beside = own.mean - mean_bits(experiment.alone)
+            domain, behind = own.worst
+            kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
+            title = experiment.title.removeprefix("## ").split("\n")[0]
             lines.append(
-                f"- {name}: gold is {sign} p_kl ({arms['gold'].mean:.3f}, {arms['p_kl'].mean:.3f}); published: above, "
-                "which is worse."
+                f"- {title}: the default of a pretrained student, {PRETRAINED}, is {abs(beside):.3f} "
+                f"{'behind' if beside > 0 else 'ahead of'} cross-entropy alone{few(own)}; worse by more than "
+                f"{TOLERATED}: {kept}."
             )
     for name in ("small_long",):
         taught = [arm for arm in summaries.get(name, {}).values() if ARMS.get(arm.name) and arm.gap is not None]
@@ -491,7 +510,7 @@ def page(rows: Sequence[Row]) -> str:
     found = experiments(rows)
     parts = [(HERE / "reading.md").read_text().rstrip()]
     if any(experiment.name in DIRECTIONS for experiment in found):
-        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(usual(rows))))]
+        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(usual(rows)) + real_experiments(rows)))]
     for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
         if (HERE / plot).exists():
             parts.append(f"![{said}]({plot})")
@@ -519,8 +538,9 @@ def page(rows: Sequence[Row]) -> str:
 
 # -- README ------------------------------------------------------------------------------------------------------------
 
-SHOWN = ("gold", "p_kl", "boundary_kl", "tree_kl_ce_0", "tree_kl", DEFAULT)
-SHOWN_PAIRS = ("little_coarse", "little_fine", "little_digits")
+EQUALS = ("uld", "gold", "h_kl", "p_kl", "alm", "simct", "escd", "bpm_forward", "partition", "strict", "boundary_kl")
+SHOWN = (*(f"{name}{LIGHT}" for name in EQUALS), "tree_kl_ce_0", "tree_kl", DEFAULT)
+SHOWN_PAIRS = ("little_coarse", "little_fine", "little_digits", "little_gemma")
 
 
 def readme_table(rows: Sequence[Row]) -> str:
@@ -534,7 +554,7 @@ def readme_table(rows: Sequence[Row]) -> str:
         own = [by_name.get(name) for by_name in arms]
         if any(own):
             cells = [f"{number(arm.mean)} ({number(arm.gap, percent=True)}){few(arm)}" if arm else "-" for arm in own]
-            lines.append([WORDS.get(name, f"`{name}`"), *cells])
+            lines.append([WORDS.get(name, f"`{name.removesuffix(LIGHT)}`"), *cells])
     teachers = [number(mean_bits(experiment.teachers)) for experiment in shown]
     lines.append(["the teacher", *teachers])
     return grid(["objective", *(DIRECTIONS[experiment.name] for experiment in shown)], lines) + "\n"
