@@ -258,7 +258,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
         the run file names neither; a factor that it names was chosen without a gate."""
         given = self.model_fields_set
         own = OBJECTIVES[self.mode].gates_pretrained and self.kl_loss_weight > 0 and self.temperature == 1.0
-        if not own or "ce_loss_scale" in given:
+        if not own or self.dynamic_loss_scaling or "ce_loss_scale" in given:
             return self
         update = {"ce_loss_scale": 1.0} if "gate" in given else {"ce_loss_scale": 1.0, "gate": "soft"}
         return self.model_copy(update=update)

@@ -109,6 +109,7 @@ def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) 
         ({"ce_loss_scale": 0.3}, 0.3, "none"),
         ({"ce_loss_scale": 0.3, "gate": "soft"}, 0.3, "soft"),
         ({"temperature": 2.0}, 0.3, "none"),
+        ({"dynamic_loss_scaling": True}, 0.3, "none"),
         ({"kl_loss_weight": 0}, 1.0, "none"),
         ({"mode": "boundary_kl"}, 1.0, "none"),
         ({"mode": "p_kl"}, 1.0, "none"),

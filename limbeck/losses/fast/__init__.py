@@ -49,7 +49,8 @@ def _can_do(term: TeacherTerm) -> bool:
     signals, objective = term.teacher.signals, term.objective
     # a gate asks for the probability of every realised token, at temperature 1
     open_gate = objective.options.gate == "none"
-    gate_known = objective.lanes == ("first", "first") and objective.temperature == 1.0
+    by_token = objective.lanes == ("first", "first") or objective.vocab is None
+    gate_known = by_token and objective.temperature == 1.0
     if not (open_gate or gate_known) or len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
         return False
     return _can_read(signals[0]) and objective.has_kernels(topk=signals[0].is_topk)

@@ -114,6 +114,8 @@ def test_teacher_with_the_same_vocabulary() -> None:
     batch = make_batch(samples=4, seed=2)
     batch = {k: v for k, v in batch.items() if not k.startswith(("teacher", "alignment"))}
     assert_same(both({"temperature": 1.5}, batch, v_t=V_S, same=True), 2e-6)
+    for gate in ("soft", "hard"):
+        assert_same(both({"gate": gate}, batch, v_t=V_S, same=True), 2e-6)
 
 
 def test_several_blocks_add_up() -> None:
