@@ -181,6 +181,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from tests.test_integrations import DESCENT, losses, trainer
@@ -193,6 +194,10 @@ if made.args.process_index == 0:
     model = made.accelerator.unwrap_model(made.model)
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, folder / "weights.safetensors")
     print("losses", *losses(made))
+if torch.distributed.is_initialized():
+    # a process that ends while the other is at work may be aborted by its own threads
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 
