@@ -14,7 +14,8 @@ import yaml
 import limbeck
 from benchmarks.quality import tables, trl_gold
 from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_small
-from benchmarks.quality.real import Real, arm_amounts, best_rates, cut, write_texts
+from benchmarks.quality.corpus import write_texts as write_documents
+from benchmarks.quality.real import FIRST, Real, arm_amounts, best_rates, cut, sweep_of, write_texts
 from benchmarks.quality.real import wanted_runs as wanted_real_runs
 from benchmarks.quality.suite import (
     ARMS,
@@ -253,7 +254,8 @@ def test_the_learning_rate_is_the_best_of_the_sweep_by_amount() -> None:
         *(_row("sweep_1", rate, bits=bits) for rate, bits in (("3e-05", 1.5), ("0.0001", 1.4), ("0.0003", 1.3))),
         _row("real_1", "ce", bits=1.0),
     ]
-    assert best_rates(rows) == {"0.3": 1e-4, "1": 3e-4}
+    rows.append(_row(sweep_of("tree_kl_ce_.3", "1"), "2e-05", bits=1.0))
+    assert best_rates(rows) == {"sweep_0.3": 1e-4, "sweep_1": 3e-4, "sweep_tree_kl_ce_.3_1": 2e-5}
 
 
 def test_arms_of_real_models_are_run_on_the_amounts_that_they_name() -> None:
@@ -268,7 +270,7 @@ def test_arms_of_real_models_are_run_on_the_amounts_that_they_name() -> None:
         arm_amounts(["ce:1,7"], ["1"])
 
 
-def _real(corpus: Path, work: Path, **models: Path) -> Real:
+def _real(corpus: Path, work: Path, *, adapt: float | None = None, **models: Path) -> Real:
     options = {
         "epochs": 1,
         "least_steps": 3,
@@ -278,6 +280,7 @@ def _real(corpus: Path, work: Path, **models: Path) -> Real:
         "questions": 1,
         "domains": ["wiki"],
         "choices": [],
+        "adapt": adapt,
         "tiny": True,
     }
     return Real(corpus, work, models, argparse.Namespace(**options))
@@ -311,6 +314,38 @@ def test_arms_of_trl_read_the_run_file_of_all_others(
     bench.documents["0.001"] = 60
     assert bench.length("0.001") == (1, 30)
     assert [bench.model(row).name for row in rows] == ["real_0.001_tree_kl_7", "student"]
+
+
+def test_an_adapted_teacher_has_read_other_documents_and_keeps_its_tokenizer(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[dict[str, Any]] = []
+
+    def train(settings: dict[str, Any], folder: Path) -> int:
+        runs.append(settings)
+        (folder / "checkpoints" / "step_2" / "policy" / "weights").mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr("benchmarks.quality.real.train", train)
+    monkeypatch.setattr("benchmarks.quality.real.DEV_BYTES", 300)
+    models = {"student": tmp_path / "a", "teacher": tmp_path / "b"}
+    write_documents([f"document {n} " * 10 for n in range(20)], corpus / "teacher" / "wiki.jsonl")
+    for _ in range(2):
+        bench = _real(corpus, tmp_path / "work", adapt=0.001, **models)
+    (run,) = runs  # the second call found it done
+    assert run["policy"]["model_name"] == str(tmp_path / "b")
+    assert "teacher" not in run
+    read = {text for path in run["data"]["train"] for text in read_texts(Path(path))}
+    others = {
+        text for folder in ("dev", "text_0.001") for text in read_texts(tmp_path / "work" / folder / "wiki.jsonl")
+    }
+    assert read
+    assert not read & others
+    assert bench.teacher["model_name"].startswith(str(bench.model({"arm": "teacher"})))
+    assert bench.teacher["tokenizer"] == {"name": str(tmp_path / "b")}
+    monkeypatch.setattr("benchmarks.quality.real.DEV_BYTES", 10**9)
+    with pytest.raises(SystemExit, match="no document is left"):
+        _real(corpus, tmp_path / "other", adapt=0.001, **models)
 
 
 def test_texts_for_trl_are_cut_behind_the_last_token_that_fits() -> None:
@@ -427,7 +462,7 @@ def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teac
     rows += [_row("sweep_1", "0.0003", 0, 1.2, steps=9), _row("real", "teacher")]
     real = {"steps": 3, "batch": 2, "epochs": 1, "learning_rate": 1e-4}
     rows += [_row("real_0.3", arm, bits=bits, **real) for arm, bits in (("ce", 1.5), ("trl_gold", 1.25))]
-    rows.append(_row("sweep_taught_1", "0.0001", 0, 1.1, models="A teaches B", steps=9))
+    rows.append(_row("sweep_tree_kl_1", "0.0001", 0, 1.1, models="A teaches B", steps=9, swept="tree_kl"))
     assert [line.split("|", 2)[2] for line in tables.sweep(rows).splitlines()[2:]] == [
         " ce | 0.3 | - | **1.900** | 3.400 |",
         " ce | 1 | 9 | - | **1.700** |",
@@ -437,11 +472,36 @@ def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teac
     page = tables.page(rows)
     assert "| trl_gold | 1 | **1.750** |" in page
     assert "| 0.3 | - | **1.900** | 3.400 |" in page
-    by_amount = tables.by_amount(tables.experiments([*rows, _row("real_2", "ce", **real | {"batch": 4})]))
+    ((who, by_amount),) = tables.by_amount(
+        tables.experiments([*rows, _row("real_2", "ce", **real | {"batch": 4})])
+    ).items()
+    assert who == FIRST
     assert tables.curve(by_amount).splitlines()[2:] == [
         "| ce | 2.000 | 1.500 |",
         "| trl_gold | 1.750 (-0.250) | - |",
     ]
+
+
+def test_real_arms_stand_together_at_the_rates_of_their_sweeps_and_cross_entropy_is_whose_ever() -> None:
+    own = {"steps": 3, "batch": 2, "epochs": 1}
+    adapted = {"models": "T, adapted, teaches S"}
+    rows = [
+        *(
+            _row("sweep_tree_kl_soft_1", rate, 0, bits, batch=2, **adapted)
+            for rate, bits in (("2e-05", 1.3), ("5e-05", 1.2))
+        ),
+        _row("real_1", "ce", bits=1.5, models="T teaches S", learning_rate=1e-4, **own),
+        _row("real_1", "tree_kl_soft", bits=1.25, learning_rate=5e-5, **own, **adapted),
+        _row("real_1", "trl_gold", bits=1.4, learning_rate=5e-5, **own, **adapted),
+        _row("real_1", "tree_kl_soft", bits=1.0, learning_rate=2e-5, **own, **adapted),
+    ]
+    chosen, other = (e for e in tables.real_experiments(rows) if "adapted" in e.title)
+    assert [(arm.name, arm.worst) for arm in chosen.arms()] == [
+        *(("ce", ("a", 0.0)), ("tree_kl_soft", ("a", -0.25)), ("trl_gold", ("a", pytest.approx(-0.1)))),
+    ]
+    assert [arm.name for arm in other.arms()] == ["ce", "tree_kl_soft"]
+    assert "AdamW at 5e-05" in chosen.title
+    assert "at its best: 3 steps at 0.0001" in chosen.title
 
 
 def test_the_quote_replaces_what_stands_between_the_marks() -> None:

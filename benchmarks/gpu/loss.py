@@ -5,7 +5,8 @@
     PYTHONPATH=. python benchmarks/gpu/loss.py --fp8-head [--profile]      # an experiment: row boundary_kl_fp8_head
 
 Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json. With
-`--pairs`, folders of `prepare.py`: only `tree_kl` on their texts, rows `tree_kl_NAME` and `tree_kl_cheap_NAME`.
+`--pairs`, folders of `prepare.py`: only `tree_kl` on their texts, rows `tree_kl_NAME`, `tree_kl_soft_NAME` (with a
+gate) and `tree_kl_cheap_NAME`.
 """
 
 from __future__ import annotations
@@ -229,12 +230,13 @@ def row_of(
 
 
 def measure_pair(folder: Path, *, only: Sequence[str] | None, plain: bool, profiled: bool) -> None:
-    """Rows of tree_kl, unconditioned and conditioned, on the text of a folder of `prepare.py`."""
+    """Rows of tree_kl, as it is, gated and conditioned, on the text of a folder of `prepare.py`."""
     problem = Problem.of_pair(folder)
     floor = measure(problem.products, repeat=10).ms
     torch.cuda.empty_cache()
     print(f"{folder.name}: {problem.rows} and {problem.teacher_rows} rows, four products {floor:.2f} ms", flush=True)
-    for name, options in (("tree_kl", {}), ("tree_kl_cheap", {"condition": "cheap"})):
+    cases = {"tree_kl": {}, "tree_kl_soft": {"gate": "soft"}, "tree_kl_cheap": {"condition": "cheap"}}
+    for name, options in cases.items():
         if only is not None and name not in only:
             continue
         try:

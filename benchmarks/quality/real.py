@@ -3,17 +3,20 @@
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student FOLDER --teacher MODEL
         [--megabytes .1 .3 1 3] [--arms ce tree_kl_ce_.3:.1,.3 ...] [--then trl_gold ...] [--seeds 1 2 3] [--epochs 2]
         [--lr 3e-5 1e-4 3e-4] [--choices hellaswag.jsonl arc_easy.jsonl piqa.jsonl] [--parallel 6] [--minutes 9]
-        [--models "TEACHER teaches STUDENT"]
+        [--models "TEACHER teaches STUDENT"] [--adapt 6]
 
 CORPUS is what `corpus.py` wrote; the student reads documents of its part of `--domains`, in equal shares of bytes, and
 is measured on the held-out part of the same domains, on sums to be worked out, and on files of multiple choice. Student
 and teacher as they come are measured, too: a teacher teaches nothing where it is no better. A model that needs its
-begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it.
+begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it. With `--adapt` the teacher first reads
+so many megabytes of *other* documents of the domains (the corpus's teacher part), once, with cross-entropy alone: one
+that has read the student's own documents would teach what they say, not what follows in texts like them.
 
-Of several learning rates each amount of text takes the one that is best for cross-entropy alone, and for what is
-taught the one that is best for the default loss, by the bits per byte of documents that nobody reports on (of the
-corpus's teacher part, which no model here reads). Every arm is a `limbeck train` run, but those of `trl_gold.py`,
-which are TRL's own trainer on the same run file. An arm is run on every amount of text, or on those behind its colon.
+Of several learning rates every arm of `--sweep` takes for each amount of text the one that is best for it, and every
+other one the rate of cross-entropy alone or, where it is taught, of the default of a pretrained student; by the bits
+per byte of documents that nobody reports on and that no model here reads (of the corpus's teacher part). Every arm is
+a `limbeck train` run, but those of `trl_gold.py`, which are TRL's own trainer on the same run file. An arm is run on
+every amount of text, or on those behind its colon.
 Text that is too little for `--least-steps` is read more often than `--epochs` times; cross-entropy alone, which such
 reading spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run,
 and a second call goes on where the first one stopped.
@@ -28,7 +31,6 @@ SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import shutil
@@ -39,6 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import trl_gold
+from benchmarks.quality.corpus import read_texts
+from benchmarks.quality.corpus import write_texts as write_documents
 from benchmarks.quality.suite import (
     ARMS,
     CONTEXT,
@@ -47,6 +51,7 @@ from benchmarks.quality.suite import (
     Row,
     computed_in,
     held_out,
+    latest,
     measure,
     run_file,
     run_module,
@@ -58,8 +63,9 @@ from benchmarks.quality.suite import (
 FIRST = "SmolLM2-135M-Instruct teaches MiniMind2-Small"
 DOMAINS = ("english", "gsm8k", "code", "wiki")
 DEFAULT_ARMS = ["ce", "boundary_kl_ce_.3", "tree_kl_ce_.3", "tree_kl_soft"]
-TAUGHT = "tree_kl_ce_.3"
-"""The arm that chooses the learning rate of what is taught."""
+TAUGHT = "tree_kl_soft"
+"""The default of a pretrained student, whose learning rate all taught arms take that have no sweep of their own."""
+ADAPTED_RATE = 1e-4
 DEV_BYTES = 30_000
 SWEEP_SEED = 0
 SOONER = {"ce_75": 75, "ce_150": 150, "ce_300": 300}
@@ -94,32 +100,44 @@ def cut(texts: dict[str, list[str]], size: int) -> dict[str, list[str]]:
 
 
 def write_texts(
-    corpus: Path, part: str, out: Path, domains: Iterable[str], size: int, document_bytes: int | None = None
+    corpus: Path,
+    part: str,
+    out: Path,
+    domains: Iterable[str],
+    size: int,
+    document_bytes: int | None = None,
+    apart_from: Path | None = None,
 ) -> int:
-    """`out/DOMAIN.jsonl` with about so many bytes of a part of the corpus, documents up to so many of their own; the
-    number of documents."""
-    out.mkdir(parents=True, exist_ok=True)
+    """`out/DOMAIN.jsonl` with about so many bytes of a part of the corpus, documents up to so many of their own and
+    none of another such folder's; the number of documents."""
     texts = {}
     for name in domains:
-        lines = (corpus / part / f"{name}.jsonl").read_text().strip().split("\n")
-        own = (json.loads(line)["text"].encode() for line in lines)
-        texts[name] = [text[:document_bytes].decode(errors="ignore") for text in own]
-    taken = cut(texts, size)
-    for name, texts in taken.items():
-        rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        (out / f"{name}.jsonl").write_text("".join(rows))
-    return sum(map(len, taken.values()))
+        taken = set(read_texts(apart_from / f"{name}.jsonl")) if apart_from else set[str]()
+        own = (
+            text.encode()[:document_bytes].decode(errors="ignore")
+            for text in read_texts(corpus / part / f"{name}.jsonl")
+        )
+        texts[name] = [text for text in own if text not in taken]
+    chosen = cut(texts, size)
+    for name, documents in chosen.items():
+        write_documents(documents, out / f"{name}.jsonl")
+    return sum(map(len, chosen.values()))
+
+
+def sweep_of(arm: str, amount: str) -> str:
+    """Name of the pair of the runs that choose an arm's learning rate: `sweep_MB` of cross-entropy alone,
+    `sweep_ARM_MB` of others."""
+    return f"sweep_{amount}" if arm == "ce" else f"sweep_{arm}_{amount}"
 
 
 def best_rates(rows: Iterable[Row]) -> dict[str, float]:
-    """Of the rows of a sweep (`sweep_MB`, arm: the rate) the rate with the fewest bits per byte, by amount of text; of
-    `sweep_taught_MB`, by `taught_MB`."""
+    """Of the rows of every sweep (arm: the rate) the rate with the fewest bits per byte."""
     bits: dict[str, dict[float, float]] = {}
     for row in rows:
         if row["pair"].startswith("sweep_"):
             mean = statistics.mean(own["bpb"] for own in row["measures"].values())
-            bits.setdefault(row["pair"].removeprefix("sweep_"), {})[float(row["arm"])] = mean
-    return {amount: min(own, key=own.__getitem__) for amount, own in bits.items()}
+            bits.setdefault(row["pair"], {})[float(row["arm"])] = mean
+    return {pair: min(own, key=own.__getitem__) for pair, own in bits.items()}
 
 
 Amounts = Mapping[str, Sequence[str]]
@@ -176,13 +194,35 @@ class Real:
         }
         write_texts(corpus, "teacher", work / "dev", args.domains, DEV_BYTES * len(args.domains))
         self.dev = sorted((work / "dev").glob("*.jsonl"))
+        self.teacher = {"model_name": str(models["teacher"]), "precision": "auto", "max_total_sequence_length": CONTEXT}
+        if args.adapt:
+            number = write_texts(
+                corpus, "teacher", work / "adapted_text", args.domains, round(args.adapt * 1e6), apart_from=work / "dev"
+            )
+            if not number:
+                raise SystemExit(
+                    "no document is left for the teacher: those that choose learning rates are all there are"
+                )
+            self._adapt(max(number // self.batch, 1))
         own = {*args.domains, "sums"}
         self.reported = [*(path for path in held_out(corpus, work) if path.stem in own), *args.choices]
 
-    def policy(self, steps: int, lr: float) -> dict[str, Any]:
-        """The student as it comes, under a cosine schedule."""
+    def _adapt(self, steps: int) -> None:
+        """The teacher reads `adapted_text` once; from here on it is what that run leaves."""
+        folder, tokenizer = self.work / "adapted", str(self.models["teacher"])
+        steps = min(steps, self.max_steps or steps)
+        if not (folder / "done").exists():
+            files = sorted((self.work / "adapted_text").glob("*.jsonl"))
+            policy = self.policy(steps, ADAPTED_RATE, "teacher")
+            train(run_file(files, policy, steps, self.batch, SWEEP_SEED, folder), folder)
+            (folder / "done").touch()
+        self.models = self.models | {"teacher": folder}
+        self.teacher |= {"model_name": str(latest(folder)), "tokenizer": {"name": tokenizer}}
+
+    def policy(self, steps: int, lr: float, side: str = "student") -> dict[str, Any]:
+        """The student (or the teacher) as it comes, under a cosine schedule."""
         return {
-            "model_name": str(self.models["student"]),
+            "model_name": str(self.models[side]),
             "precision": "auto",
             "max_total_sequence_length": CONTEXT,
             "train_micro_batch_size": self.batch,
@@ -213,8 +253,7 @@ class Real:
         files = sorted((self.work / f"text_{amount}").glob("*.jsonl"))
         settings = run_file(files, self.policy(steps, lr), steps, self.batch, row["seed"], folder)
         if not is_alone(arm):
-            teacher = {"model_name": str(self.models["teacher"]), "precision": "auto"}
-            settings["teacher"] = teacher | {"max_total_sequence_length": CONTEXT}
+            settings["teacher"] = self.teacher
         start = time.time()
         if arm in trl_gold.ARMS:
             run_module(trl_gold.__name__, write_run(settings, folder), arm, log=folder / "log")
@@ -251,11 +290,14 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", metavar="ARM[:MB,MB]", default=DEFAULT_ARMS, help="none: the sweep alone")
     parser.add_argument("--then", nargs="+", metavar="ARM[:MB,MB]", default=[], help="behind all seeds of --arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--adapt", type=float, help="megabytes of other documents that the teacher reads first")
     parser.add_argument("--batch", type=int, default=16, help="documents per step")
     parser.add_argument("--document-bytes", type=int, help="of a document that the student reads, at the most")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--least-steps", type=int, default=48, help="more epochs where the text has fewer")
     parser.add_argument("--lr", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4])
+    parser.add_argument("--sweep", nargs="+", metavar="ARM", choices=["ce", *ARMS], default=["ce", TAUGHT],
+                        help="arms that choose a learning rate of their own")  # fmt: skip
     parser.add_argument("--choices", nargs="+", type=Path, default=[], help="files of multiple choice")
     parser.add_argument("--questions", type=int, default=400, help="of each file of multiple choice or sums")
     parser.add_argument("--parallel", type=int, default=6)
@@ -276,20 +318,28 @@ def main() -> None:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
         if pair == "real":
             return row
-        amount, taught = pair.removeprefix("sweep_"), "taught_"
-        row["swept"] = TAUGHT if amount.startswith(taught) else "ce"
-        return bench.run(row, amount.removeprefix(taught), row["swept"], float(arm))
+        family, _, amount = pair.removeprefix("sweep_").rpartition("_")
+        row["swept"] = family or "ce"
+        return bench.run(row, amount, row["swept"], float(arm))
 
-    sweeps = len(args.lr) > 1
-    families = [f"{family}{amount}" for amount in amounts for family in ("", "taught_")]
-    swept = [(f"sweep_{family}", f"{lr:g}", SWEEP_SEED) for family in families for lr in args.lr if sweeps]
+    def chooser(arm: str) -> str:
+        return "ce" if is_alone(arm) else arm if arm in args.sweep else TAUGHT
+
+    needed = dict.fromkeys(map(chooser, [*arms, *then] or args.sweep))
+    swept = [
+        (sweep_of(arm, amount), f"{lr:g}", SWEEP_SEED)
+        for amount in amounts
+        for arm in needed
+        for lr in args.lr
+        if len(args.lr) > 1
+    ]
     results.fill([("real", "student", 1), ("real", "teacher", 1), *swept], start, bench.measured, args.parallel)
-    rates = dict.fromkeys(families, args.lr[0]) | (best_rates(results.rows()) if sweeps else {})
-    print("learning rates by megabytes:", rates, flush=True)
+    rates = best_rates(results.rows())
+    print("learning rates:", rates or args.lr[0], flush=True)
 
     def distil(pair: str, arm: str, seed: int) -> Row:
         amount = pair.removeprefix("real_")
-        rate = rates[amount if is_alone(arm) else f"taught_{amount}"]
+        rate = rates[sweep_of(chooser(arm), amount)] if swept else args.lr[0]
         return bench.run({"pair": pair, "arm": arm, "seed": seed}, amount, arm, rate)
 
     wanted = [run for own in (arms, then) for run in wanted_runs(own, amounts, args.seeds)]

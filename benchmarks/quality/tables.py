@@ -251,35 +251,73 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
 
 
 def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
-    """Of real models, by amount of text and learning rate of what is taught; cross-entropy alone has its own best."""
-    alike = defaultdict[tuple[Any, ...], list[Row]](list)
+    """Of real models by amount of text: first every arm at the learning rate that its sweep chose, then those at other
+    rates, one rate after the other. Cross-entropy alone has its own best, and is the same whoever teaches."""
+    chosen, alike = chosen_rates(rows), defaultdict[tuple[Any, ...], list[Row]](list)
     for row in rows:
         if row["pair"].startswith("real_"):
-            step = (row.get("precision", "float32"), row["batch"], row.get("document_bytes", 0))
-            alike[(models(row), amount(row["pair"]), *step)].append(row)
+            alike[(models(row), amount(row["pair"]), *step_of(row))].append(row)
     found = []
-    for (who, size, precision, batch, most), these in sorted(alike.items(), key=lambda own: (own[0][0] != FIRST, own)):
-        alone = best_alone([row for row in these if is_alone(row["arm"])])
+    for (who, size, *step), these in sorted(alike.items(), key=lambda own: (own[0][0] != FIRST, own[0])):
+        kin = [
+            row
+            for (other, *same), own in alike.items()
+            if (student_of(other), *same) == (student_of(who), size, *step)
+            for row in own
+        ]
+        alone = best_alone([row for row in kin if is_alone(row["arm"])])
         taught = [row for row in these if not is_alone(row["arm"])]
         as_it_comes, teachers = (
-            [row for row in rows if (row["pair"], row["arm"], models(row)) == ("real", side, who)]
-            for side in ("student", "teacher")
-        )
+            [row for row in rows if (row["pair"], row["arm"]) == ("real", side) and name(models(row)) == name(who)
+             and row["measures"].keys() == these[0]["measures"].keys()]
+            for side, name in (("student", student_of), ("teacher", str))
+        )  # fmt: skip
         (reference, *others) = sorted(alone, key=mean_bits) or [[]]
-        for rate in sorted({row["learning_rate"] for row in taught or reference}):
-            here = [row for row in taught if row["learning_rate"] == rate]
-            first, last = (here or reference)[0], reference[0] if reference else None
-            run = f"{first['steps']} steps of {batch} documents" + (f" of up to {most} bytes" if most else "")
-            run += f", {first['epochs']} epochs, AdamW at {rate:g}"
-            run += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
-            run += f", {precision}; {device(here or reference)}."
-            if last and (last["steps"], last["learning_rate"]) != (first["steps"], rate):
-                run += f" Cross-entropy alone is at its best: {last['steps']} steps at {last['learning_rate']:g}."
-            own = as_it_comes + here + [row for rows in others for row in rows]
-            found.append(
-                Experiment(f"real_{size:g}", f"## {who}, {size:g} MB of text\n\n{run}", own, reference, teachers)
-            )
+        by_rate = defaultdict[float, list[Row]](list)
+        for row in taught or reference:
+            # an arm without a sweep has the rate of the defaults
+            swept = [chosen.get((who, row["batch"], size, arm)) for arm in (row["arm"], PRETRAINED, DEFAULT)]
+            own = next((rate for rate in swept if rate is not None), None)
+            by_rate[0.0 if row["learning_rate"] == own else row["learning_rate"]].append(row)
+        for _, here in sorted(by_rate.items()):
+            beside = as_it_comes[-1:] + (here if taught else []) + [row for rows in others for row in rows]
+            title = f"## {who}, {size:g} MB of text\n\n{said_of(here, reference, step)}"
+            found.append(Experiment(f"real_{size:g}", title, beside, reference, teachers[-1:]))
     return found
+
+
+def said_of(rows: Sequence[Row], alone: Sequence[Row], step: Sequence[Any]) -> str:
+    """How the rows of a table were run."""
+    precision, batch, most, _ = step
+    first = rows[0]
+    rates = sorted({row["learning_rate"] for row in rows})
+    said = f"{first['steps']} steps of {batch} documents" + (f" of up to {most} bytes" if most else "")
+    said += f", {first['epochs']} epochs, AdamW at {' and '.join(f'{rate:g}' for rate in rates)}"
+    said += f" behind {first['warmup']} steps of warm-up" if "warmup" in first else ""
+    said += f", {precision}; {device(rows)}."
+    if alone and (alone[0]["steps"], [alone[0]["learning_rate"]]) != (first["steps"], rates):
+        said += f" Cross-entropy alone is at its best: {alone[0]['steps']} steps at {alone[0]['learning_rate']:g}."
+    return said
+
+
+def step_of(row: Row) -> tuple[Any, ...]:
+    """What a step of a real run is: precision, documents and bytes of one, domains."""
+    return row.get("precision", "float32"), row["batch"], row.get("document_bytes", 0), tuple(sorted(row["measures"]))
+
+
+def chosen_rates(rows: Iterable[Row]) -> dict[tuple[str, int, float, str], float]:
+    """The learning rate that the sweep of an arm chose, by models, documents per step, amount of text and arm."""
+    swept = defaultdict[tuple[str, int, float, str], dict[float, float]](dict)
+    for row in rows:
+        if row["pair"].startswith("sweep_"):
+            family, _, size = row["pair"].removeprefix("sweep_").rpartition("_")
+            swept[models(row), row.get("batch", 0), float(size), family or "ce"][float(row["arm"])] = mean_bits([row])
+    return {key: min(own, key=own.__getitem__) for key, own in swept.items()}
+
+
+def student_of(who: str) -> str:
+    """The student of `TEACHER teaches STUDENT`."""
+    return who.rpartition(" teaches ")[2]
 
 
 def best_alone(rows: Iterable[Row]) -> list[list[Row]]:
@@ -401,18 +439,21 @@ def probes(rows: Iterable[Row]) -> str:
     return grid(head, lines) if lines else ""
 
 
-def by_amount(found: Iterable[Experiment]) -> list[Experiment]:
-    """Real models, one experiment by amount of text: those whose steps are alike, of several learning rates the best
-    for cross-entropy alone."""
+def by_amount(found: Iterable[Experiment]) -> dict[str, list[Experiment]]:
+    """Of real models one experiment by amount of text, where several amounts have steps alike: the first of them, in
+    which every arm has its own learning rate, unless another is better for cross-entropy alone."""
     alike = defaultdict[tuple[Any, ...], dict[str, Experiment]](dict)
     for experiment in found:
         if experiment.name.startswith("real_") and experiment.alone:
-            step = tuple(experiment.alone[0].get(name) for name in ("batch", "document_bytes", "precision", "models"))
-            have = alike[step].setdefault(experiment.name, experiment)
+            who = experiment.title.splitlines()[0].removeprefix("## ").rpartition(", ")[0]
+            have = alike[(who, *step_of(experiment.alone[0]))].setdefault(experiment.name, experiment)
             if mean_bits(experiment.alone) < mean_bits(have.alone):
-                alike[step][experiment.name] = experiment
-    largest = max(alike.values(), key=len, default={})
-    return sorted(largest.values(), key=lambda experiment: amount(experiment.name))
+                alike[(who, *step_of(experiment.alone[0]))][experiment.name] = experiment
+    curves = dict[str, list[Experiment]]()
+    for (who, *_), own in alike.items():
+        if len(own) > max(1, len(curves.get(who, []))):
+            curves[who] = sorted(own.values(), key=lambda experiment: amount(experiment.name))
+    return curves
 
 
 def curve(real: Sequence[Experiment]) -> str:
@@ -514,14 +555,12 @@ def page(rows: Sequence[Row]) -> str:
     for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
         if (HERE / plot).exists():
             parts.append(f"![{said}]({plot})")
-    real = by_amount(found)
-    if len(real) > 1:
-        said = (
-            "Bits per byte, held out, and the difference to cross-entropy alone; each amount at its own learning rate."
-        )
-        parts.append(f"## Real models by amount of text\n\n{said}\n\n{curve(real)}")
+    if real := by_amount(found):
+        said = "Bits per byte, held out, and the difference to cross-entropy alone; every arm at its own learning rate."
+        parts.append(f"## Real models by amount of text\n\n{said}")
+        parts += [f"{who}:\n\n{curve(own)}" for who, own in real.items()]
     if any(row["pair"].startswith("sweep_") for row in rows):
-        said = "Cross-entropy alone on documents of no other table; bold: the rate that `real.py` gives to all arms."
+        said = "On documents of no other table; bold: the rate that `real.py` gives to the arm."
         parts.append(f"## Real models: learning rates by amount of text\n\n{said}\n\n{sweep(rows)}")
     for experiment in found:
         everything = experiment.teachers + experiment.alone + experiment.rows
@@ -600,25 +639,27 @@ def draw_curve(found: Sequence[Experiment], path: Path) -> None:
     from matplotlib.figure import Figure
 
     real = by_amount(found)
-    curves = defaultdict[str, list[tuple[float, float, float]]](list)
-    for experiment in real:
-        for arm in experiment.arms():
-            curves[arm.name].append((amount(experiment.name), arm.mean, arm.spread or 0.0))
-    if len(real) < 2:
+    if not real:
         return
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    for name, points in curves.items():
-        x, y, spread = zip(*points, strict=True)
-        style = {"color": "black", "linestyle": ":"} if name == "student" else {"marker": "o"}
-        label = "the student as it comes" if name == "student" else name
-        axis.errorbar(x, y, yerr=spread, label=label, capsize=2, linewidth=1.2, **style)
-    axis.set_xscale("log")
-    axis.set_xticks([amount(e.name) for e in real], [f"{amount(e.name):g}" for e in real])
-    axis.minorticks_off()
-    axis.set_xlabel("text that the student reads, MB")
-    axis.set_ylabel("held-out bits per byte")
-    axis.legend(fontsize=8)
+    figure = Figure(figsize=(5 * len(real), 4), layout="constrained")
+    axes = figure.subplots(1, len(real), squeeze=False)[0]
+    for axis, (who, own) in zip(axes, real.items(), strict=True):
+        curves = defaultdict[str, list[tuple[float, float, float]]](list)
+        for experiment in own:
+            for arm in experiment.arms():
+                curves[arm.name].append((amount(experiment.name), arm.mean, arm.spread or 0.0))
+        for name, points in curves.items():
+            x, y, spread = zip(*points, strict=True)
+            style = {"color": "black", "linestyle": ":"} if name == "student" else {"marker": "o"}
+            label = "the student as it comes" if name == "student" else name
+            axis.errorbar(x, y, yerr=spread, label=label, capsize=2, linewidth=1.2, **style)
+        axis.set_xscale("log")
+        axis.set_xticks([amount(e.name) for e in own], [f"{amount(e.name):g}" for e in own])
+        axis.minorticks_off()
+        axis.set_xlabel("text that the student reads, MB")
+        axis.set_title(who, fontsize=8)
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("held-out bits per byte")
     figure.savefig(path, dpi=110)
 
 
