@@ -206,6 +206,8 @@ class World:
     folder: Path
     sizes: Sizes
     model: str | None = None
+    named: str | None = None
+    """The model's name, as tables show it."""
 
     @property
     def template(self) -> str:
@@ -381,7 +383,7 @@ class Rows:
             print(place.name, arm, rate, place.seed, error, flush=True)
             return
         row = {"experiment": place.name, "arm": arm, "rate": rate, "seed": place.seed, "measures": measures,
-               "sizes": asdict(place.sizes), "seconds": round(time.time() - begun), **origin(),
+               "model": place.named, "sizes": asdict(place.sizes), "seconds": round(time.time() - begun), **origin(),
                "command": " ".join(["benchmarks/quality/hints.py", *sys.argv[1:]])}  # fmt: skip
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -406,6 +408,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates of the arms (default: by world)")
     parser.add_argument("--logs", nargs="+", default=[], help="agent logs, files or globs, for `logs`")
     parser.add_argument("--model", help="model folder or GGUF file; `tools` goes without")
+    parser.add_argument("--name", help="the model's name, as tables show it (default: that of its folder or file)")
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true", help="one seed, one rate, smallest sizes: does it run?")
@@ -418,7 +421,8 @@ def main() -> None:
     pairs, places = [given.split("=") for given in args.sizes], []
     for name in args.worlds:
         sizes = replace(SIZES[name + tiny], **{key: yaml.safe_load(value) for key, value in pairs})
-        places += [World(name, seed, args.work / f"{name}_{seed}", sizes, args.model) for seed in seeds]
+        named = args.name or (args.model and Path(args.model).stem)
+        places += [World(name, seed, args.work / f"{name}_{seed}", sizes, args.model, named) for seed in seeds]
     rows = Rows(args.work / "hints.jsonl", args.minutes)
 
     def begin(place: World) -> None:

@@ -71,14 +71,15 @@ def tools_tables(rows: list[Row]) -> list[str]:
             chosen[arm] = rate
     head = "| arm | " + " | ".join(f"{name}: mistake | right" for name, _ in GROUPS) + " | kept |"
     rule = "|---" * (2 * len(GROUPS) + 2) + "|"
-    seeds, sizes = sorted({row["seed"] for row in rows}), rows[0]["sizes"]
+    seeds, sizes, model = sorted({row["seed"] for row in rows}), rows[0]["sizes"], rows[0].get("model")
+    student = model or f"{sizes['layers']} layers x {sizes['hidden']} from scratch"
     lines = [
-        "## The generated world\n",
-        f"Seeds {', '.join(map(str, seeds))}; {sizes['layers']} layers x {sizes['hidden']}; {sizes['base_steps']} "
-        f"steps of {sizes['base_batch']} logs, then {sizes['steps']} steps of {sizes['batch']} failed calls of "
-        f"{sizes['sites']} tasks; {rows[0]['device']}. Per cent of the states, mean and standard deviation over seeds; "
-        "each arm at its own rate, chosen on other states. A mistake is a call of the form of the recorded failure, "
-        "right one of the form of the recovery, whatever values were copied.\n",
+        f"## The generated world: {student}\n",
+        f"Seeds {', '.join(map(str, seeds))}; {sizes['base_steps']} steps of {sizes['base_batch']} logs, then "
+        f"{sizes['steps']} steps of {sizes['batch']} failed calls of {sizes['sites']} tasks; {rows[0]['device']}. Per "
+        "cent of the states, mean and standard deviation over seeds; each arm at its own rate, chosen on other states. "
+        "A mistake is a call of the form of the recorded failure, right one of the form of the recovery, whatever "
+        "values were copied.\n",
         head,
         rule,
     ]
@@ -139,8 +140,11 @@ def main() -> None:
     if reading.exists():
         print(reading.read_text())
     for name, draw in (("tools", tools_tables), ("logs", logs_table)):
-        own = [row for row in rows if row["experiment"] == name]
-        if own:
+        students = defaultdict[str, list[Row]](list)
+        for row in rows:
+            if row["experiment"] == name:
+                students[row.get("model") or ""].append(row)
+        for _, own in sorted(students.items(), reverse=True):
             print("\n".join(draw(own)))
 
 
