@@ -564,7 +564,9 @@ class Bench:
             }
             for name in own.teachers
         ]
-        settings["loss_fn"] = {"block_rows": sizes.block_rows, "probe_every": self.probe_every, **loss}
+        # of several teachers, the arms say how they are weighed
+        own_loss = {"block_rows": sizes.block_rows, "probe_every": self.probe_every, "teacher_scoring": "static"}
+        settings["loss_fn"] = own_loss | loss
         if arm in CACHED:
             settings["teachers"][0] |= {"cache": str(self.cache(pair, CACHED[arm], settings)), "cache_k": CACHED[arm]}
         return settings

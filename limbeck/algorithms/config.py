@@ -130,6 +130,8 @@ class MasterConfig(_RunFile):
             self.loss_fn = self.loss_fn.without_teachers()
         elif self.policy.init == "pretrained":
             self.loss_fn = self.loss_fn.for_pretrained()
+        if len(self.named_teachers) > 1:
+            self.loss_fn = self.loss_fn.for_several()
         remote = any(own.server is not None and own.cache is None for own in self.all_teachers)
         if remote and self.loss_fn.temperature != 1.0:
             raise ValueError(

@@ -67,9 +67,20 @@ def _loss(values: Section, taught: bool) -> str:
         if not taught or not loss["kl_loss_weight"]:
             return "cross-entropy alone"
         gate = "" if loss["gate"] == "none" else f" ({loss['gate']} gate)"
-        return f"{loss['kl_loss_weight']:g} x {loss['mode']}{gate} + {loss['ce_loss_scale']:g} x cross-entropy"
+        said = f"{loss['kl_loss_weight']:g} x {loss['mode']}{gate} + {loss['ce_loss_scale']:g} x cross-entropy"
+        return said if len(values.get("teachers") or []) < 2 else f"{said}; teachers {_combined(loss)}"
     loss = values.get("loss") or {}
     return ", ".join(name for name in ("policy", "hint", "preference") if name in loss)
+
+
+def _combined(loss: Section) -> str:
+    """How several teachers are."""
+    if loss["teacher_combination"] != "sum":
+        return {"select_teacher": "chosen text by text", "averaged_logits": "averaged"}[loss["teacher_combination"]]
+    if loss["teacher_scoring"] != "static":
+        return f"weighed text by text ({loss['teacher_scoring']})"
+    weights = loss["teacher_weights"]
+    return "weighed alike" if weights is None else f"weighed {' : '.join(f'{weight:g}' for weight in weights)}"
 
 
 def own_text(own: Section) -> str:

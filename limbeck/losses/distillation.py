@@ -89,7 +89,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     'h_kl'
 
     Where no factor of cross-entropy is given, it is the mode's; without distillation it is 1. A run with a pretrained
-    student takes `for_pretrained`.
+    student takes `for_pretrained`, one with several teachers `for_several`.
 
     >>> [CrossTokenizerDistillationLossConfig(mode=mode).ce_loss_scale for mode in ("tree_kl", "boundary_kl")]
     [0.3, 1.0]
@@ -152,7 +152,11 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     topk_by: ChosenBy = Field("teacher", description="whose most likely tokens those are")
     teacher_combination: Combination = Field("sum", description="how several teachers are combined")
     teacher_weights: list[float] | None = Field(None, description="static weights; default: equal, summing to 1")
-    teacher_scoring: Scoring = Field("static", description="per-sample weights softmax(alpha * score) by this score")
+    teacher_scoring: Scoring = Field(
+        "static",
+        description="per-sample weights softmax(alpha * score) by this score; a run with several teachers that says "
+        "nothing of how they are combined takes ce",
+    )
     scoring_alpha: float = Field(1.0, description="sharpness of scored weights")
     dynamic_scaling_source: ScalingSource = Field("running", description="where the step's ratio comes from")
     dynamic_scaling_decay: float = Field(0.9, description="decay of the running estimate")
@@ -262,6 +266,12 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             return self
         update = {"ce_loss_scale": 1.0} if "gate" in given else {"ce_loss_scale": 1.0, "gate": "soft"}
         return self.model_copy(update=update)
+
+    def for_several(self) -> Self:
+        """The same for several teachers: each text is weighed towards those that know it, by their cross-entropy, where
+        the run file does not say how they are combined."""
+        said = {"teacher_combination", "teacher_weights", "teacher_scoring"} & self.model_fields_set
+        return self if said else self.model_copy(update={"teacher_scoring": "ce"})
 
     @property
     def as_published(self) -> bool:

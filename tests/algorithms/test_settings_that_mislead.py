@@ -194,6 +194,25 @@ def test_a_student_that_can_speak_already_has_a_gate_and_whole_cross_entropy(stu
     assert (alone.loss_fn.gate, alone.loss_fn.ce_loss_scale) == ("none", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "weighed text by text (ce)"),
+        ({"teacher_weights": [0.8, 0.2]}, "weighed 0.8 : 0.2"),
+        ({"teacher_scoring": "static"}, "weighed alike"),
+        ({"teacher_combination": "select_teacher"}, "chosen text by text"),
+        ({"teacher_combination": "averaged_logits"}, "averaged"),
+    ],
+)
+def test_a_run_says_how_its_teachers_are_combined(stuff: Path, tmp_path: Path, given: dict, said: str) -> None:
+    values = settings(stuff, tmp_path)
+    values["loss_fn"] = {"mode": "tree_kl", **given}
+    values["teachers"] = [values.pop("teacher")] * 2
+    run = runs.resolved(values)
+    assert any(line.endswith(f"x cross-entropy; teachers {said}") for line in summary(run))
+    assert runs.resolved(run.model_dump()) == run
+
+
 def test_a_value_in_place_of_a_section_is_told_in_plain_words() -> None:
     with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section, that is keys with their values$"):
         resolve(PolicyConfig, {"model_name": "m", "optimizer": 3})

@@ -122,6 +122,27 @@ def test_a_student_that_is_not_trained_from_scratch(given: dict, scale: float, g
     assert again.for_pretrained() == again == cfg
 
 
+@pytest.mark.parametrize(
+    ("given", "scoring"),
+    [
+        ({}, "ce"),
+        ({"mode": "p_kl"}, "ce"),
+        ({"teacher_weights": [0.8, 0.2]}, "static"),
+        ({"teacher_scoring": "static"}, "static"),
+        ({"teacher_scoring": "entropy"}, "entropy"),
+        ({"teacher_combination": "select_teacher"}, "static"),
+        ({"teacher_combination": "averaged_logits"}, "static"),
+    ],
+)
+def test_several_teachers_are_weighed_by_what_they_know_unless_something_else_is_said(
+    given: dict, scoring: str
+) -> None:
+    cfg = CrossTokenizerDistillationLossConfig(**given)
+    assert cfg.for_several().teacher_scoring == scoring
+    again = CrossTokenizerDistillationLossConfig(**yaml.safe_load(dump_yaml(cfg.for_several())))
+    assert again.for_several() == again == cfg.for_several()
+
+
 def test_the_default_mode_s_factor_is_the_field_s() -> None:
     field = CrossTokenizerDistillationLossConfig.model_fields["ce_loss_scale"]
     assert field.default == CrossTokenizerDistillationLossConfig().ce_loss_scale
