@@ -327,7 +327,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def _lora_run(folder: Path) -> dict[str, Any]:
-    values = merge(_run(folder), {"policy": {"lora": {"r": 4}}})
+    values = merge(_run(folder), {"policy": {"lora": {"r": 4}}, "loss_fn": {"teacher_scoring": "static"}})
     return {**values, "teacher": None, "teachers": [runs.model(folder, name) for name in ("teacher", "student")]}
 
 
