@@ -253,34 +253,29 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
 def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
     """Of real models by amount of text: first every arm at the learning rate that its sweep chose, then those at other
     rates, one rate after the other. Cross-entropy alone has its own best, and is the same whoever teaches."""
-    chosen, alike = chosen_rates(rows), defaultdict[tuple[Any, ...], list[Row]](list)
+    alike, alone = defaultdict[tuple[Any, ...], list[Row]](list), defaultdict[tuple[Any, ...], list[Row]](list)
     for row in rows:
         if row["pair"].startswith("real_"):
-            alike[(models(row), amount(row["pair"]), *step_of(row))].append(row)
-    found = []
+            how = amount(row["pair"]), *step_of(row)
+            alike[(models(row), *how)].append(row)
+            if is_alone(row["arm"]):
+                alone[(student_of(models(row)), *how)].append(row)
+    chosen, found = chosen_rates(rows), []
     for (who, size, *step), these in sorted(alike.items(), key=lambda own: (own[0][0] != FIRST, own[0])):
-        kin = [
-            row
-            for (other, *same), own in alike.items()
-            if (student_of(other), *same) == (student_of(who), size, *step)
-            for row in own
-        ]
-        alone = best_alone([row for row in kin if is_alone(row["arm"])])
         taught = [row for row in these if not is_alone(row["arm"])]
-        as_it_comes, teachers = (
-            [row for row in rows if (row["pair"], row["arm"]) == ("real", side) and name(models(row)) == name(who)
-             and row["measures"].keys() == these[0]["measures"].keys()]
-            for side, name in (("student", student_of), ("teacher", str))
-        )  # fmt: skip
-        (reference, *others) = sorted(alone, key=mean_bits) or [[]]
+        (reference, *others) = sorted(best_alone(alone[(student_of(who), size, *step)]), key=mean_bits) or [[]]
+        domains = these[0]["measures"].keys()
+        came = [row for row in rows if row["pair"] == "real" and row["measures"].keys() == domains]
+        students = [row for row in came if row["arm"] == "student" and student_of(models(row)) == student_of(who)]
+        teachers = [row for row in came if row["arm"] == "teacher" and models(row) == who]
         by_rate = defaultdict[float, list[Row]](list)
         for row in taught or reference:
             # an arm without a sweep has the rate of the defaults
-            swept = [chosen.get((who, row["batch"], size, arm)) for arm in (row["arm"], PRETRAINED, DEFAULT)]
+            swept = (chosen.get((who, row["batch"], size, arm)) for arm in (row["arm"], PRETRAINED, DEFAULT))
             own = next((rate for rate in swept if rate is not None), None)
             by_rate[0.0 if row["learning_rate"] == own else row["learning_rate"]].append(row)
         for _, here in sorted(by_rate.items()):
-            beside = as_it_comes[-1:] + (here if taught else []) + [row for rows in others for row in rows]
+            beside = students[-1:] + (here if taught else []) + [row for rows in others for row in rows]
             title = f"## {who}, {size:g} MB of text\n\n{said_of(here, reference, step)}"
             found.append(Experiment(f"real_{size:g}", title, beside, reference, teachers[-1:]))
     return found
