@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import sys
 import threading
 from collections.abc import Mapping
@@ -44,6 +45,14 @@ def versions(*more: str) -> dict[str, str]:
 def origin(*more: str) -> dict[str, Any]:
     """Device, versions and date, as they stand in front of every result."""
     return {"device": device(), "versions": versions(*more), "date": datetime.date.today().isoformat()}
+
+
+def command() -> str:
+    """The command of this process, of paths their last part alone: where files lie is nobody else's business."""
+    script = Path(sys.argv[0]).resolve()
+    root = Path(__file__).parents[1].resolve()
+    shown = script.relative_to(root).as_posix() if script.is_relative_to(root) else script.name
+    return shlex.join([shown, *(Path(own).name if "/" in own else own for own in sys.argv[1:])])
 
 
 def parser(script: str, doc: str | None) -> argparse.ArgumentParser:

@@ -8,13 +8,12 @@ the standard library. Its first 1,024 tokens count, in rows of 256. Needs limbec
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import parser, record, versions
+from benchmarks.common import command, parser, record, versions
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.demo import TEACHER, standard_library_texts
 from limbeck.models.fp8 import quantize_rows, reference_product
@@ -79,7 +78,7 @@ def main() -> None:
         given.out,
         {
             "versions": versions("bitsandbytes", "gguf"),
-            "command": " ".join(["python -m benchmarks.quantized", *sys.argv[1:]]),
+            "command": command(),
             "model": Path(given.model).name,
             "text": name,
             "tokens": len(ids),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,22 @@ def test_figures_are_kept_by_kind_of_file() -> None:
     assert row["measures"] == {"wiki": {"bpb": 1.0, "bytes": 3, "classes": {}}}
     assert row["answers"]["sums"]["exact"] == 0.5
     assert row["choices"]["piqa"]["acc_norm"] == 0.2
+
+
+def test_a_row_has_the_command_that_made_it_and_no_path_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", [str(QUALITY / "suite.py"), str(tmp_path / "corpus"), "work", "--models", "A teaches B"]
+    )
+    results = Results(tmp_path / "results.jsonl", 1.0, parallel=2)
+    results.report(_row("coarse", "ce") | {"seconds": 1})
+    (row,) = results.rows()
+    assert row["command"] == "benchmarks/quality/suite.py corpus work --models 'A teaches B'"
+    assert row["parallel"] == 2
+    said = [row["command"] for row in tables.read_rows(STORED) if "command" in row]
+    assert said
+    assert not [part for text in said for part in shlex.split(text) if part.startswith("/")]
 
 
 # -- real models -------------------------------------------------------------------------------------------------------

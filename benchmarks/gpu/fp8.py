@@ -18,7 +18,6 @@ import argparse
 import copy
 import csv
 import functools
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import record
+from benchmarks.common import command, record
 from benchmarks.gpu.common import save_row
 from benchmarks.gpu.step import SHAPES, TINY, timed
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -166,7 +165,7 @@ def curves(args: argparse.Namespace, batches: list[BatchedDataDict], held_out: B
         print(f"{name}: {ends[name]}", flush=True)
     if args.tiny:
         return
-    told = {"command": " ".join(["python benchmarks/gpu/fp8.py", *sys.argv[1:]]), "model": Path(args.model).name}
+    told = {"command": command(), "model": Path(args.model).name}
     record(CSV.with_suffix(".json"), {**told, "after_the_last_step": ends})
     with CSV.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.common import origin
+from benchmarks.common import command, origin
 from benchmarks.quality import tool_world as world
 from benchmarks.quality.suite import latest, limbeck, train
 from limbeck.traces.calls import parse_calls
@@ -384,7 +384,7 @@ class Rows:
             return
         row = {"experiment": place.name, "arm": arm, "rate": rate, "seed": place.seed, "measures": measures,
                "model": place.named, "sizes": asdict(place.sizes), "seconds": round(time.time() - begun), **origin(),
-               "command": " ".join(["benchmarks/quality/hints.py", *sys.argv[1:]])}  # fmt: skip
+               "command": command()}  # fmt: skip
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(place.name, arm, f"{rate:g}", place.seed, summary(measures), f"({row['seconds']} s)", flush=True)

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.common import origin
+from benchmarks.common import command, origin
 from benchmarks.quality.corpus import SMALL_DOMAINS, read_texts, write_small, write_texts
 from benchmarks.quality.probes import halves
 
@@ -627,7 +627,7 @@ class Results:
     def report(self, row: Row) -> None:
         """Store a finished run and print its mean over the domains."""
         with self._writing, self._path.open("a") as file:
-            file.write(json.dumps(row | self._more | {"origin": origin()}) + "\n")
+            file.write(json.dumps(row | self._more | {"command": command(), "origin": origin()}) + "\n")
         bits = [domain["bpb"] for domain in row["measures"].values()]
         written = "".join(f" {own['exact']:.1%} right" for own in row.get("answers", {}).values())
         print(f"{time.time() - self._begun:6.0f} s", row["pair"], row["arm"], row["seed"],
