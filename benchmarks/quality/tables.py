@@ -252,7 +252,8 @@ def experiments(rows: Sequence[Row]) -> list[Experiment]:
 
 def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
     """Of real models by amount of text: first every arm at the learning rate that its sweep chose, then those at other
-    rates, one rate after the other. Cross-entropy alone has its own best, and is the same whoever teaches."""
+    rates, one rate after the other. Cross-entropy alone is the same whoever teaches, and at its own best beside chosen
+    rates."""
     alike, alone = defaultdict[tuple[Any, ...], list[Row]](list), defaultdict[tuple[Any, ...], list[Row]](list)
     for row in rows:
         if row["pair"].startswith("real_"):
@@ -263,18 +264,21 @@ def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
     chosen, found = chosen_rates(rows), []
     for (who, size, *step), these in sorted(alike.items(), key=lambda own: (own[0][0] != FIRST, own[0])):
         taught = [row for row in these if not is_alone(row["arm"])]
-        (reference, *others) = sorted(best_alone(alone[(student_of(who), size, *step)]), key=mean_bits) or [[]]
+        plain = alone[(student_of(who), size, *step)]
+        (best, *others) = sorted(best_alone(plain), key=mean_bits) or [[]]
         domains = these[0]["measures"].keys()
         came = [row for row in rows if row["pair"] == "real" and row["measures"].keys() == domains]
         students = [row for row in came if row["arm"] == "student" and student_of(models(row)) == student_of(who)]
         teachers = [row for row in came if row["arm"] == "teacher" and models(row) == who]
         by_rate = defaultdict[float, list[Row]](list)
-        for row in taught or reference:
+        for row in taught or best:
             # an arm without a sweep has the rate of the defaults
             swept = (chosen.get((who, row["batch"], size, arm)) for arm in (row["arm"], PRETRAINED, DEFAULT))
             own = next((rate for rate in swept if rate is not None), None)
             by_rate[0.0 if row["learning_rate"] == own else row["learning_rate"]].append(row)
-        for _, here in sorted(by_rate.items()):
+        for rate, here in sorted(by_rate.items()):
+            # where nobody chose a rate, all that have one are compared at it
+            reference = [row for row in plain if (row["arm"], row["learning_rate"]) == ("ce", rate)] or best
             beside = students[-1:] + (here if taught else []) + [row for rows in others for row in rows]
             title = f"## {who}, {size:g} MB of text\n\n{said_of(here, reference, step)}"
             found.append(Experiment(f"real_{size:g}", title, beside, reference, teachers[-1:]))
