@@ -113,7 +113,8 @@ def make_stage(folder: Path) -> None:
             link = folder / alias
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(models / name)
-    for name, count in (("train", 24), ("val", 6), ("data/train", 24), ("data/val", 6), ("held_out", 6)):
+    texts = {"train": 24, "val": 6, "data/train": 24, "data/val": 6, "held_out": 6, "other_documents": 24}
+    for name, count in texts.items():
         _jsonl(folder / f"{name}.jsonl", [{"text": text} for text in _texts(count, len(name))])
     _jsonl(folder / "corpus" / "a.jsonl", [{"text": text} for text in _texts(8, 7)])
     (folder / "corpus.txt").write_text("\n\n".join(_texts(8, 3)), encoding="utf-8")
