@@ -130,6 +130,16 @@ def sweep_of(arm: str, amount: str) -> str:
     return f"sweep_{amount}" if arm == "ce" else f"sweep_{arm}_{amount}"
 
 
+def swept_by(pair: str) -> tuple[str, str]:
+    """Arm and amount of text of such a pair.
+
+    >>> swept_by(sweep_of("tree_kl_ce_.3", "1")), swept_by("sweep_0.3")
+    (('tree_kl_ce_.3', '1'), ('ce', '0.3'))
+    """
+    arm, _, amount = pair.removeprefix("sweep_").rpartition("_")
+    return arm or "ce", amount
+
+
 def best_rates(rows: Iterable[Row]) -> dict[str, float]:
     """Of the rows of every sweep (arm: the rate) the rate with the fewest bits per byte."""
     bits: dict[str, dict[float, float]] = {}
@@ -318,8 +328,7 @@ def main() -> None:
         row: Row = {"pair": pair, "arm": arm, "seed": seed, "seconds": 0}
         if pair == "real":
             return row
-        family, _, amount = pair.removeprefix("sweep_").rpartition("_")
-        row["swept"] = family or "ce"
+        row["swept"], amount = swept_by(pair)
         return bench.run(row, amount, row["swept"], float(arm))
 
     def chooser(arm: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import trl_gold
-from benchmarks.quality.real import FIRST, SOONER, is_alone
+from benchmarks.quality.real import FIRST, SOONER, best_rates, is_alone, sweep_of, swept_by
 from benchmarks.quality.suite import ARMS, PAIRS, STEPS, Pair
 
 Row = dict[str, Any]
@@ -273,8 +273,8 @@ def real_experiments(rows: Sequence[Row]) -> list[Experiment]:
         by_rate = defaultdict[float, list[Row]](list)
         for row in taught or best:
             # an arm without a sweep has the rate of the defaults
-            swept = (chosen.get((who, row["batch"], size, arm)) for arm in (row["arm"], PRETRAINED, DEFAULT))
-            own = next((rate for rate in swept if rate is not None), None)
+            sweeps = ((who, row["batch"], sweep_of(arm, f"{size:g}")) for arm in (row["arm"], PRETRAINED, DEFAULT))
+            own = next((chosen[sweep] for sweep in sweeps if sweep in chosen), None)
             by_rate[0.0 if row["learning_rate"] == own else row["learning_rate"]].append(row)
         for rate, here in sorted(by_rate.items()):
             # where nobody chose a rate, all that have one are compared at it
@@ -304,14 +304,12 @@ def step_of(row: Row) -> tuple[Any, ...]:
     return row.get("precision", "float32"), row["batch"], row.get("document_bytes", 0), tuple(sorted(row["measures"]))
 
 
-def chosen_rates(rows: Iterable[Row]) -> dict[tuple[str, int, float, str], float]:
-    """The learning rate that the sweep of an arm chose, by models, documents per step, amount of text and arm."""
-    swept = defaultdict[tuple[str, int, float, str], dict[float, float]](dict)
+def chosen_rates(rows: Iterable[Row]) -> dict[tuple[str, int, str], float]:
+    """The learning rate that every sweep chose, by models, documents per step and the sweep's name."""
+    runs = defaultdict[tuple[str, int], list[Row]](list)
     for row in rows:
-        if row["pair"].startswith("sweep_"):
-            family, _, size = row["pair"].removeprefix("sweep_").rpartition("_")
-            swept[models(row), row.get("batch", 0), float(size), family or "ce"][float(row["arm"])] = mean_bits([row])
-    return {key: min(own, key=own.__getitem__) for key, own in swept.items()}
+        runs[models(row), row.get("batch", 0)].append(row)
+    return {(*run, pair): rate for run, own in runs.items() for pair, rate in best_rates(own).items()}
 
 
 def student_of(who: str) -> str:
@@ -476,8 +474,7 @@ def sweep(rows: Iterable[Row]) -> str:
     swept = defaultdict[tuple[str, str, float, int], dict[float, Row]](dict)
     for row in rows:
         if row["pair"].startswith("sweep_"):
-            family, _, size = row["pair"].removeprefix("sweep_").rpartition("_")
-            arm = row.get("swept", "tree_kl" if family else "ce")
+            arm, size = swept_by(row["pair"])
             swept[models(row), arm, float(size), row.get("steps", 0)][float(row["arm"])] = row
     rates = sorted({rate for own in swept.values() for rate in own})
     lines = []

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.quality import corpus
 from limbeck.models.loading import load_model
 from limbeck.models.optim import build_optimizer, build_scheduler
 from limbeck.tokens.loading import load_tokenizer
@@ -75,7 +75,7 @@ def cut(texts: Iterable[str], tokenizer: Any, limit: int) -> list[str]:
 
 def read_texts(files: Iterable[str]) -> list[str]:
     """Documents of a run's files."""
-    return [json.loads(line)["text"] for path in files for line in Path(path).read_text().strip().split("\n")]
+    return [text for path in files for text in corpus.read_texts(Path(path))]
 
 
 def gold_config(run: Mapping[str, Any], arm: str, out: Path) -> Any:
