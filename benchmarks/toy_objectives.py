@@ -44,6 +44,8 @@ OBJECTIVES: dict[str, dict[str, Any] | None] = {
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": {"mode": "tree_kl"},
     "tree_kl, terminal": {"mode": "tree_kl", "terminal_weight": 1.0},
+    "tree_kl, counted": {"mode": "tree_kl", "condition": "counted"},
+    "tree_kl, counted, terminal": {"mode": "tree_kl", "condition": "counted", "terminal_weight": 1.0},
     "tree_kl, cheap": {"mode": "tree_kl", "condition": "cheap"},
     "tree_kl, exact": {"mode": "tree_kl", "condition": "exact"},
     "tree_kl, exact, terminal": {"mode": "tree_kl", "condition": "exact", "terminal_weight": 1.0},
@@ -58,6 +60,8 @@ OBJECTIVES: dict[str, dict[str, Any] | None] = {
     "bpm, forward": {"mode": "bpm", "direction": "forward"},
     "partition": {"mode": "partition"},
 }
+COUNTED = 10_000
+"""Strings, each as often as its weight says, in which `condition: counted` counts."""
 Merges = list[tuple[int, int, int]]
 
 
@@ -197,6 +201,9 @@ class World:
         fn = CrossTokenizerDistillationLossFn(
             {"ce_loss_scale": 1.0, **(cfg or {}), "fast_path": "off"}, projections=projections
         )
+        if fn.counts_ends:
+            times = np.round(weights[kept] * COUNTED).astype(int)
+            fn.count_ends([[own.slice(np.repeat(np.arange(kept.size), times).tolist()) for own in fn.chunks(batch)]])
         table = torch.zeros(self.student.num_prefixes, self.student.size, dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.LBFGS(
             [table], max_iter=steps, history_size=20, tolerance_grad=1e-7, line_search_fn="strong_wolfe"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,11 +10,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from limbeck.algorithms.config import MasterConfig
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.layout import ChunkLayout
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.readers import is_plain_text
 from limbeck.data.sources import DataConfig, RecordDataset, build_dataset
 from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError
+from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.loading import ModelConfig, fit_to_device
 from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
@@ -139,6 +142,33 @@ def lost_ahead(
     share = lost / max(lost + int(batch["input_lengths"].sum()), 1)
     remedy = "raise it" if data.detected_mode() == "chat" else "raise it, or set data.long_documents: split"
     return f"the context cuts off {share:.0%} of the first {number} records; {remedy}" if lost else None
+
+
+COUNTED_RECORDS, COUNTED_TOKENS = 256, 200_000
+"""Of the training data, in which `count_ends` looks: so many records, or fewer where they hold so many tokens."""
+
+
+def count_ends(
+    config: MasterConfig,
+    loss_fn: CrossTokenizerDistillationLossFn,
+    student_tokenizer: object,
+    foreign: list[Any],
+    records: Any,
+) -> None:
+    """Show some of the records to a loss that goes by them; every rank shows it the same ones."""
+    if not loss_fn.counts_ends:
+        return
+    collate, texts, tokens = make_collator(config, student_tokenizer, foreign), list[list[ChunkLayout]](), 0
+    for i in random.Random(0).sample(range(len(records)), min(COUNTED_RECORDS, len(records))):
+        try:
+            batch = collate([records[i]])
+        except DataError:
+            continue  # said where the record is trained on
+        texts.append(loss_fn.chunks(batch))
+        tokens += int(batch["input_lengths"].sum())
+        if tokens >= COUNTED_TOKENS:
+            break
+    loss_fn.count_ends(texts)
 
 
 def _template(policy: ModelConfig) -> str | None:

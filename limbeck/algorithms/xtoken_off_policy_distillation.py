@@ -22,6 +22,7 @@ from typing_extensions import NotRequired
 
 from limbeck.algorithms import run_folder
 from limbeck.algorithms.build import (
+    count_ends,
     fitted,
     load_datasets,
     load_tokenizers,
@@ -187,11 +188,14 @@ def setup(
     identities = _identities(config, student_model, models)
     loader, val_loader = make_loaders(config, collate, train_dataset, val_dataset, val_collator=collator)
     announce(config, checkpointer, latest, loader)
+    if loss_fn.counts_ends and wrap is not None:
+        raise ConfigError("loss_fn.condition 'counted' goes by a text, which an on-policy run has not got; use another")
     if wrap is None:
         with Comm.world().fail_together():
             told = lost_ahead(config, student_tokenizer, foreign, train_dataset) if Comm.world().rank == 0 else None
             if told is not None:
                 say(f"warning: {told}")
+            count_ends(config, loss_fn, student_tokenizer, foreign, train_dataset)
     policy, teachers = fitted(config.policy, teachers)
     with stage(f"loading the student {policy.shown_name}"):
         student = Policy(

@@ -49,6 +49,7 @@ from limbeck.losses.fast import FastPath
 from limbeck.losses.fast.order import Lanes
 from limbeck.losses.objectives import OBJECTIVES, Objective, ObjectiveOptions, SameVocabulary
 from limbeck.losses.objectives.base import ChunkTerms, Condition, Gate
+from limbeck.losses.objectives.tree_kl import TreeKL
 from limbeck.losses.probe import Probe, strict_coverage
 from limbeck.losses.signals import Head, LogitsSignal, Signal, TeacherRows, check_scored_ids
 from limbeck.losses.vocab.projection import ProjectionLike
@@ -130,7 +131,8 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
     first_weight: float = Field(0.0, description="tree_kl: factor of the first level inside cells deeper than one link")
     condition: Condition = Field(
         "none",
-        description="tree_kl: leave out what the sides' last tokens rule out (byte-pair only): cheap, at roots; exact",
+        description="tree_kl: allow for what only one side's last token tells it: counted, as often as in some of the "
+        "training data; cheap (at roots) and exact, by the merges of byte-pair tokenizers",
     )
     gate: Gate = Field(
         "none",
@@ -217,7 +219,7 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
                 "mode 'tree_kl' does not read the projection's weights; leave learnable_projection out, or use mode "
                 "boundary_kl"
             )
-        if self.condition == "none":
+        if self.condition in ("none", "counted"):
             return
         if self.first_weight:
             raise ValueError(
@@ -393,6 +395,17 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         return list(self.teachers)  # type: ignore[arg-type]
 
     @property
+    def counts_ends(self) -> bool:
+        """Whether the loss goes by texts that `count_ends` must be shown first."""
+        return self.cfg.condition == "counted" and any(objective.vocab is not None for objective in self.objectives)
+
+    def count_ends(self, texts: Sequence[Sequence[ChunkLayout]]) -> None:
+        """See `TreeKL.count_ends`; texts: each with the chunks of every teacher, as `chunks` gives them."""
+        for i, objective in enumerate(self.objectives):
+            if isinstance(objective, TreeKL):
+                objective.count_ends(own[i] for own in texts)
+
+    @property
     def _reads_next_row(self) -> bool:
         return any(objective.reads_next_row for objective in self.objectives)
 
@@ -401,14 +414,15 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
     def annotate(self, batch: Batch) -> Batch:
         """The batch with each teacher's chunks that carry loss, which its counts and micro-batches then read. What its
         collator found out about conditions is learnt and taken out."""
-        out = with_chunks(batch, self._chunks(batch))
+        out = with_chunks(batch, self.chunks(batch))
         for i, objective in enumerate(self.objectives):
             for facts in out.pop(f"conditions_{i}", ()):
                 if objective.conditions is not None:
                     objective.conditions.learn(facts)
         return out
 
-    def _chunks(self, batch: Batch) -> list[ChunkLayout]:
+    def chunks(self, batch: Batch) -> list[ChunkLayout]:
+        """Of each teacher, those that carry loss."""
         inexact = self.cfg.keeps_inexact
         return [
             teacher_chunks(batch, i, same_vocabulary=objective.vocab is None, allow_inexact=inexact)
@@ -419,7 +433,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
         """Local denominators of a global batch: `tokens` and `chunks_i` per teacher, float64 scalars to be summed
         over data-parallel ranks before the first micro-batch."""
         out = {"tokens": count_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"])}
-        return out | {f"chunks_{i}": count_chunks(batch, i, own) for i, own in enumerate(self._chunks(batch))}
+        return out | {f"chunks_{i}": count_chunks(batch, i, own) for i, own in enumerate(self.chunks(batch))}
 
     def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> LossInputs:
         """Layouts and blocks of one micro-batch, on the CPU. row_starts: per teacher the flat row at which each sample
@@ -435,7 +449,7 @@ class CrossTokenizerDistillationLossFn(Loss[LossInputs]):
             raise LossError(f"{len(row_starts)} teacher row starts for {self.num_teachers} teachers; give one each")
         layouts = [
             layout.placed(start, start if theirs is None else theirs)
-            for layout, theirs in zip(self._chunks(batch), row_starts, strict=True)
+            for layout, theirs in zip(self.chunks(batch), row_starts, strict=True)
         ]
         return self._laid_out(token_layout(batch, start), layouts, int(start.numel()))
 

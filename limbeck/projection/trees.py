@@ -153,6 +153,15 @@ class SpellingTree:
         out[self.order] = np.arange(self.order.size)
         return out
 
+    @cached_property
+    def end_node(self) -> IntArray:
+        """[coarse_size]; the node at which each coarse id is spelled, -1 where it has no spelling."""
+        out = np.full(self.coarse_size, -1, dtype=np.int64)
+        nodes = np.repeat(np.arange(self.num_nodes), self.ends)
+        within = np.arange(nodes.size) - np.repeat(np.cumsum(self.ends) - self.ends, self.ends)
+        out[self.order[self.start[nodes] + within]] = nodes
+        return out
+
     def followed(self, ids: IntArray, start: IntArray, end: IntArray, coarse: IntArray) -> tuple[int, int]:
         """How many tokens of runs of fine tokens are not the first of their run, and up to how many of them the run
         spells its coarse token. start, end: the runs' half-open ranges in `ids`; coarse: one coarse id each."""

@@ -244,7 +244,7 @@ def test_the_on_policy_recipe_learns_and_writes_as_stored(tmp_path, monkeypatch)
     assert '"writer": "student"' in written
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap", "exact"])
+@pytest.mark.parametrize("condition", ["none", "counted", "cheap", "exact"])
 def test_tree_kl_brings_the_student_nearer_to_the_teacher(stuff, tmp_path, condition):
     found = trained(
         stuff,

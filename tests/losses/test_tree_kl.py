@@ -93,9 +93,12 @@ def text_batch(pair: Pair, samples: int = 4, seed: int = 0) -> dict[str, Any]:
 
 
 def build(pair: Pair, **cfg: Any) -> CrossTokenizerDistillationLossFn:
-    return CrossTokenizerDistillationLossFn(
+    loss_fn = CrossTokenizerDistillationLossFn(
         {"mode": "tree_kl", "ce_loss_scale": 0.0, "block_rows": 5, **cfg}, projections=[projection_of(pair)]
     )
+    if loss_fn.counts_ends:
+        loss_fn.count_ends([loss_fn.chunks(text_batch(pair, samples=12, seed=9))])
+    return loss_fn
 
 
 def models_of(batch: dict[str, Any], pair: Pair, dtype: torch.dtype = torch.float64, seed: int = 3) -> Models:
@@ -401,7 +404,7 @@ def test_nodes_and_roots_are_the_oracles(seed: int) -> None:
             assert abs(got - want) < 1e-10
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap", "exact"])
+@pytest.mark.parametrize("condition", ["none", "counted", "cheap", "exact"])
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_a_list_of_all_tokens_is_the_whole_distribution(name: str, condition: str) -> None:
     pair = PAIRS[name]
@@ -694,7 +697,7 @@ def in_layout(
     return total, metrics
 
 
-@pytest.mark.parametrize("condition", ["none", "cheap", "exact"])
+@pytest.mark.parametrize("condition", ["none", "counted", "cheap", "exact"])
 @pytest.mark.parametrize("layout", ["one by one", "packed", "blocks"])
 def test_cutting_and_packing_change_nothing(layout: str, condition: str) -> None:
     pair = PAIRS["coarser teacher"]

@@ -24,7 +24,7 @@ from limbeck.projection.events import Conditions
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics of one block: named (sum, count) pairs, detached."""
 
-Condition = Literal["none", "cheap", "exact"]
+Condition = Literal["none", "counted", "cheap", "exact"]
 Gate = Literal["none", "hard", "soft"]
 ChunkTerms = Literal["open", "all"]
 Lane = Literal["first", "mean"]

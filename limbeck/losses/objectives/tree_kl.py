@@ -25,6 +25,10 @@ root, the tokens that the other side's last token rules out. The exact form comp
 for both (`limbeck.projection.events`): cells none of whose tokens is ruled out by its own side's last token, and inside
 tokens the outcomes that `NodeEvents` finds. The student's mass on tokens that its own last token rules out stays in its
 denominator, since it should be 0 (forward KL; the other directions leave it out).
+
+The counted form asks no rule but a text (`EndCounts`): where it goes on along a tree, how often has the coarse token
+ended all the same (`46` is a token, and `466` still is `4`, `66`)? Inside tokens that share belongs to the end; and at
+the root behind a coarse token that has ended, what would have gone on inside it counts by that share.
 """
 
 from __future__ import annotations
@@ -32,15 +36,17 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limbeck.data.layout import ChunkLayout
 from limbeck.errors import LossError
 from limbeck.losses.divergences import DivergenceSpec, binary_divergence, divergence_entries
 from limbeck.losses.objectives.base import (
@@ -74,6 +80,7 @@ class TreeTables(nn.Module):
     ends: Tensor
     child_start: Tensor
     place: Tensor
+    end_node: Tensor
 
     def __init__(self, tree: SpellingTree) -> None:
         super().__init__()
@@ -87,6 +94,7 @@ class TreeTables(nn.Module):
             "ends": tree.ends,
             "child_start": tree.child_offsets,
             "place": tree.place,
+            "end_node": tree.end_node,
         }
         for name, array in tables.items():
             self.register_buffer(name, torch.from_numpy(array.astype(np.int64)), persistent=False)
@@ -96,12 +104,15 @@ class TreeTables(nn.Module):
         node = torch.full_like(ids, -1)
         for depth in range(int(place.max()) + 1):
             at = (place == depth).nonzero().squeeze(1)
-            above = node[at - 1] if depth else torch.zeros_like(at)
-            key = above * self.fine_size + ids[at]
-            found = torch.searchsorted(self.keys, key)
-            same = self.keys[found.clamp(max=self.keys.numel() - 1)] == key
-            node[at] = (found + 1).where(same & (above >= 0), torch.full_like(at, -1))
+            node[at] = self.child(node[at - 1] if depth else torch.zeros_like(at), ids[at])
         return node
+
+    def child(self, node: Tensor, token: Tensor) -> Tensor:
+        """The node that a fine token leads to, -1 where none does or the node is -1."""
+        key = node * self.fine_size + token
+        found = torch.searchsorted(self.keys, key)
+        same = self.keys[found.clamp(max=self.keys.numel() - 1)] == key
+        return (found + 1).where(same & (node >= 0), torch.full_like(node, -1))
 
     def holds(self, node: Tensor, coarse: Tensor) -> Tensor:
         """bool: the coarse token lies below the node (-1: no)."""
@@ -112,6 +123,35 @@ class TreeTables(nn.Module):
         """bool: the coarse token is spelled exactly as the node."""
         safe = node.clamp(min=0)
         return self.holds(node, coarse) & (self.place[coarse] < self.start[safe] + self.ends[safe])
+
+
+FineSide = Literal["student", "teacher"]
+"""The side in whose tokens a tree spells the other's."""
+
+
+@dataclass(frozen=True)
+class FineTokens:
+    """The tokens of some chunks as a tree reads them: the fine side's ids, with the chunk of each, and of every chunk
+    the first of them and how many there are; the coarse side's first token of each chunk, and how many it has."""
+
+    ids: Tensor
+    chunk: Tensor
+    first_C: Tensor
+    count_C: Tensor
+    coarse_C: Tensor
+    coarse_count_C: Tensor
+
+    @classmethod
+    def of(cls, chunks: ChunkBlock | ChunkLayout, fine: FineSide) -> FineTokens:
+        student = chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C, chunks.student_count_C
+        teacher = chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C, chunks.teacher_count_C
+        mine, other = (student, teacher) if fine == "student" else (teacher, student)
+        return cls(*mine, other[0].index_select(0, other[2]), other[3])
+
+    def walked(self, tree: TreeTables) -> Tensor:
+        """Node behind each token, -1 off the tree."""
+        place = torch.arange(self.ids.numel(), device=self.ids.device) - self.first_C[self.chunk]
+        return tree.walk(self.ids, place)
 
 
 @dataclass(frozen=True)
@@ -178,6 +218,43 @@ def tree_buckets(tree: TreeTables, at: Positions, coarse: Probabilities, fine: P
         chunk_sum(end_mass, last_owner, at.count),
         ends > 0,
     )
+
+
+@dataclass(frozen=True)
+class EndCounts:
+    """At every node of a tree, how often a text went on along it inside a coarse token, and how often behind one that
+    had ended there."""
+
+    inside: Tensor
+    behind: Tensor
+
+    @classmethod
+    def of(cls, tree: TreeTables, layout: ChunkLayout, fine: FineSide) -> EndCounts:
+        """In the texts of a layout, on the CPU."""
+        own, nodes = FineTokens.of(layout, fine), tree.start.numel()
+        last_C = own.first_C + own.count_C - 1
+        node_C = own.walked(tree)[last_C]
+        ended_C = tree.ended(node_C, own.coarse_C) & (own.coarse_count_C == 1)
+        rows = layout.student_rows_M if fine == "student" else layout.teacher_rows_Q
+        follows = rows[own.first_C[1:]] == rows[last_C[:-1]] + 1
+        follows &= layout.sample_C[1:] == layout.sample_C[:-1]
+        went_on = tree.child(node_C[:-1], own.ids[own.first_C[1:]]) >= 0
+        at = (ended_C[:-1] & follows & went_on).nonzero().squeeze(1)
+        inside, _ = _inside(tree, own)
+        return cls(torch.bincount(inside.node, minlength=nodes), torch.bincount(node_C[at], minlength=nodes))
+
+    def __add__(self, other: EndCounts) -> EndCounts:
+        return EndCounts(self.inside + other.inside, self.behind + other.behind)
+
+    @property
+    def share(self) -> float:
+        """Of all those, how many were behind a token that had ended."""
+        behind = int(self.behind.sum())
+        return behind / max(int(self.inside.sum()) + behind, 1)
+
+    def ended(self) -> Tensor:
+        """float32: that share at every node, nearer to the share of all nodes the less was seen of it."""
+        return (self.behind + self.share) / (self.inside + self.behind + 1).float()
 
 
 def _log(values: Tensor) -> Tensor:
@@ -439,6 +516,8 @@ class TreeKL(ProjectedObjective):
     teacher_cell: Tensor
     student_member: Tensor
     member_start: Tensor
+    ended_student_tree: Tensor | None
+    ended_teacher_tree: Tensor | None
 
     def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
         super().__init__(options, projection, teacher_size)
@@ -464,7 +543,9 @@ class TreeKL(ProjectedObjective):
         self.first_levels = nn.ModuleList(
             FirstLevel(trees, student_is_fine=fine) for fine in (True, False) if options.first_weight
         )
-        if options.condition == "none":
+        for name in ("ended_student_tree", "ended_teacher_tree"):
+            self.register_buffer(name, None, persistent=False)
+        if options.condition in ("none", "counted"):
             return
         exact = options.condition == "exact"
         self.conditions = Conditions(trees, exact=exact)
@@ -496,13 +577,25 @@ class TreeKL(ProjectedObjective):
 
     def has_kernels(self, *, topk: bool) -> bool:
         options = self.options
-        plain = options.condition == "exact" or options.terminal_weight > 0 or options.first_weight > 0
+        plain = options.condition in ("exact", "counted") or options.terminal_weight > 0 or options.first_weight > 0
         return not plain and self.spec.entry_clip is None
 
     @cached_property
     def host_trees(self) -> tuple[TreeTables, TreeTables]:
         """Both trees in main memory, wherever the objective is: what the kernels read is planned there."""
         return TreeTables(self.trees.student_tree), TreeTables(self.trees.teacher_tree)
+
+    def count_ends(self, texts: Iterable[ChunkLayout]) -> tuple[EndCounts, EndCounts]:
+        """Learn from texts, on the CPU, how often tokens end where they go on along the student tree and the teacher
+        tree: what `condition: counted` goes by."""
+        texts = [layout for layout in texts if layout.num_chunks]
+        found = []
+        for tree, fine in zip(self.host_trees, get_args(FineSide), strict=True):
+            none = torch.zeros_like(tree.start)
+            found.append(sum((EndCounts.of(tree, layout, fine) for layout in texts), EndCounts(none, none)))
+        device = self.student_cell.device
+        self.ended_student_tree, self.ended_teacher_tree = (counts.ended().to(device) for counts in found)
+        return found[0], found[1]
 
     @property
     def reads_next_row(self) -> bool:
@@ -601,13 +694,16 @@ class TreeKL(ProjectedObjective):
         lists = None if self.conditions is None else self.barred(chunks)
         barred = None if lists is None else (lists[0].written_out(), lists[1].written_out())
         events = None if self.conditions is None else self.conditions.events
-        if listed and barred is None:
+        if options.condition == "counted" and self.ended_student_tree is None:
+            raise LossError("condition 'counted' goes by a text: call `count_ends` before the first step")
+        if listed and options.condition == "none":
             sides, root = self._named_sides(student, chunks, teacher)
         else:
             sides, root = self._whole_sides(student, chunks, teacher, barred)
-        if barred is not None:
+        if options.condition != "none":
             metrics["excluded_mass_student"] = ((1 - root.kept_s).sum(), count)
             metrics["excluded_mass_teacher"] = ((sides.teacher_roots.totals() - root.sum_t).sum(), count)
+        if barred is not None:
             metrics["unconditioned"] = (barred[0].wrong_C.to(count).sum(), count)
 
         inner_s, done_s = inside_student(self.student_tree, chunks)
@@ -618,12 +714,14 @@ class TreeKL(ProjectedObjective):
             sides.teacher_roots,
             sides.student_rows,
             None if barred is None or events is None else (events[0], barred[1]),
+            self.ended_student_tree if options.condition == "counted" else None,
         )
         teacher_parts = _InsideTeacher(
             self.teacher_tree,
             sides.student_roots,
             sides.teacher_rows,
             None if barred is None or events is None else (events[1], barred[0]),
+            self.ended_teacher_tree if options.condition == "counted" else None,
         )
         zero_C = torch.zeros_like(root.rows_C)
         student_C = student_parts.sums(inner_s, zero_C, self.spec, metrics, listed=listed)
@@ -747,12 +845,31 @@ class TreeKL(ProjectedObjective):
         else:
             probs_QU = teacher.log_probs(self.temperature).to(probs_NV.dtype).exp()
         probs_CU, axes = probs_QU.index_select(0, chunks.teacher_first_C), (student.axis, teacher.axis)
-        if barred is None:
+        if self.options.condition == "counted":
+            counted_CV = self._behind_ended(probs_CV, axes[0], chunks.teacher_last_C, fine="student")
+            counted_CU = self._behind_ended(probs_CU, axes[1], chunks.student_last_C, fine="teacher")
+            root = self.root(counted_CV, counted_CU, axes, tail_C=tail_C, conditioned=True)
+        elif barred is None:
             root = self.root(probs_CV, probs_CU, axes, tail_C=tail_C)
         else:
             root = self._conditioned(probs_CV, probs_CU, axes, barred, tail_C)
         mine = Dense(probs_CV, axes[0]), Dense(probs_NV, axes[0])
         return Sides(*mine, Dense(probs_CU, axes[1]), Dense(probs_QU, axes[1])), root
+
+    def _behind_ended(self, probs: Tensor, axis: VocabAxis, last_C: Tensor, *, fine: FineSide) -> Tensor:
+        """The fine side's probabilities `[C, V]` at roots behind coarse tokens (-1: unknown) that are known to have
+        ended: those of tokens that go on along the tree count as often as a token has ended there."""
+        tree = self.student_tree if fine == "student" else self.teacher_tree
+        ended = self.ended_student_tree if fine == "student" else self.ended_teacher_tree
+        assert ended is not None
+        node_C = tree.end_node[last_C.clamp(min=0)].where(last_C >= 0, -1)
+        at = (node_C >= 0).nonzero().squeeze(1)
+        child, owner = ranges(tree.child_start[node_C[at]], tree.child_start[node_C[at] + 1])
+        chunk, share = at[owner], ended[node_C[at]][owner]
+        place, inside = axis.columns(tree.token[child])
+        if inside is not None:
+            place, chunk, share = place[inside], chunk[inside], share[inside]
+        return probs * torch.ones_like(probs).index_put((chunk, place), share.to(probs))
 
     def _named_sides(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores) -> tuple[Sides, Roots]:
         """The same where the teacher is a list: only tokens that it names, and those that share a cell with them, are
@@ -779,21 +896,15 @@ class TreeKL(ProjectedObjective):
         ids, log_t = teacher.topk()
         return Listed.of(ids, log_t.to(dtype).exp(), self.teacher_cell.numel())
 
-    def _ended(self, chunks: ChunkBlock, *, fine: Literal["student", "teacher"]) -> Positions:
+    def _ended(self, chunks: ChunkBlock, *, fine: FineSide) -> Positions:
         """Chunks of one coarse token that the fine side spells to its end, where the tree goes on; their rows are
         numbered from 0."""
-        student = chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C, chunks.student_count_C
-        teacher = chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C, chunks.teacher_count_C
-        mine, other = (student, teacher) if fine == "student" else (teacher, student)
-        tree = self.student_tree if fine == "student" else self.teacher_tree
-        ids, chunk, first_C, count_C = mine
-        node = tree.walk(ids, torch.arange(ids.numel(), device=ids.device) - first_C[chunk])
-        node_C = node[first_C + count_C - 1]
-        coarse_C = other[0].index_select(0, other[2])
+        tree, own = self.student_tree if fine == "student" else self.teacher_tree, FineTokens.of(chunks, fine)
+        node_C = own.walked(tree)[own.first_C + own.count_C - 1]
         inner = tree.child_start[node_C + 1] > tree.child_start[node_C.clamp(min=0)]
-        ended = tree.ended(node_C, coarse_C) & (other[3] == 1) & inner
+        ended = tree.ended(node_C, own.coarse_C) & (own.coarse_count_C == 1) & inner
         if fine == "teacher":
-            ended = ended & (count_C > 1)  # a pair of equal bytes has its terminal in the student tree
+            ended = ended & (own.count_C > 1)  # a pair of equal bytes has its terminal in the student tree
         at = ended.nonzero().squeeze(1)
         return Positions(node_C[at], torch.arange(at.numel(), device=at.device), at, torch.full_like(at, -1))
 
@@ -840,12 +951,14 @@ def _without(probs: Tensor, barred: Barred, axis: VocabAxis) -> Tensor:
 @dataclass
 class _Inside(ABC):
     """The parts of one tree's positions. coarse, fine: what the sides say; exact: the tree's events and what the coarse
-    side's last tokens rule out, None where positions are not conditioned."""
+    side's last tokens rule out, None where positions are not conditioned; ended: by node, how often coarse tokens end
+    where the text goes on, None where that was not counted."""
 
     tree: TreeTables
     coarse: Probabilities
     fine: Probabilities
     exact: tuple[NodeEvents, Barred] | None
+    ended: Tensor | None
 
     @abstractmethod
     def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor: ...
@@ -893,7 +1006,16 @@ class _Inside(ABC):
 
 class _InsideStudent(_Inside):
     def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor:
-        return student_node_divergence(tree_buckets(self.tree, at, self.coarse, self.fine), spec, listed=listed)
+        buckets = tree_buckets(self.tree, at, self.coarse, self.fine)
+        if self.ended is not None:
+            # a teacher token that has ended is followed by one of these, too: it takes their share from the end
+            inside = 1 - self.ended[at.node].to(buckets.coarse)
+            going_on = buckets.total(buckets.coarse)
+            total = going_on + buckets.coarse_end
+            factor = torch.minimum(1 / inside, total / _safe(going_on)).where(buckets.has_end, 1.0)
+            coarse_end = (total - factor * going_on).clamp(min=0)
+            buckets = replace(buckets, coarse=buckets.coarse * factor[buckets.owner], coarse_end=coarse_end)
+        return student_node_divergence(buckets, spec, listed=listed)
 
     def conditioned(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> tuple[Tensor, Tensor]:
         assert self.exact is not None
@@ -903,7 +1025,11 @@ class _InsideStudent(_Inside):
 
 class _InsideTeacher(_Inside):
     def plain(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> Tensor:
-        return teacher_node_divergence(tree_buckets(self.tree, at, self.coarse, self.fine), spec, listed=listed)
+        buckets = tree_buckets(self.tree, at, self.coarse, self.fine)
+        if self.ended is not None:
+            inside = (1 - self.ended[at.node].to(buckets.fine)).where(buckets.has_end, 1.0)
+            buckets = replace(buckets, fine=buckets.fine * inside[buckets.owner])
+        return teacher_node_divergence(buckets, spec, listed=listed)
 
     def conditioned(self, at: Positions, spec: DivergenceSpec, *, listed: bool) -> tuple[Tensor, Tensor]:
         assert self.exact is not None
@@ -913,29 +1039,24 @@ class _InsideTeacher(_Inside):
 
 def inside_student(tree: TreeTables, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
     """`_inside` of the student tree; rows number the chunks' student tokens."""
-    fine = chunks.student_ids_M, chunks.student_chunk_M, chunks.student_first_C
-    return _inside(tree, fine, chunks.teacher_ids_Q.index_select(0, chunks.teacher_first_C), chunks.teacher_count_C)
+    return _inside(tree, FineTokens.of(chunks, "student"))
 
 
 def inside_teacher(tree: TreeTables, chunks: ChunkBlock) -> tuple[Positions, Tensor]:
     """`_inside` of the teacher tree; rows number the chunks' teacher tokens."""
-    fine = chunks.teacher_ids_Q, chunks.teacher_chunk_Q, chunks.teacher_first_C
-    return _inside(tree, fine, chunks.student_ids_M.index_select(0, chunks.student_first_C), chunks.student_count_C)
+    return _inside(tree, FineTokens.of(chunks, "teacher"))
 
 
-def _inside(
-    tree: TreeTables, fine: tuple[Tensor, Tensor, Tensor], coarse_first_C: Tensor, coarse_count_C: Tensor
-) -> tuple[Positions, Tensor]:
+def _inside(tree: TreeTables, own: FineTokens) -> tuple[Positions, Tensor]:
     """Positions inside chunks where the fine side's tokens spell the coarse side's first one, and bool `[C]`: they
-    spell it to its end and it is the whole chunk. fine: ids, chunk of each, first of each chunk."""
-    ids, chunk, first_C = fine
+    spell it to its end and it is the whole chunk."""
+    ids, chunk, first_C = own.ids, own.chunk, own.first_C
     none = ids.new_zeros(0)
     if ids.numel() == first_C.numel():  # every chunk has one token on the fine side
         return Positions(none, none, none, none), torch.zeros_like(first_C, dtype=torch.bool)
-    place = torch.arange(ids.numel(), device=ids.device) - first_C[chunk]
-    node = tree.walk(ids, place)
-    coarse = coarse_first_C[chunk]
-    at = (tree.holds(node, coarse) & (place > 0)).nonzero().squeeze(1)
+    node, coarse = own.walked(tree), own.coarse_C[chunk]
+    first = torch.zeros_like(chunk, dtype=torch.bool).index_fill_(0, first_C, True)
+    at = (tree.holds(node, coarse) & ~first).nonzero().squeeze(1)
     ended = tree.ended(node, coarse)
     last = torch.cat((first_C[1:], first_C.new_tensor([ids.numel()]))) - 1
-    return Positions(node[at - 1], at, chunk[at], ids[at]), ended[last] & (coarse_count_C == 1)
+    return Positions(node[at - 1], at, chunk[at], ids[at]), ended[last] & (own.coarse_count_C == 1)

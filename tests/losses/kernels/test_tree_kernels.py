@@ -188,7 +188,9 @@ def test_rows_without_chunks_and_chunks_that_are_all_single() -> None:
     assert float(metrics["teacher_0/inner_student_kl"][1]) == 0
 
 
-@pytest.mark.parametrize("cfg", [{"condition": "exact"}, {"terminal_weight": 1.0}, {"first_weight": 1.0}])
+@pytest.mark.parametrize(
+    "cfg", [{"condition": "exact"}, {"condition": "counted"}, {"terminal_weight": 1.0}, {"first_weight": 1.0}]
+)
 def test_what_the_kernels_do_not_know_is_refused_where_they_are_forced(cfg: dict[str, Any]) -> None:
     batch = text_batch((FINE, COARSE))
     models = make_models(batch, FINE.size, COARSE.size, dtype=torch.float32)
