@@ -35,7 +35,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -167,6 +167,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_soft": TREE | {"gate": "soft"},
     "tree_kl_hard": TREE | {"gate": "hard"},
     "tree_kl_.3": TREE | {"kl_loss_weight": 0.3},
+    "tree_kl_counted": TREE | {"condition": "counted"},
     "tree_kl_cheap": TREE | {"condition": "cheap"},
     "tree_kl_exact": TREE | {"condition": "exact"},
     "tree_kl_cheap_soft": TREE | {"condition": "cheap", "gate": "soft"},
@@ -175,6 +176,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_weight_.3": TREE | {"condition": "cheap", "kl_loss_weight": 0.3},
     "tree_kl_root": TREE | {"chunk_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_no_chunk": TREE | {"chunk_weight": 0.0},
+    "tree_kl_outer": TREE | {"inner_teacher_weight": 0.0},
     "tree_kl_inner_student": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_inner_teacher": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_student_weight": 0.0},
     "tree_kl_chunk": TREE | {"root_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
@@ -216,7 +218,8 @@ LIGHT = (
     *("boundary_kl", "p_kl", "gold", "h_kl", "alm", "uld", "p_kl_norm"),
     *("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition"),
     *("tree_kl_soft", "tree_kl_root", "tree_kl_inner_student", "tree_kl_inner_teacher", "tree_kl_all_chunks"),
-    *("tree_kl_cheap", "tree_kl_top64", "tree_kl_top256", "tree_kl_by_ce", "tree_kl_select"),
+    *("tree_kl_counted", "tree_kl_cheap", "tree_kl_exact", "tree_kl_terminals", "tree_kl_outer"),
+    *("tree_kl_top64", "tree_kl_top256", "tree_kl_by_ce", "tree_kl_select"),
 )
 ARMS |= {f"{arm}_ce_.3": (ARMS[arm] or {}) | {"ce_loss_scale": 0.3} for arm in LIGHT}
 """The same beside cross-entropy of the weight that the default has: where a teacher is much better than the text
@@ -490,18 +493,17 @@ class Bench:
         work.mkdir(parents=True, exist_ok=True)
         self.files = held_out(corpus, work)
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._failed: set[str] = set()
+        self._failed = Counter[str]()
 
     def _once(self, name: str, make: Callable[[Path], Any]) -> Path:
         """The folder of that name, which `make` fills if nobody has."""
         folder, done = self.work / name, self.work / f"{name}.done"
         with self._locks[name]:
-            if name in self._failed:
+            if not done.exists() and self._failed[name] > 1:
                 raise RuntimeError(f"{name} could not be made")
             if not done.exists():
-                self._failed.add(name)
+                self._failed[name] += 1
                 make(folder)
-                self._failed.remove(name)
                 done.touch()
         return folder
 
@@ -616,7 +618,7 @@ class Results:
 
     def __init__(self, path: Path, minutes: float, **more: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._minutes, self._more, self._begun = path, minutes, more, time.time()
+        self._path, self._minutes, self._more, self._began = path, minutes, more, time.time()
         self._writing = threading.Lock()
         self.have = {(row["pair"], row["arm"], row["seed"]) for row in self.rows()}
 
@@ -630,30 +632,44 @@ class Results:
             file.write(json.dumps(row | self._more | {"command": command(), "origin": origin()}) + "\n")
         bits = [domain["bpb"] for domain in row["measures"].values()]
         written = "".join(f" {own['exact']:.1%} right" for own in row.get("answers", {}).values())
-        print(f"{time.time() - self._begun:6.0f} s", row["pair"], row["arm"], row["seed"],
+        print(f"{time.time() - self._began:6.0f} s", row["pair"], row["arm"], row["seed"],
               f"{sum(bits) / len(bits):.4f}{written} ({row['seconds']} s)", flush=True)  # fmt: skip
 
     def fill(self, keys: Iterable[Key], run: Callable[..., Row], measured: Callable[[Row], Row], parallel: int) -> None:
         """``measured(run(*key))`` for every key that has no row yet, as far as they can begin in time. What is measured
-        leaves its place to the next run. A run that fails costs its own row alone."""
+        leaves its place to the next run. A run that fails costs its own row alone, and is tried once more behind all
+        others: beside fewer of them it may find the memory that it lacked."""
+        left = [key for key in dict.fromkeys(keys) if key not in self.have]
+        for _ in range(2):
+            left = self._begun(left, run, measured, parallel)
+
+    def _begun(
+        self, keys: Sequence[Key], run: Callable[..., Row], measured: Callable[[Row], Row], parallel: int
+    ) -> list[Key]:
+        """One round of `fill`; the keys that failed."""
+        failed = list[Key]()
+
+        def fail(key: Key, error: RuntimeError) -> None:
+            failed.append(key)
+            print(*key, error, flush=True)
 
         def finish(key: Key, row: Row) -> None:
             try:
                 self.report(measured(row))
             except RuntimeError as error:
-                print(*key, error, flush=True)
+                fail(key, error)
 
         def one(key: Key) -> None:
-            if time.time() - self._begun > 60 * self._minutes:
+            if time.time() - self._began > 60 * self._minutes:
                 return
             try:
                 measurers.submit(finish, key, run(*key))
             except RuntimeError as error:
-                print(*key, error, flush=True)
+                fail(key, error)
 
-        wanted = [key for key in dict.fromkeys(keys) if key not in self.have]
         with ThreadPoolExecutor(max(parallel // 2, 1)) as measurers, ThreadPoolExecutor(parallel) as runners:
-            list(runners.map(one, wanted))
+            list(runners.map(one, keys))
+        return failed
 
 
 def wanted_runs(groups: Sequence[Mapping[str, Sequence[str]]], seeds: Sequence[int]) -> list[Key]:
