@@ -134,7 +134,10 @@ def teachers_of(case: Case, layout: dict[str, Any] | list[dict[str, Any]]) -> li
 
 def loss_of(case: Case) -> CrossTokenizerDistillationLossFn:
     maps = [projection() if kind == "cross" else None for kind in case.teachers]
-    return CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "block_rows": 40, **case.loss}, projections=maps)
+    loss_fn = CrossTokenizerDistillationLossFn({"mode": "boundary_kl", "block_rows": 40, **case.loss}, projections=maps)
+    if loss_fn.counts_ends:
+        loss_fn.count_ends([loss_fn.chunks(batch(case, tuple(range(len(TEXTS)))))])
+    return loss_fn
 
 
 def whole(value: Any) -> torch.Tensor:

@@ -40,6 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "gold": {"mode": "gold", "uncommon_topk": 50},
     "h_kl": {"mode": "h_kl", "temperature": 2.0},
     "tree_kl": {"mode": "tree_kl", "gate": "soft", "first_weight": 1.0},
+    "tree_kl, counted": {"mode": "tree_kl", "condition": "counted"},
     "tree_kl, cheap": {"mode": "tree_kl", "condition": "cheap"},
     "tree_kl, exact": {"mode": "tree_kl", "condition": "exact"},
 }
