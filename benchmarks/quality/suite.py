@@ -168,6 +168,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_hard": TREE | {"gate": "hard"},
     "tree_kl_.3": TREE | {"kl_loss_weight": 0.3},
     "tree_kl_counted": TREE | {"condition": "counted"},
+    "tree_kl_counted_soft": TREE | {"condition": "counted", "gate": "soft"},
     "tree_kl_cheap": TREE | {"condition": "cheap"},
     "tree_kl_exact": TREE | {"condition": "exact"},
     "tree_kl_cheap_soft": TREE | {"condition": "cheap", "gate": "soft"},
