@@ -219,22 +219,22 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
                 "mode 'tree_kl' does not read the projection's weights; leave learnable_projection out, or use mode "
                 "boundary_kl"
             )
-        if self.condition in ("none", "counted"):
+        if self.condition == "none":
             return
         if self.first_weight:
             raise ValueError(
                 f"first_weight is {self.first_weight}: the first level is no event that both sides share, so it does "
                 f"not go with condition {self.condition!r}; set one of them to 0 or none"
             )
-        if self.ce_loss_scale == 0 and not self.dynamic_loss_scaling:
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"condition {self.condition!r} needs temperature 1, not {self.temperature}: what one side's last token "
+                "tells it holds of the models' own probabilities alone"
+            )
+        if self.condition != "counted" and self.ce_loss_scale == 0 and not self.dynamic_loss_scaling:
             raise ValueError(
                 f"condition {self.condition!r} leaves the excluded tokens free, so it needs cross-entropy beside it; "
                 "set ce_loss_scale above 0"
-            )
-        if self.temperature != 1.0:
-            raise ValueError(
-                f"condition {self.condition!r} needs temperature 1, not {self.temperature}: at another one no token is "
-                "ruled out"
             )
 
     def _settle_mode(self) -> None:

@@ -756,6 +756,8 @@ def test_shares_of_two_ranks_add_up_with_terminals(name: str) -> None:
         ({"condition": "cheap", "temperature": 2.0}, "temperature 1"),
         ({"condition": "cheap", "mode": "boundary_kl"}, "tree_kl"),
         ({"condition": "cheap", "first_weight": 1.0}, "first_weight"),
+        ({"condition": "counted", "temperature": 2.0}, "temperature 1"),
+        ({"condition": "counted", "first_weight": 1.0}, "first_weight"),
         ({"learnable_projection": True}, "learnable_projection"),
         ({"root_weight": -1.0}, "root_weight"),
     ],
