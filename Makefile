@@ -29,7 +29,7 @@ INSTALL := $(PIP) install --disable-pip-version-check --progress-bar off --no-wa
 # How long `make fuzz` looks for faults, over all of its targets.
 MINUTES ?= 10
 
-.PHONY: demo test test-slow test-all lint style types unit docs setup machines fuzz wheels release clean
+.PHONY: demo leaderboard test test-slow test-all lint style types unit docs setup machines fuzz wheels release clean
 
 demo: $(READY)
 	"$(BIN)/limbeck" demo
@@ -76,6 +76,11 @@ machines: $(READY)
 # Spoilt input, at random, for everything that reads what others wrote; see tests/fuzz.
 fuzz: $(READY)
 	TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 "$(BIN)/python" -m tests.fuzz --minutes $(MINUTES)
+
+# The CPU-sized rows of benchmarks/quality/RESULTS.md once more, beside the committed ones; SEEDS="1 2 3" for more than one.
+SEEDS ?= 1
+leaderboard: $(READY)
+	PYTHONPATH=. "$(BIN)/python" benchmarks/quality/leaderboard.py "$(VENV)/leaderboard" --seeds $(SEEDS) --parallel $(WORKERS)
 
 # What a GPU machine that has torch and transformers, but no network, lacks of limbeck's dependencies and tests. There:
 #   pip install --no-index --no-deps .carry/wheels/*.whl

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.common import parser, record
 from limbeck.align import AlignmentBatch, TokenAligner
 from limbeck.align.boundaries import chunk_stretch
-from limbeck.tokens import TextEncoder, load_tokenizer
+from limbeck.tokens import ByteTokenizer, load_tokenizer
 
 
 def seconds(action: Callable[[], Any], repeats: int = 5) -> float:
@@ -36,7 +36,7 @@ def seconds(action: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def batch_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], texts: list[str]) -> dict[str, float]:
+def batch_cost(pair: TokenAligner, sides: tuple[ByteTokenizer, ByteTokenizer], texts: list[str]) -> dict[str, float]:
     """Tokenizing a batch twice against aligning it, tensors included."""
     rendered = [s.encode_batch(texts) for s in sides]
     widths = [max(len(r) for r in rows) for rows in rendered]
@@ -54,7 +54,7 @@ def batch_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], texts
     return {**cost, "tokens": tokens, "ratio": cost["align_s"] / cost["tokenize_s"]}
 
 
-def length_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], text: str) -> list[dict[str, float]]:
+def length_cost(pair: TokenAligner, sides: tuple[ByteTokenizer, ByteTokenizer], text: str) -> list[dict[str, float]]:
     """Time to align one document of growing length."""
     whole = [s.encode(text) for s in sides]
     chunks = pair.align_renderings(*whole)
@@ -70,14 +70,16 @@ def length_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], text
     return rows
 
 
-def trl_cost(pair: TokenAligner, sides: tuple[TextEncoder, TextEncoder], texts: list[str]) -> dict[str, float]:
+def trl_cost(pair: TokenAligner, sides: tuple[ByteTokenizer, ByteTokenizer], texts: list[str]) -> dict[str, float]:
     """The walker of trl's GOLD trainer against ours, both from the same tensors of byte offsets."""
     import torch
     from trl.experimental.gold.gold_trainer import ULDLoss
 
     offsets = []
     for a, b in zip(*(s.encode_batch(texts) for s in sides), strict=True):
-        offsets.append(tuple(torch.from_numpy(np.stack([np.append(0, r.ends[:-1]), r.ends], 1)) for r in (a, b)))
+        offsets.append(
+            tuple(torch.from_numpy(np.stack([np.append(0, r.byte_ends[:-1]), r.byte_ends], 1)) for r in (a, b))
+        )
 
     def ours(s: torch.Tensor, t: torch.Tensor) -> Any:
         ends = s[:, 1].numpy(), t[:, 1].numpy()
@@ -100,7 +102,7 @@ def main() -> None:
     args = arguments.parse_args()
     tokenizers = load_tokenizer(args.student), load_tokenizer(args.teacher)
     pair = TokenAligner(*tokenizers)
-    sides = TextEncoder.for_tokenizer(tokenizers[0]), TextEncoder.for_tokenizer(tokenizers[1])
+    sides = ByteTokenizer.of(tokenizers[0]), ByteTokenizer.of(tokenizers[1])
     result: dict[str, Any] = {"batches": {}}
     joined = ""
     for path in args.text:

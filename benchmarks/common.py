@@ -10,14 +10,11 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import shlex
 import sys
-import threading
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +62,6 @@ def parser(script: str, doc: str | None) -> argparse.ArgumentParser:
 def record(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result: where the figures come from, then the figures."""
     path.write_text(json.dumps({**origin(), **result}, indent=1) + "\n", encoding="utf-8")
-
-
-def worker_pool(jobs: int) -> ProcessPoolExecutor:
-    """Fresh processes for ``jobs`` runs at a time; they end with this one, also where it is killed."""
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def load_tokenizer(name: str) -> Any:

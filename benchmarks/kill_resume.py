@@ -233,7 +233,7 @@ def compare(steps: int, whole: Path, broken: Path) -> dict[str, bool]:
         "weights_identical": _part(a, "policy/weights") == _part(b, "policy/weights"),
         "optimizer_and_generators_identical": a == b,
         "metrics_identical": steady(whole) == steady(broken),
-        "dropped_identical": (whole / "dropped.json").read_bytes() == (broken / "dropped.json").read_bytes(),
+        "skipped_identical": (whole / "skipped.json").read_bytes() == (broken / "skipped.json").read_bytes(),
         "same_checkpoints_kept": kept[0] == kept[1],
         "nothing_left_behind": not [p for p in broken.rglob("*") if p.name.startswith(("tmp_", "del_", "old_"))]
         and not list(broken.rglob("*.tmp")),

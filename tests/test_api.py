@@ -25,6 +25,8 @@ SHORT: dict[str, Any] = {
     "tensorboard_enabled": False,
     "progress": False,
     "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.01}},
+    "scheduler": "constant",
+    "warmup_steps": 0,
 }
 
 
@@ -99,9 +101,9 @@ def test_a_model_in_memory_goes_on_from_its_checkpoint(folders: Path, tmp_path: 
     rest = distil(folders, tmp_path / "b", again, loaded("teacher"), TEXTS, **tokenizers, **more)
     found = weights(rest)
     assert all(torch.equal(value, found[name]) for name, value in weights(whole).items())
-    with pytest.raises(DataError, match="teacher_0 is no longer the one"):
+    with pytest.raises(DataError, match="teacher_0 is"):
         distil(folders, tmp_path / "b", loaded("student"), loaded("teacher", 3), TEXTS, **tokenizers, **more)
-    with pytest.raises(DataError, match=r"holds something else|bytes and had"):
+    with pytest.raises(DataError, match=r"data\.train"):
         distil(folders, tmp_path / "b", loaded("student"), loaded("teacher"), TEXTS[:-1], **tokenizers, **more)
 
 
@@ -142,7 +144,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an object in a record": ({"data": [{"text": {1, 2}}]}, "what JSON cannot hold"),
     "a record without text": ({"data": [{"words": "a"}]}, "has no 'text', only words"),
     "a misspelt setting": ({"max_num_step": 3}, "did you mean 'max_num_steps'"),
-    "a setting of two sections": ({"mode": "tree_kl"}, "give loss_fn={'mode': ...} or data={'mode': ...}"),
+    "a setting of two sections": (
+        {"mode": "tree_kl"},
+        "'mode' is a setting of several sections; give loss_fn.mode or data.mode",
+    ),
     "a misspelt section key": ({"loss_fn": {"mod": "x"}}, "unknown key 'loss_fn.mod'"),
     "another algorithm": ({"algorithm": "trace_distillation"}, "start other algorithms with limbeck train"),
     "ray": ({"launcher": "ray"}, "limbeck.distil runs here"),

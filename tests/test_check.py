@@ -11,7 +11,7 @@ import pytest
 
 from limbeck.check import MODE, check_pair, chunk_bits, verdict
 from limbeck.errors import ExitCode
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 from tests.cli.command import run
 from tests.helpers.tokenizers import byte_level, tiny
 
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def save(folder: Path, tokenizer: Any, template: str | None = None) -> str:
     """A tokenizer as a model folder holds it; written here, since the core has no transformers to do it."""
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(Tokenizer.of(tokenizer).describe()), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(ByteTokenizer.of(tokenizer).describe()), encoding="utf-8")
     config = {} if template is None else {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
@@ -54,7 +54,7 @@ def test_tokenizers_alone_give_half_of_the_audit(pair: tuple[str, str], tmp_path
     assert alignment["strict"] == pytest.approx(0.5)
     assert alignment["classes"]["digits"] == {"chunks": 1, "one_to_one": 0}
     assert alignment["coverage"] == 1.0
-    assert report["vocabulary"]["unreached_mass"] == pytest.approx(1 / 4)
+    assert report["vocabulary"]["uncovered_mass"] == pytest.approx(1 / 4)
     assert report["headroom"] is report["estimate"] is None
     assert set(report["skipped"]) == {"headroom", "memory and time"}
     assert report["verdict"]["worth"]
@@ -83,7 +83,13 @@ def test_the_same_tokenizer_needs_no_projection(pair: tuple[str, str], tmp_path:
 
 
 def chunk(data: bytes, student: float, teacher: float, **more: Any) -> dict[str, Any]:
-    scores = {"student_logprob": student, "teacher_logprob": teacher, "divergence": 1.0, "unreached": 0.5, "lost": 0.0}
+    scores = {
+        "student_logprob": student,
+        "teacher_logprob": teacher,
+        "divergence": 1.0,
+        "uncovered_by_projection": 0.5,
+        "uncovered_by_cells": 0.0,
+    }
     return {"bytes": data.hex(), "exact": True, "role": False, **scores, **more}
 
 
@@ -96,34 +102,39 @@ def test_bits_of_chunks_by_hand() -> None:
     assert found["student"] == pytest.approx(6 / math.log(2) / 4)
     assert found["gap"] == pytest.approx(0.0)
     assert found["classes"]["digits"]["gap"] == pytest.approx(-1 / math.log(2) / 2)
-    assert found["unreached"] == 0.5
+    assert found["uncovered_by_projection"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("change", "worth", "words"),
     [
-        ({}, True, "Worth it: the teacher is ahead by 0.40"),
+        ({}, True, "says little"),
         ({"gap": 0.01}, True, "Worth little"),
         ({"gap": -0.1}, False, "Not worth a run as it is: on this text"),
-        ({"unreached": 0.3}, True, "30% of the teacher"),
+        ({"uncovered": 0.3}, True, "30% of the teacher"),
         ({"coverage": 0.2}, False, "only 20% of the supervised bytes"),
         ({"usable": False}, False, "no chat template"),
-        ({"same": True, "unreached": 0.3}, True, "Worth it"),
+        ({"same": True, "uncovered": 0.3}, True, "ahead by 0.40"),
+        ({"pilot": {"choice": "either", "sentence": "Level."}}, True, "Level."),
+        ({"pilot": {"choice": "cross_entropy", "sentence": "Alone."}, "gap": 0.5}, False, "Alone."),
+        ({"pilot": {"choice": "distil", "sentence": "Both."}, "gap": -0.1}, True, "Both."),
+        ({"pilot": {"choice": "distil", "sentence": "Both."}, "usable": False}, False, "no chat template"),
     ],
 )
 def test_verdicts(change: dict[str, Any], worth: bool, words: str) -> None:
-    values = {"gap": 0.4, "unreached": 0.0, "coverage": 1.0, "usable": True, "same": False, **change}
+    values = {"gap": 0.4, "uncovered": 0.0, "coverage": 1.0, "usable": True, "same": False, "pilot": None, **change}
     report = {
         "tokenizers": {"same": values["same"]},
         "headroom": {
             "gap": values["gap"],
             "student": 1.0,
             "teacher": 1 - values["gap"],
-            "unreached": values["unreached"],
+            "uncovered_by_projection": values["uncovered"],
         },
         "alignment": {"coverage": values["coverage"]},
         "templates": {"needed": True, "student": {"usable": True}, "teacher": {"usable": values["usable"]}},
-        "vocabulary": {"unreached_mass": 0.0},
+        "vocabulary": {"uncovered_mass": 0.0},
+        "pilot": values["pilot"],
     }
     found = verdict(report)
     assert found["worth"] == worth

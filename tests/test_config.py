@@ -1,13 +1,25 @@
 import json
+import random
 import re
+import string
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from limbeck.config import apply_overrides, dump_yaml, load_config, merge, parse_yaml, resolve
+from limbeck.config import (
+    apply_overrides,
+    dump_yaml,
+    load_config,
+    merge,
+    parse_yaml,
+    resolve,
+    resolve_references,
+    with_settings,
+)
 from limbeck.errors import ConfigError
+from limbeck.key_names import Keys
 
 
 class Opt(BaseModel):
@@ -60,7 +72,7 @@ def test_defaults_are_merged_below(tmp_path):
     path = write(tmp_path / "run.yaml", "defaults: base.yaml\npolicy: {b: 3}\nlist: [2]\n")
     assert load_config(path) == {"policy": {"a": 1, "b": 3}, "list": [2]}
     write(tmp_path / "loop.yaml", "defaults: loop.yaml\n")
-    with pytest.raises(ConfigError, match="names itself"):
+    with pytest.raises(ConfigError, match=r"loop\.yaml' .*'defaults'"):
         load_config(tmp_path / "loop.yaml")
 
 
@@ -69,18 +81,18 @@ def test_defaults_are_merged_below(tmp_path):
     [
         ("a: [", "not valid YAML"),
         ("- a\n- b\n", "holds a list"),
-        ("a: 1\na: 2\n", "'a' is given twice, the second time on line 2"),
+        ("a: 1\na: 2\n", "'a' .* twice, .* line 2"),
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
-        ("? [a, b]\n: 1\n", "the key on line 1 is a list, no name"),
-        ("{a: 1}: 2\n", "the key on line 1 is a dict, no name"),
+        ("? [a, b]\n: 1\n", "key on line 1 is a list"),
+        ("{a: 1}: 2\n", "key on line 1 is a dict"),
         ("defaults: 3\n", "'defaults' is 3; give a run file"),
         ("defaults: [[a]]\n", r"'defaults' is \[\['a'\]\]; give a run file"),
-        (f"a: {'9' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
-        (f"a: 0x{'f' * 5000}\n", "the number on line 1 has more than 1,000 digits"),
+        (f"a: {'9' * 5000}\n", "line 1 .* 1,000 digits"),
+        (f"a: 0x{'f' * 5000}\n", "line 1 .* 1,000 digits"),
         ("a: 2001-99-99\n", "not valid YAML"),
-        (f"a: {'[' * 150}{']' * 150}\n", "nested more than 100 deep"),
+        (f"a: {'[' * 150}{']' * 150}\n", "100 deep"),
         (f"a: {'[' * 20_000}\n", "nested too deeply"),
-        ("a: &a [*a]\n", "the value on line 1 contains itself"),
+        ("a: &a [*a]\n", "line 1 contains itself"),
         ("a: &a [" * 60 + "x" + "]" * 60 + "\n", "not valid YAML"),
         (f"a: {'x' * (5 << 20)}\n", "has 5,242,884 characters"),
         (bytes(range(256)), "cannot be read"),
@@ -105,10 +117,10 @@ def alias_bomb(item="[{}]", levels=12):
 def test_aliases_that_stand_for_too_much(tmp_path, item):
     text = alias_bomb(item)
     text = text if "<<" not in item else text.replace("[x]", "{x: 1}")
-    with pytest.raises(ConfigError, match=r"with its aliases written out the value on line [78] has more than"):
+    with pytest.raises(ConfigError, match=r"aliases .* line [78] has more than"):
         load_config(write(tmp_path / "run.yaml", text))
     deep = "".join(f"l{n}: &l{n} {'[' * 90}{f'*l{n - 1}' if n else 'x'}{']' * 90}\n" for n in range(40))
-    with pytest.raises(ConfigError, match="the value on line 2 is nested more than 100 deep"):
+    with pytest.raises(ConfigError, match=r"line 2 .* 100 deep"):
         load_config(write(tmp_path / "run.yaml", deep))
     assert load_config(write(tmp_path / "run.yaml", "a: &a {lr: 1}\nb: {<<: *a, k: 2}\nc: [*a, *a]\n")) == {
         "a": {"lr": 1},
@@ -123,6 +135,17 @@ def test_a_long_value_is_shown_by_its_beginning():
     assert len(str(caught.value)) < 500
 
 
+def test_a_folder_in_place_of_a_run_file(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path)
+    assert "limbeck init" in str(caught.value)
+    for name in ("config.yaml", "run.yaml"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path)
+        assert repr(str(tmp_path / name)) in str(caught.value)
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"none.yaml' cannot be read"):
         load_config(tmp_path / "none.yaml")
@@ -134,9 +157,9 @@ def test_missing_file(tmp_path):
         ("a", "not of the form"),
         ("=1", "not of the form"),
         ("a..b=1", "not of the form"),
-        ("n.x=1", "'n' is the value 3 and has no keys"),
-        ("l.5=1", "'l' is a list of 1 and has no item '5'"),
-        ("l.0.x=1", "'l.0' is the value 1"),
+        ("n.x=1", "'n' .* 3 "),
+        ("l.5=1", "'l' .* 1 .*'5'"),
+        ("l.0.x=1", "'l.0' .* 1 "),
         ("a={", "not valid YAML"),
     ],
 )
@@ -160,7 +183,7 @@ def test_overrides_do_not_write_to_the_input():
         ({"policy": {}, "polcy": {}}, r"unknown key 'polcy': did you mean 'policy'\?"),
         ({"policy": {"zzzz": 1}}, r"unknown key 'policy.zzzz': it is not a key there"),
         ({}, r"key 'policy' is missing"),
-        ({"policy": {"steps": 0}}, r"'policy.steps' is 0: Input should be greater than or equal to 1"),
+        ({"policy": {"steps": 0}}, r"'policy.steps' is 0: .* 1$"),
     ],
 )
 def test_errors_name_the_path_and_the_near_name(data, message):
@@ -227,5 +250,109 @@ def test_keys_are_refused_and_not_repeated(tmp_path, path, refused):
     for name in reversed(above):
         value = {name: [value]}
     file.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="holds a key"):
+    with pytest.raises(ConfigError, match=re.escape(f"'{'.0.'.join(path.split('.'))}'")):
         load_config(file)
+
+
+def _drawn(length: int, seed: int = 3) -> str:
+    """Made at run time, so that no scanner takes it for a real key."""
+    return "aB3" + "".join(random.Random(seed).choices(string.ascii_letters + string.digits, k=length - 3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"teacher.tokenizer.chat_template_kwargs.x=sk-proj-{_drawn(40)}",
+        f"teacher.tokenizer.chat_template_kwargs.x={_drawn(40)}",
+        f"teacher.tokenizer.chat_template_kwargs.deep.er={_drawn(32)}",
+        f"teacher.tokenizer.chat_template_kwargs.my_pass={_drawn(12)}",
+        f"teacher.server.url=http://host:1/{_drawn(40)}/v1",
+        f"teacher.server.url=https://host/sk-{_drawn(30)}/v1",
+        f"on_policy.reward.judge.url=https://host/proxy/hf_{_drawn(34)}",
+        f"logger.wandb.notes=see hf_{_drawn(34)}",
+        f"logger.wandb.tags=[a, ghp_{_drawn(36)}]",
+    ],
+)
+def test_keys_are_known_by_what_they_are(tmp_path, value):
+    (tmp_path / "run.yaml").write_text("x: 1\n")
+    with pytest.raises(ConfigError) as found:
+        load_config(tmp_path / "run.yaml", [value])
+    assert value.rpartition("/")[2].rpartition("=")[2] not in str(found.value)
+    assert value.partition("=")[0] in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "teacher.server.url=http://host:8000/v1",
+        "teacher.server.url=https://host/openai/deployments/Qwen2.5-Coder-32B-Instruct-AWQ/v1",
+        "teacher.server.url=https://gateway.example/v1/0123456789abcdef0123456789abcdef/name/openai",
+        "teacher.server.url=https://host/123e4567-e89b-12d3-a456-426614174000/v1",
+        "teacher.tokenizer.chat_template_kwargs.date=26 July 2024",
+        "teacher.tokenizer.chat_template_kwargs.system=You are Qwen2, a helpful assistant of Alibaba-Cloud",
+        "policy.model_name=org/SmolLM2-135M-Instruct-Finetuned-2025-11-16",
+        "logger.log_dir=runs/task-sk-learn-with-a-very-long-name-v12",
+        "policy.model_name=/data/AKmodels/a1B2c3d4e5F6g7H8i9J0k1L2m3N4",
+    ],
+)
+def test_names_and_addresses_are_no_keys(tmp_path, value):
+    (tmp_path / "run.yaml").write_text("x: 1\n")
+    load_config(tmp_path / "run.yaml", [value])
+
+
+REFERENCES = {
+    "policy": {"model_name": "S", "length": 8, "dtensor_cfg": {"tp": 2, "cp": 3}},
+    "data": {"length": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "value"),
+    [
+        ("data.x", "${policy.length}", 8),
+        ("data.x", "${.length}", 5),
+        ("data.x", "${..policy.length}", 8),
+        ("policy.tokenizer.name", "${..model_name}", "S"),
+        ("data.x", "${policy.dtensor_cfg}", {"tp": 2, "cp": 3}),
+        ("data.x", "a-${policy.model_name}-${policy.length}", "a-S-8"),
+        ("policy.div", "${mul:${mul:${.dtensor_cfg.tp}, ${.dtensor_cfg.cp}}, 2}", 12),
+        ("policy.div", "${mul:${policy.length},0.5}", 4.0),
+        ("data.x", r"\${policy.length}", "${policy.length}"),
+        ("data.x", "$HOME {x}", "$HOME {x}"),
+    ],
+)
+def test_references(where, text, value):
+    config = apply_overrides(REFERENCES, [])
+    section, _, key = where.partition(".")
+    node = config[section]
+    *inner, last = key.split(".")
+    for name in inner:
+        node = node.setdefault(name, {})
+    node[last] = text
+    for part in where.split("."):
+        config = resolve_references(config) if part == section else config
+        config = config[part]
+    assert config == value
+
+
+def test_a_reference_may_lead_to_another_or_into_a_list_or_to_a_short_form(tmp_path):
+    path = write(
+        tmp_path / "run.yaml",
+        "student: S\nteachers: [{model_name: '${student}'}, {model_name: '${teachers.0.model_name}'}]\n"
+        "data: {train: x, mode: '${teachers[1].model_name}'}\n",
+    )
+    keys = Keys("M", {"M": {"policy": [], "teachers": [], "data": []}})
+    found = with_settings(keys, load_config(path), {"policy.model_name": "T"})
+    assert found["data"]["mode"] == "T", "an override counts before references are resolved"
+    assert [teacher["model_name"] for teacher in found["teachers"]] == ["T", "T"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${policy.nothing}", "${oc.env:HOME}", "${mul:2}", "${mul:a,b}", "${data.x}", "${policy.back}", "${data}"],
+)
+def test_references_that_lead_nowhere_or_round_are_refused(text):
+    config = merge(REFERENCES, {"data": {"x": text}, "policy": {"back": "${data.x}"}})
+    with pytest.raises(ConfigError) as error:
+        resolve_references(config)
+    assert text.strip("${}").partition(":")[0].split(",")[0] in str(error.value) or "data.x" in str(error.value)

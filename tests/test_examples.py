@@ -100,3 +100,7 @@ def test_use_result(tmp_path: Path) -> None:
     out = example("use_result.py", run_dir, tmp_path / "texts.txt", "the quick")
     assert float(re.search(r"([\d.]+) bits per byte", out).group(1)) > 0  # type: ignore[union-attr]
     assert "the quick" in out
+
+
+def test_the_reader_reads_its_own_log() -> None:
+    assert example("reader.py").startswith("3 messages")

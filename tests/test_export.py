@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from limbeck.export import describe_for_version_4, export_run, missing_parts, mo
 from limbeck.models.loading import load_model
 from limbeck.report.run_data import read_run
 from tests.helpers import runs, tiny
+from tests.helpers.disk import files_of_at_most
+from tests.helpers.hub import serving
 from tests.helpers.runs import limbeck, refused
 
 IDS = torch.arange(12)[None] % 300
@@ -145,6 +148,14 @@ def test_a_checkpoint_that_is_not_whole_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_one_line_and_leaves_no_folder(folder: Path, tmp_path: Path) -> None:
+    with files_of_at_most(5000):
+        line = refused("export", folder / "run", "-o", tmp_path / "out")
+    assert "cannot be written" in line
+    assert str(tmp_path / "out") in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command(folder: Path, out: Path, tmp_path: Path) -> None:
     code, said, _ = limbeck("export", folder / "run", "-o", tmp_path / "new", "-c", "latest", "--license", "apache-2.0")
     assert code == 0
@@ -154,39 +165,70 @@ def test_the_command(folder: Path, out: Path, tmp_path: Path) -> None:
     assert "is no run folder" in refused("export", tmp_path, "-o", tmp_path / "other")
 
 
-class Hub:
-    """What a push asks of the hub's client."""
+def test_push(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "hub") as hub:
+        hub.use(monkeypatch, tmp_path / "home")
+        arguments = ("export", folder / "run", "-o", tmp_path / "new", "--push", "me/student-1.5B")
+        assert "no token for the hub" in refused(*arguments)
+        assert not (tmp_path / "new").exists()
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        code, out, err = limbeck(*arguments)
+        assert code == 0
+        assert out.splitlines()[-1] == f"pushed: {hub.url}/me/student-1.5B"
+        assert hub.created == {"me/student-1.5B": True}, "private unless it is said"
+        written = {p.relative_to(tmp_path / "new").as_posix(): p for p in (tmp_path / "new").rglob("*") if p.is_file()}
+        assert hub.pushed["me/student-1.5B"] == {name: path.read_bytes() for name, path in written.items()}
+        assert "adapter/adapter_model.safetensors" in written
+        monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
+        with pytest.raises(ConfigError, match=r"'me/other' .*401") as caught:
+            push_folder(tmp_path / "new", "me/other")
+        assert "hf_wrong" not in str(caught.value)
+        with pytest.raises(ConfigError, match=r"'me/x/y' .*Repo id"):
+            push_folder(tmp_path / "new", "me/x/y")
+        hub.silent = True
+        monkeypatch.setattr("limbeck.export._PUSH_SECONDS", 0.3)
+        with pytest.raises(ConfigError, match=r"'me/other' .* 0\.3 s"):
+            push_folder(tmp_path / "new", "me/other")
+    with pytest.raises(ConfigError, match="'me/other' "):
+        push_folder(tmp_path / "new", "me/other")
+    said = "".join((out, err, *capfd.readouterr()))
+    assert hub.token not in said
+    assert "hf_wrong" not in said
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def create_repo(self, name: str, **options: Any) -> str:
-        self.calls.append((name, options))
-        return f"hub/{name}"
+def test_the_files_have_the_modes_of_new_files(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        out = export_run(folder / "run", tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert {oct(p.stat().st_mode & 0o777) for p in out.rglob("*") if p.is_file()} == {"0o640"}
+    assert {oct(p.stat().st_mode & 0o777) for p in (out, *out.rglob("*")) if p.is_dir()} == {"0o750"}
 
-    def upload_folder(self, **options: Any) -> None:
-        self.calls.append((options["repo_id"], options))
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_lines_of_the_card_generate(
+    folder: Path, out: Path, chat: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(out)
+    text = model_card(read_run(folder / "run"), step=3, license=None, adapter=False, chat=chat)
+    code = text.split("```python\n")[1].split("```")[0]
+    if chat:
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        code = code.replace("\nids", f"\ntokenizer.chat_template = {template!r}\nids")
+    exec(code.replace("max_new_tokens=64", "max_new_tokens=4"), {})
+    assert capsys.readouterr().out.strip()
 
 
-def test_push(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    hub = Hub()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    arguments = ("export", folder / "run", "-o", tmp_path / "new", "--push", "me/student")
-    assert "no token for the hub" in refused(*arguments)
-    assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
-    code, said, _ = limbeck(*arguments)
-    assert code == 0
-    assert said.splitlines()[-1] == "pushed: hub/me/student"
-    assert hub.calls[0] == ("me/student", {"private": True, "exist_ok": True})
-    assert hub.calls[1][1]["folder_path"] == str(tmp_path / "new")
-
-    def refuse(**options: Any) -> None:
-        raise huggingface_hub.errors.HFValidationError("a name has one slash")
-
-    monkeypatch.setattr(hub, "upload_folder", refuse)
-    with pytest.raises(ConfigError, match="could not be pushed: a name has one slash"):
-        push_folder(tmp_path / "new", "me/x/y")
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B@refs/pr/1"])
+def test_the_card_of_a_student_of_the_hub(folder: Path, tmp_path: Path, name: str) -> None:
+    settings = yaml.safe_load((folder / "run" / "config.yaml").read_bytes())
+    settings["policy"]["model_name"] = name
+    settings["teacher"]["model_name"] = "Qwen/Qwen2.5-0.5B"
+    settings["data"]["train"] = ["hf:acme/books-1.5@v2", "/data/x/some.jsonl"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n', encoding="utf-8")
+    text = model_card(read_run(tmp_path), step=1, license=None, adapter=False)
+    assert yaml.safe_load(text.split("---")[1])["base_model"] == "meta-llama/Llama-3.2-1B"
+    assert f"{name} was trained from Qwen/Qwen2.5-0.5B with" in text
+    assert "`hf:acme/books-1.5@v2`, `some.jsonl`" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
+from limbeck.algorithms.dispatch import resolve_run
 from limbeck.errors import ConfigError
 from limbeck.integrations import DistillationTrainer
 from limbeck.models.loading import load_model
@@ -47,14 +49,25 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def trainer(folder: Path, *, student: Any = None, **more: Any) -> DistillationTrainer:
-    own = ("loss", "max_length", "eval_dataset", "teacher", "teacher_tokenizer", "collator_options")
+    own = (
+        "loss_fn",
+        "max_length",
+        "eval_dataset",
+        "teacher",
+        "teacher_tokenizer",
+        "append_eos",
+        "long_documents",
+        "policy.init",
+    )
     given = {name: more.pop(name) for name in own if name in more}
     options: dict[str, Any] = {
         "teacher": model("teacher", 1),
         "teacher_tokenizer": tiny.tokenizer(340),
-        "loss": {"mode": "boundary_kl"},
+        "loss_fn": {"mode": "boundary_kl"},
         "max_length": 64,
-        "collator_options": {"append_eos": True},
+        "append_eos": True,
+        "long_documents": "cut",
+        "policy.init": "random",
     }
     return DistillationTrainer(
         student or model("student"),
@@ -86,7 +99,7 @@ def test_a_step_is_that_of_the_own_trainer(tmp_path: Path, mode: str, accumulate
     rows = list(range(6))
     made = trainer(
         tmp_path,
-        loss={"mode": mode},
+        loss_fn={"mode": mode},
         max_steps=1,
         per_device_train_batch_size=6 // accumulate,
         gradient_accumulation_steps=accumulate,
@@ -122,7 +135,7 @@ def test_logits_give_what_hidden_states_give(tmp_path: Path) -> None:
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Weights, optimizer, order of the data and the running estimate of the loss's scale."""
     loss = {"mode": "boundary_kl", "dynamic_loss_scaling": True}
-    more = {"loss": loss, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    more = {"loss_fn": loss, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
     whole = trainer(tmp_path / "a", **more)
     whole.train()
     rest = trainer(tmp_path / "b", student=model("student", 7), **more)
@@ -171,10 +184,92 @@ def test_a_student_that_reads_the_teachers_ids(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 teachers but 2 teacher_tokenizer"):
         trainer(tmp_path, teacher_tokenizer=[tiny.tokenizer(340)] * 2)
-    with pytest.raises(ConfigError, match="limbeck's own trainer's"):
-        trainer(tmp_path, loss={"mode": "boundary_kl", "learnable_projection": True})
-    with pytest.raises(ConfigError, match="unknown key 'mod'"):
-        trainer(tmp_path, loss={"mod": "tree_kl"})
+    with pytest.raises(ConfigError, match=r"unknown key 'loss_fn\.mod'"):
+        trainer(tmp_path, loss_fn={"mod": "tree_kl"})
+    for name, key in (
+        ("lr", "policy.optimizer"),
+        ("steps", "distillation.max_num_steps"),
+        ("num_prompts_per_step", "distillation.num_prompts_per_step"),
+        ("log_dir", "logger.log_dir"),
+        ("lora", "policy.lora"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{key}'"):
+            DistillationTrainer(
+                model("student"), arguments(tmp_path), processing_class=tiny.tokenizer(300), **{name: 1}
+            )
+    with pytest.raises(ConfigError, match="teacher is a object;"):
+        trainer(tmp_path, teacher=object())
+
+
+def named(folder: Path) -> Path:
+    """A teacher as a folder."""
+    model("teacher", 1).save_pretrained(folder / "teacher")
+    tiny.tokenizer(340).save_pretrained(folder / "teacher")
+    return folder / "teacher"
+
+
+def test_a_teacher_by_its_name_is_the_one_in_memory(tmp_path: Path) -> None:
+    """A folder as text, as a path or as a section, with its own tokenizer; and no teacher at all."""
+    folder = named(tmp_path)
+    made = [
+        trainer(tmp_path / "memory"),
+        *(
+            trainer(tmp_path / "named", teacher=own, teacher_tokenizer=None)
+            for own in (str(folder), folder, {"model_name": str(folder)})
+        ),
+    ]
+    batches = [own.data_collator(RECORDS[:4]) for own in made]
+    found = [own.compute_loss(own.model, batch).item() for own, batch in zip(made, batches, strict=True)]
+    assert found == pytest.approx([found[0]] * 4, rel=1e-6)
+    alone = trainer(tmp_path / "alone", teacher=None, teacher_tokenizer=None)
+    assert alone.loss_fn.cfg.ce_loss_scale == 1.0
+    alone.train()
+    assert "kl_loss" not in alone.state.log_history[0]
+
+
+def test_a_pretrained_student_has_the_loss_that_a_run_gives_it(tmp_path: Path) -> None:
+    folder = named(tmp_path)
+    made = DistillationTrainer(
+        model("student"),
+        arguments(tmp_path),
+        teacher=folder,
+        processing_class=tiny.tokenizer(300),
+        max_length=48,
+        train_dataset=RECORDS,
+    )
+    assert (made.loss_fn.cfg.ce_loss_scale, made.loss_fn.cfg.gate) == (1.0, "soft")
+    run = {
+        "policy": "s",
+        "teacher": {"model_name": str(folder), "max_total_sequence_length": 256},  # its positions
+        "data": "d.jsonl",
+    }
+    config, _ = resolve_run(run, {"max_length": 48, "data.mode": "text"})
+    assert made.run_config.loss_fn == config.loss_fn
+    assert made.run_config.data.model_copy(update={"train": config.data.train}) == config.data
+    assert made.run_config.teacher == config.teacher
+
+
+def test_conversations_are_noticed_in_every_form(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    student, teacher = (copy.deepcopy(tiny.tokenizer(size)) for size in (300, 340))  # others share these objects
+    student.chat_template = teacher.chat_template = template
+    losses_of = []
+    for record in (
+        {"messages": [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown fox"}]},
+        {"prompt": "the quick", "completion": "brown fox"},
+    ):
+        made = DistillationTrainer(
+            model("student"),
+            arguments(tmp_path),
+            teacher=model("teacher", 1),
+            teacher_tokenizer=teacher,
+            processing_class=student,
+            max_length=48,
+            train_dataset=[record] * 4,
+        )
+        assert made.run_config.data.mode == "chat"
+        losses_of.append(made.compute_loss(made.model, made.data_collator([record] * 2)).item())
+    assert losses_of[0] == losses_of[1] > 0
 
 
 SCRIPT = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "limbeck"
-ORDER = "errors distributed utils tokens align projection data losses models teachers traces evaluation algorithms"
-LAST = "report config export integrations api demo doctor check cli __main__"
+ORDER = "errors distributed utils tokens align projection data losses models teachers traces verifiers environments"
+LAST = "evaluation algorithms tools report config export integrations api demo doctor check cli __main__"
 RANK = {name: i for i, name in enumerate(f"{ORDER} {LAST}".split())}
 # config.py only loads and validates what others define, so any package may use it.
 FREE = {"config"}
@@ -143,7 +143,7 @@ def test_every_package_has_its_place() -> None:
     assert packages <= set(RANK)
 
 
-WITHOUT_TORCH = ("tokens", "align", "align.view", "projection", "traces", "report", "doctor", "check")
+WITHOUT_TORCH = ("tokens", "align", "align.view", "projection", "traces", "verifiers", "report", "doctor", "check")
 
 
 def _import_without(missing: list[str], modules: list[str]) -> None:
@@ -165,7 +165,7 @@ def test_what_computes_does_without_the_optional_parts() -> None:
 
 
 # Packages that deal with objects of our own; those below them also ask tokenizers, placements and loggers of others.
-OWN = set(ORDER.split()) - {"errors", "distributed", "utils", "tokens"}
+OWN = set(ORDER.split()) - {"errors", "distributed", "utils", "tokens"} | {"algorithms", "tools"}
 # The one place of them that asks models of transformers and peft what they have.
 FOREIGN = {"models/causal.py"}
 
@@ -193,3 +193,12 @@ def test_probes_are_found(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("hasattr(a, n); getattr(a, 'b'); getattr(a, n, None); getattr(a, n)")
     assert _probes(path) == {"hasattr(a, n)", "getattr(a, 'b')", "getattr(a, n, None)"}
+
+
+@pytest.mark.train
+def test_the_stored_names_of_run_file_keys_are_those_of_the_classes() -> None:
+    """A name that is missing there would be refused, though the classes have it."""
+    from limbeck.key_names import STORED
+    from tests.helpers.run_file_keys import text
+
+    assert STORED.read_text(encoding="utf-8") == text(), "run: python -m tests.helpers.run_file_keys"

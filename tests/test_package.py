@@ -120,7 +120,7 @@ def test_the_demo_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["bpb_teacher"] < 1.5
     assert (tmp_path / "runs" / "demo" / "report.html").is_file()
-    for arguments in (["recipes", "show", "chat"], ["docs", "tutorial"], ["schema"]):
+    for arguments in (["recipes", "show", "chat"], ["docs", "quickstart"], ["schema"]):
         assert made.run(*arguments, folder=tmp_path).stdout
 
 

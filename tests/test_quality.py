@@ -1,11 +1,11 @@
-"""The quality benchmark's machinery: what is run, in which order and only once; what tables and README say of it."""
+"""The quality benchmark's machinery: what is run, in which order and only once; what tables say of it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 import limbeck
-from benchmarks.quality import tables, trl_gold
-from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_small
+from benchmarks.quality import leaderboard, tables, trl_gold
+from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_parts, write_small
 from benchmarks.quality.corpus import write_texts as write_documents
 from benchmarks.quality.real import FIRST, Real, arm_amounts, best_rates, cut, sweep_of, write_texts
 from benchmarks.quality.real import wanted_runs as wanted_real_runs
 from benchmarks.quality.suite import (
     ARMS,
+    BOARD_DOMAINS,
     CACHED,
     GROUPS,
     LITTLE,
@@ -44,7 +45,6 @@ from limbeck.models.loading import load_model
 from tests.helpers import tokenizers
 
 QUALITY = Path(tables.__file__).parent
-STORED = [QUALITY / "results.jsonl", QUALITY / "real.jsonl"]
 
 
 def _row(pair: str, arm: str, seed: int = 1, bits: float = 2.0, **more: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_a_row_has_the_command_that_made_it_and_no_path_of_the_machine(
     (row,) = results.rows()
     assert row["command"] == "benchmarks/quality/suite.py corpus work --models 'A teaches B'"
     assert row["parallel"] == 2
-    said = [row["command"] for row in tables.read_rows(STORED) if "command" in row]
+    said = [row["command"] for row in tables.read_rows(tables.STORED) if "command" in row]
     assert said
     assert not [part for text in said for part in shlex.split(text) if part.startswith("/")]
 
@@ -362,7 +362,7 @@ def test_an_adapted_teacher_has_read_other_documents_and_keeps_its_tokenizer(
     assert bench.teacher["model_name"].startswith(str(bench.model({"arm": "teacher"})))
     assert bench.teacher["tokenizer"] == {"name": str(tmp_path / "b")}
     monkeypatch.setattr("benchmarks.quality.real.DEV_BYTES", 10**9)
-    with pytest.raises(SystemExit, match="no document is left"):
+    with pytest.raises(SystemExit, match="no document"):
         _real(corpus, tmp_path / "other", adapt=0.001, **models)
 
 
@@ -449,22 +449,6 @@ def test_arms_are_compared_with_the_best_number_of_steps_of_cross_entropy() -> N
     # more steps than the others have are no reference
     assert gaps == {"ce": -1.0, "ce_300": 0.0, "ce_450": 0.8, "tree_kl": 0.5}
     assert "the best of cross-entropy alone, 300 steps" in long.title
-    (goal,) = tables.goals([long])
-    assert "tree_kl closes 50%" in goal
-
-
-def test_goals_tell_a_default_that_is_behind_and_a_domain_that_lost() -> None:
-    rows = [
-        _row("teacher", "bpe_32k", bits=1.0),
-        _row("coarse", "ce", bits=2.0),
-        _row("coarse", "boundary_kl", bits=1.5),
-    ]
-    rows += [_row("coarse", arm, bits=bits) for arm, bits in ((tables.DEFAULT, 1.6), ("p_kl", 1.7), ("gold", 1.9))]
-    rows[3]["measures"]["b"]["bpb"] = 3.1
-    default, published = tables.goals(tables.experiments(rows))
-    assert "is 0.350 behind boundary_kl (one seed)" in default
-    assert "in b by 0.100" in default
-    assert "gold is above p_kl" in published
 
 
 def test_figures_that_only_some_rows_have_leave_dashes(tmp_path: Path) -> None:
@@ -487,7 +471,7 @@ def test_the_sweep_shows_the_rate_that_all_arms_took_and_arms_of_trl_are_no_teac
         " tree_kl | 1 | 9 | **1.600** | - |",
     ]
     rows += [_row("real_1", "ce", bits=1.0, **real), _row("real_0.3", "ce", bits=1.6, **real | {"learning_rate": 3e-4})]
-    page = tables.page(rows)
+    page = tables.everything(rows)
     assert "| trl_gold | 1 | **1.750** |" in page
     assert "| 0.3 | - | **1.900** | 3.400 |" in page
     ((who, by_amount),) = tables.by_amount(
@@ -522,16 +506,60 @@ def test_real_arms_stand_together_at_the_rates_of_their_sweeps_and_cross_entropy
     assert "at its best: 3 steps at 0.0001" in chosen.title
 
 
-def test_the_quote_replaces_what_stands_between_the_marks() -> None:
-    start, end = tables.MARKS
-    assert tables.quoted(f"a\n{start}old\n{end}b\n", "| new |") == f"a\n{start}\n| new |\n{end}b\n"
-    with pytest.raises(SystemExit, match="0 places"):
-        tables.quoted("nothing", "x")
+def test_tables_of_the_pages_are_those_of_the_stored_rows() -> None:
+    rows = tables.unique(tables.read_rows(tables.STORED))
+    for path in tables.PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert "<!-- table:" in text
+        assert tables.filled(text, rows) == text, f"{path.name}: run benchmarks/quality/tables.py"
+    with pytest.raises(SystemExit, match="'losess'"):
+        tables.filled("<!-- table: losess -->\n\n| a |\n", rows)
 
 
-def test_the_pages_say_what_the_stored_results_say() -> None:
-    rows = tables.read_rows(STORED)
-    assert (QUALITY / "RESULTS.md").read_text() == tables.page(rows)
-    readme = tables.README.read_text()
-    assert tables.quoted(readme, tables.readme_table(rows)) == readme
-    assert re.search(r"^\| `tree_kl` \(default from scratch\) \|", readme, re.MULTILINE)
+def test_a_cell_says_how_many_seeds_it_has_and_what_is_closed() -> None:
+    arm = tables.Arm("tree_kl", 3, 1.5, 0.0104, 0.25, 0.1, ("a", 0.0), {})
+    alone = replace(arm, name="ce", mean=1.5531, gap=0.0)
+    assert tables.bits(arm, gap=True) == "1.500 ± .010 (25%)"
+    assert tables.bits(arm, alone) == "1.500 ± .010 (-.053)"
+    assert tables.bits(replace(arm, mean=1.5533), alone, best=True) == "**1.553 ± .010 (.000)**"
+    assert tables.bits(replace(arm, seeds=1, spread=None), gap=True) == "1.500 (25%) [1]"
+    assert tables.bits(None) == ""
+
+
+# -- the leaderboard ---------------------------------------------------------------------------------------------------
+
+
+def test_the_leaderboard_has_both_directions_and_text_that_comes_with_the_installation(tmp_path: Path) -> None:
+    texts = leaderboard.documents()
+    assert list(texts) == list(BOARD_DOMAINS)
+    for name, own in texts.items():
+        assert len(own) == len(set(own))
+        parts = write_parts(name, own, tmp_path)
+        sizes = {part: sum(len(text.encode()) for text in found) for part, found in parts.items()}
+        assert min(sizes["held_out"], sizes["student"]) > SMALL_BYTES["student"]
+        assert sizes["teacher"] > 10 * SMALL_BYTES["student"]
+    first, second = (PAIRS[pair] for pair in leaderboard.DIRECTIONS)
+    assert (first.student, *(TEACHERS[name][0] for name in first.teachers)) == ("bpe_512", "bpe_2k")
+    assert (second.student, *(TEACHERS[name][0] for name in second.teachers)) == ("bpe_2k", "bpe_512")
+    assert set(leaderboard.LOSSES) <= set(ARMS)
+
+
+def test_the_leaderboard_compares_the_seeds_that_both_have() -> None:
+    ours, theirs = (
+        leaderboard.mean_bits(_row("board_coarse", "tree_kl_ce_.3", seed, bits) for seed, bits in own)
+        for own in (((1, 2.0), (2, 3.0)), ((2, 2.5), (3, 9.0)))
+    )
+    lines = {line.split("|")[1].strip(): line for line in leaderboard.board(ours, theirs, [1, 2, 3]).splitlines()}
+    assert lines["tree_kl_ce_.3"] == "| tree_kl_ce_.3 | 3.000 ± 0.707 | 3.000 | +0.500 | - | - | - |"
+    assert lines["ce"] == "| ce | - | - | - | - | - | - |"
+
+
+def test_the_leaderboard_tells_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [("teacher", "board_2k", 1), ("board_coarse", "ce", 1), ("board_coarse", "uld_ce_.3", 1)]
+    board = leaderboard.Board(tmp_path / "results.jsonl", 1.0)
+    board.expect(keys)
+    board.report(_row("board_coarse", "ce"))
+    assert "2 runs left" in capsys.readouterr().out
+    again = leaderboard.Board(tmp_path / "results.jsonl", 1.0)
+    again.expect(keys)
+    assert "2 runs, 1 are done" in capsys.readouterr().out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import capitals
 from limbeck.algorithms.config import MasterConfig
 from limbeck.cli.recipes import describe
 from limbeck.config import RECIPES as FOLDER
@@ -27,3 +29,12 @@ def test_recipe(path: Path) -> None:
 
 def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 7
+
+
+def test_the_capitals_are_what_their_script_writes(tmp_path: Path) -> None:
+    capitals.write(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (capitals.FOLDER / path.name).read_bytes(), path.name
+    asked = {json.loads(line)["question"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()}
+    held_out = {json.loads(line)["question"] for line in (tmp_path / "held_out.jsonl").read_text().splitlines()}
+    assert (len(asked), len(held_out), asked & held_out) == (4 * 48, 48, set())

@@ -9,7 +9,7 @@ import torch
 
 from limbeck import short_forms
 from limbeck.algorithms.config import MasterConfig, TraceMasterConfig
-from limbeck.config import dotted_keys, load_config, resolve
+from limbeck.config import keys_of, load_config, resolve
 from limbeck.errors import ConfigError
 from limbeck.models.optim import build_optimizer, build_scheduler
 
@@ -57,24 +57,27 @@ def test_models_and_data_by_name_alone() -> None:
 @pytest.mark.parametrize("key", short_forms.KEYS)
 def test_every_target_is_a_key_of_some_run_file(key: str) -> None:
     """A table that names a key which is gone would answer with "unknown key"."""
-    known = {found for model in (MasterConfig, TraceMasterConfig) for found in dotted_keys(model)}
+    known = {found for model in (MasterConfig, TraceMasterConfig) for found in keys_of(model).dotted()}
     long = short_forms.KEYS[key]
     assert long in known | {short_forms.WARMUP} or long.startswith("policy.optimizer.kwargs.")
     assert key not in known
 
 
 @pytest.mark.parametrize(
-    "both",
+    ("both", "said"),
     [
-        {"lr": 1e-4, "policy": {"model_name": "s", "optimizer": {"kwargs": {"lr": 1e-4}}}},
-        {"policy": {"model_name": "s", "model": "s"}},
-        {"steps": 3, "max_steps": 3},
-        {"student": "s", "policy": {"model_name": "s"}},
+        (
+            {"lr": 1e-4, "policy": {"model_name": "s", "optimizer": {"kwargs": {"lr": 1e-4}}}},
+            "'lr' .* 'policy.optimizer.kwargs.lr'",
+        ),
+        ({"policy": {"model_name": "s", "model": "s"}}, "'policy.model' .* 'policy.model_name'"),
+        ({"steps": 3, "max_steps": 3}, "'steps' .* 'distillation.max_num_steps'"),
+        ({"student": "s", "policy": {"model_name": "s"}}, "'student' .* 'policy'"),
     ],
 )
-def test_short_and_long_together_are_refused(both: dict) -> None:
+def test_short_and_long_together_are_refused(both: dict, said: str) -> None:
     rest = {k: v for k, v in SHORT.items() if k != "student"}
-    with pytest.raises(ConfigError, match=r"is short for '.*', and both are given"):
+    with pytest.raises(ConfigError, match=said):
         resolve(MasterConfig, {**rest, **both})
 
 
@@ -114,13 +117,19 @@ def test_schedules_by_name() -> None:
     assert 0 < cosine[-1] < 0.1
     assert factors(run(lr=1.0, scheduler="linear", steps=4), 4) == pytest.approx([1.0, 0.75, 0.5, 0.25])
     assert factors(run(lr=1.0, warmup_steps=1, steps=3), 3) == pytest.approx([0.5, 1.0, 1.0])
+    # a share of the steps, whatever their number is in the end
+    assert factors(run(lr=1.0, warmup_steps=0.34, steps=3), 3) == pytest.approx([0.5, 1.0, 1.0])
+    assert run(warmup_steps=0.1, steps=3).policy.scheduler == run(warmup_steps=0, steps=3).policy.scheduler
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"scheduler": "cosin"}, "'policy.scheduler' is 'cosin'; expected constant, cosine, linear"),
-        ({"warmup_steps": 0.1}, "'policy.warmup_steps' is 0.1; expected a whole number"),
+        (
+            {"warmup_steps": 1.5},
+            "'policy.warmup_steps' is 1.5; expected a share of the steps below 1, or a whole number",
+        ),
         ({"warmup_steps": 9, "steps": 9}, "from 0 to below 9"),
         ({"warmup_steps": 3, "scheduler": {"name": "torch.optim.lr_scheduler.ConstantLR"}}, "is written out"),
     ],

@@ -6,7 +6,7 @@
 
 Prints a table and writes rows `p_kl`, `boundary_kl`, `gold`, `h_kl`, `gold_2048` and others into results.json. With
 `--pairs`, folders of `prepare.py`: only `tree_kl` on their texts, rows `tree_kl_NAME`, `tree_kl_soft_NAME` (with a
-gate) and `tree_kl_cheap_NAME`.
+gate).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.gpu.published import Published
 from limbeck.data.layout import padded_row_start
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.models.fp8 import quantize_rows
 
@@ -92,14 +92,16 @@ class Problem:
         loss_fn = CrossTokenizerDistillationLossFn(
             {"mode": mode, "teacher_vocab_size": self.sizes[1], **options}, projections=[self.projection]
         ).to(self.device)
-        counts = loss_fn.counts(self.batch)
-        inputs = loss_fn.prepare(microbatch(self.batch), [padded_row_start(self.batch["teacher_input_ids"])])
+        counts = loss_fn.denominators(self.batch)
+        inputs = loss_fn.build_layout(microbatch(self.batch), [padded_row_start(self.batch["teacher_input_ids"])])
         ids = self.batch["teacher_input_ids"].reshape(-1).to(self.device)
-        signal = HiddenSignal(self.t_hidden, Head(self.sizes[1], weight=self.t_weight), ids)
+        signal = TeacherHidden(self.t_hidden, Head(self.sizes[1], weight=self.t_weight), ids)
 
         def run() -> Tensor:
             self.hidden.grad = self.weight.grad = None
-            loss, _ = loss_fn.compute(self.hidden, Head(self.sizes[0], weight=self.weight), [signal], inputs, counts)
+            loss, _ = loss_fn.compute_loss(
+                self.hidden, Head(self.sizes[0], weight=self.weight), [signal], inputs, counts
+            )
             loss.backward()
             return loss.detach()
 
@@ -230,12 +232,12 @@ def row_of(
 
 
 def measure_pair(folder: Path, *, only: Sequence[str] | None, plain: bool, profiled: bool) -> None:
-    """Rows of tree_kl, as it is, gated and conditioned, on the text of a folder of `prepare.py`."""
+    """Rows of tree_kl, as it is and gated, on the text of a folder of `prepare.py`."""
     problem = Problem.of_pair(folder)
     floor = measure(problem.products, repeat=10).ms
     torch.cuda.empty_cache()
     print(f"{folder.name}: {problem.rows} and {problem.teacher_rows} rows, four products {floor:.2f} ms", flush=True)
-    cases = {"tree_kl": {}, "tree_kl_soft": {"gate": "soft"}, "tree_kl_cheap": {"condition": "cheap"}}
+    cases = {"tree_kl": {}, "tree_kl_soft": {"gate": "soft"}}
     for name, options in cases.items():
         if only is not None and name not in only:
             continue
@@ -251,10 +253,10 @@ def measure_pair(folder: Path, *, only: Sequence[str] | None, plain: bool, profi
 @contextmanager
 def fp8_teacher_head(problem: Problem) -> Iterator[None]:
     """With the teacher's logits from a product in fp8, one scale for each row of its head and each of its tokens."""
-    from limbeck.losses.fast.walk import _Pass
+    from limbeck.losses.fast.fused_loss import FusedLoss
 
     stored, scale = quantize_rows(problem.t_weight)
-    plain = _Pass._product
+    plain = FusedLoss._product
 
     def product(self: Any, name: str, weight: Tensor, inputs: Sequence[Tensor], axis: VocabAxis) -> Tensor:
         if name != "teacher":
@@ -268,11 +270,11 @@ def fp8_teacher_head(problem: Problem) -> Iterator[None]:
         )
         return out
 
-    _Pass._product = product  # type: ignore[method-assign]
+    FusedLoss._product = product  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _Pass._product = plain  # type: ignore[method-assign]
+        FusedLoss._product = plain  # type: ignore[method-assign]
 
 
 def measure_fp8_head(problem: Problem, *, profiled: bool) -> None:

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, kind: str, text: Path) -> dict[str, Any]:
     """One run, and what it measured."""
     from limbeck.algorithms import xtoken_off_policy_distillation as algorithm
     from limbeck.algorithms.build import load_datasets, load_tokenizers
-    from limbeck.algorithms.loop import whole_run
+    from limbeck.algorithms.start import whole_run
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
@@ -205,7 +205,7 @@ def speed(folder: Path, ends: list[float]) -> dict[str, Any]:
 
 def sections(folder: Path) -> dict[str, Any]:
     """Where the time of profiled steps went: the loop's sections, and copies between host and device from the trace."""
-    from limbeck.algorithms.profiling import PROFILE_NAME, TRACE_NAME, TRACED, means
+    from limbeck.utils.profiling import PROFILE_NAME, TRACE_NAME, TRACED, means
 
     found = json.loads((folder / PROFILE_NAME).read_bytes())
     events = json.loads((folder / TRACE_NAME).read_bytes())["traceEvents"]

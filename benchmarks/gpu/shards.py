@@ -38,7 +38,7 @@ from benchmarks.gpu.common import (
 from benchmarks.in_turn import InTurn
 from limbeck.data.layout import padded_row_start
 from limbeck.distributed.comm import Comm
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis
 
 WIRE = 450e9
@@ -86,12 +86,12 @@ class Shares:
         hidden, weight, teacher_hidden, teacher_weight = (t.detach() for t in self.heads)
         teacher_ids = self.batch["teacher_input_ids"]
         ids = teacher_ids.reshape(-1).to(self.device)
-        signal = HiddenSignal(teacher_hidden, Head(self.sizes[1], weight=teacher_weight), ids)
+        signal = TeacherHidden(teacher_hidden, Head(self.sizes[1], weight=teacher_weight), ids)
         # plain losses keep what they have of a rank's columns; the kernels have all of them
         losses = [self._loss(mode, fast_path, 0 if fast_path != "off" else rank, options) for rank in range(ranks)]
         losses[0].vocab_shards = ranks
-        inputs = losses[0].prepare(microbatch(self.batch), [padded_row_start(teacher_ids)])
-        counts = losses[0].counts(self.batch)
+        inputs = losses[0].build_layout(microbatch(self.batch), [padded_row_start(teacher_ids)])
+        counts = losses[0].denominators(self.batch)
         parts = weight.chunk(ranks)
 
         def work(comm: Comm) -> Result:
@@ -100,7 +100,7 @@ class Shares:
             axis = ShardedAxis.of_rows(comm, len(weight), self.sizes[0]) if comm.size > 1 else WHOLE
             head = Head(self.sizes[0], weight=own, axis=axis)
             rows = hidden.detach().requires_grad_()
-            loss, _ = loss_fn.compute(rows, head, [signal], inputs, counts)
+            loss, _ = loss_fn.compute_loss(rows, head, [signal], inputs, counts)
             loss.backward()
             assert rows.grad is not None
             assert own.grad is not None

@@ -1,16 +1,13 @@
 """Whole training steps of a Llama-3.2-1B shape from a Qwen3-4B shape (random weights), optimizer included.
 
     PYTHONPATH=. python benchmarks/gpu/step.py [--projection W.safetensors] [--only live live_fp8 cached packed]
-    PYTHONPATH=. python benchmarks/gpu/step.py --only cached --gaps
 
 2,048-token documents, 16,384 tokens per step, float32 parameters under bfloat16 autocast, AdamW, boundary_kl with the
 chunk term and cross-entropy, decoder layers compiled. The floor of a row is what the same run measures for its parts:
 bodies, forward and (student) backward, and the heads' matrix products; of a cached teacher's, which has no body, also
 clipping, the optimizer and sending what is stored. `on_device_ms` is where the device's time goes, `idle_ms` what the
-step takes beyond it; `host_ms` is where the host's time goes, of which `wait` is the one for the device. `--gaps` adds
-where the device has nothing to do, from steps under torch's profiler, which are slower (`gaps.py`), how fast the
-host is by itself, and what a step takes where torch divides the host's work among `threads`, as no run does
-(`host_threads`). `--tiny` runs everything small on the CPU.
+step takes beyond it; `host_ms` is where the host's time goes, of which `wait` is the one for the device. `--tiny` runs
+everything small on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.common import GIB, aligned_batch, load_projection, make_projection, save_row
-from benchmarks.gpu.gaps import gaps, host_speed, traced
 from benchmarks.gpu.loss import synchronisations
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import teacher_chunks, with_chunks
@@ -157,26 +153,19 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def step_row(
-    setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int, *, with_gaps: bool = False
-) -> dict[str, Any]:
+def step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int) -> dict[str, Any]:
     """Tokens per second of `Policy.train` over fresh batches, the host with as many threads as in a run."""
     with host_threads(torch.device(setup.device)):
-        row, run = _step_row(setup, source, batches, steps, warmup, with_gaps=with_gaps)
-    if with_gaps:
-        row |= {"threads": torch.get_num_threads(), "ms_with_threads": round(timed(run, steps, 1) * 1e3, 1)}
-    return row
+        return _step_row(setup, source, batches, steps, warmup)
 
 
-def _step_row(
-    setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int, *, with_gaps: bool
-) -> tuple[dict[str, Any], Callable[[int], None]]:
+def _step_row(setup: Setup, source: Any, batches: list[BatchedDataDict], steps: int, warmup: int) -> dict[str, Any]:
     losses: list[float] = []
     sections = Timer()
 
-    def run(number: int, timer: Timer | None = None) -> None:
+    def run(number: int) -> None:
         batch = batches[number % len(batches)]
-        done = setup.student.train(batch, setup.loss_fn, teachers=[source], timer=timer or sections)
+        done = setup.student.train(batch, setup.loss_fn, teachers=[source], timer=sections)
         losses.append(float(done["loss"]))
 
     timed(run, 0, warmup)
@@ -196,13 +185,7 @@ def _step_row(
         row["synchronisations"] = synchronisations(lambda: run(0))
         row["on_device_ms"] = on_device(run)
         row["idle_ms"] = round(row["ms"] - sum(row["on_device_ms"].values()), 1)
-    if with_gaps:
-        row["host"] = host_speed()
-        try:
-            row["gaps"] = gaps(traced(run, 6))
-        except Exception:  # a trace that cannot be read must not lose the row
-            traceback.print_exc()
-    return row, run
+    return row
 
 
 GROUPS = {
@@ -313,8 +296,6 @@ def cached_parts(setup: Setup, parts: dict[str, float], *, hidden: bool) -> dict
 def report(name: str, row: dict[str, Any], goal: float) -> None:
     row["goal"] = goal
     print(f"{name}: {row}", flush=True)
-    for gap in row.get("gaps", {}).get("longest", []):
-        print(f"   {gap['ms']:7.2f} ms before {gap['before']}: {gap['section']}, {gap['host']}", flush=True)
     if torch.cuda.is_available():
         save_row(name, row)
 
@@ -336,7 +317,7 @@ def live(
     goal: float,
 ) -> float:
     """A row of steps with the teacher in memory; its tokens per second."""
-    row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3, with_gaps=args.gaps)
+    row = step_row(setup, LiveTeacher(setup.teacher), batches, args.steps, 3)
     rate = float(row["tokens_per_s"])
     row["floor"] = round(DOCUMENTS * setup.length / sum(parts.values()) * 1e3)
     row |= {"share_of_floor": round(rate / row["floor"], 3), "parts": parts, "reference": PUBLISHED}
@@ -374,7 +355,7 @@ def live_and_cached(args: argparse.Namespace, kinds: list[str]) -> float | None:
                 spec = spec_for(setup.teacher, **options)  # type: ignore[arg-type]
                 write_cache(setup.teacher, batches, f"{folder}/{name}", spec)
                 source = CachedTeacher(f"{folder}/{name}")
-                row = step_row(setup, source, batches, args.steps, 3, with_gaps=args.gaps)
+                row = step_row(setup, source, batches, args.steps, 3)
                 own = cached_parts(setup, parts, hidden="hidden" in options)
                 row |= {"floor": round(tokens / sum(own.values()) * 1e3), "parts": own, "reference": PUBLISHED}
                 row["share_of_floor"] = round(row["tokens_per_s"] / row["floor"], 3)
@@ -417,7 +398,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["live", "live_fp8", "cached", "packed"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)

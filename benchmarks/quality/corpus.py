@@ -16,7 +16,7 @@ import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -120,11 +120,11 @@ SMALL_BYTES = {"teacher": None, "student": 30_000, "held_out": 20_000}
 SMALL_VOCABULARIES = {"bpe_512": 512, "bpe_2k": 2_048}
 
 
-def write_small(corpus: Path, out: Path) -> None:
-    """A corpus for runs that a processor can make, out of a whole one: two domains in documents of about 400 bytes, all
-    of the teacher's, so many bytes of a domain of the other parts."""
+def write_small(corpus: Path, out: Path, domains: Iterable[str] = SMALL_DOMAINS) -> None:
+    """A corpus for runs that a processor can make, out of a whole one: documents of about 400 bytes, all of the
+    teacher's, so many bytes of a domain of the other parts."""
     read: list[str] = []
-    for domain in SMALL_DOMAINS:
+    for domain in domains:
         for part, limit in SMALL_BYTES.items():
             texts, size = list[str](), 0
             for piece in (piece for text in read_texts(corpus / part / f"{domain}.jsonl") for piece in cut(text, 400)):
@@ -149,6 +149,19 @@ def write_texts(texts: list[str], path: Path) -> None:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
 
 
+def write_parts(domain: str, texts: list[str], out: Path) -> dict[str, list[str]]:
+    """`out/{held_out,student,teacher}/DOMAIN.jsonl`, which share no document; the documents of each."""
+    random.Random(domain).shuffle(texts)
+    held = 0
+    while sum(len(text.encode()) for text in texts[:held]) < HELD_OUT_BYTES:
+        held += 1
+    split = held + int((len(texts) - held) * STUDENT_SHARE)
+    parts = {"held_out": texts[:held], "student": texts[held:split], "teacher": texts[split:]}
+    for part, own in parts.items():
+        write_texts(own, out / part / f"{domain}.jsonl")
+    return parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -160,14 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     teacher_texts: list[str] = []
     for domain, texts in documents(args).items():
-        random.Random(domain).shuffle(texts)
-        held = 0
-        while sum(len(text.encode()) for text in texts[:held]) < HELD_OUT_BYTES:
-            held += 1
-        split = held + int((len(texts) - held) * STUDENT_SHARE)
-        parts = {"held_out": texts[:held], "student": texts[held:split], "teacher": texts[split:]}
-        for part, own in parts.items():
-            write_texts(own, args.out / part / f"{domain}.jsonl")
+        parts = write_parts(domain, texts, args.out)
         sizes = {part: f"{sum(len(text.encode()) for text in own) / 1e6:.2f} MB" for part, own in parts.items()}
         print(f"{domain:12}", sizes)
         teacher_texts += parts["teacher"]

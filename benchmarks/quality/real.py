@@ -8,7 +8,7 @@
 CORPUS is what `corpus.py` wrote; the student reads documents of its part of `--domains`, in equal shares of bytes, and
 is measured on the held-out part of the same domains, on sums to be worked out, and on files of multiple choice. Student
 and teacher as they come are measured, too: a teacher teaches nothing where it is no better. A model that needs its
-begin token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it. With `--adapt` the teacher first reads
+BOS token (`limbeck doctor MODEL` tells) comes with a tokenizer that sets it. With `--adapt` the teacher first reads
 so many megabytes of *other* documents of the domains (the corpus's teacher part), once, with cross-entropy alone: one
 that has read the student's own documents would teach what they say, not what follows in texts like them.
 
@@ -21,7 +21,7 @@ Text that is too little for `--least-steps` is read more often than `--epochs` t
 reading spoils, has arms that end sooner (`ce_75`, ...). Results go to `WORK/real.jsonl`, one line per finished run,
 and a second call goes on where the first one stopped.
 
-SmolLM2-135M into MiniMind2-Small (`benchmarks.minimind`), on one GPU:
+SmolLM2-135M into MiniMind2-Small, on one GPU:
 
     PYTHONPATH=. python benchmarks/quality/real.py CORPUS WORK --student minimind --teacher smollm2.gguf --parallel 12
         --megabytes 3 1 .3 .1 --arms ce tree_kl_ce_.3 tree_kl_soft --then boundary_kl_ce_.3 tree_kl:.3,1 trl_gold_ce:.3

@@ -17,7 +17,7 @@ follows, and the share of held-out sums, differences and products that it writes
 All of it on one GPU, some 320 runs in calls of ten minutes, each of which goes on where the last one stopped:
 
     PYTHONPATH=. python benchmarks/quality/suite.py CORPUS WORK --tokenizers FOLDER --parallel 14 --minutes 8
-    PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl WORK/results.jsonl
+    PYTHONPATH=. python benchmarks/quality/tables.py --all benchmarks/quality/{results,real}.jsonl WORK/results.jsonl
 
 Processes take turns on a GPU; where `nvidia-cuda-mps-control -d` may be started, their kernels run side by side.
 """
@@ -47,7 +47,7 @@ import yaml
 
 from benchmarks.common import command, origin
 from benchmarks.quality.corpus import SMALL_DOMAINS, read_texts, write_small, write_texts
-from benchmarks.quality.probes import halves
+from benchmarks.quality.probes import probe
 
 Key = tuple[str, str, int]
 """Pair, arm, seed."""
@@ -55,6 +55,7 @@ Row = dict[str, Any]
 
 PROSE = ("english", "chinese", "japanese", "russian", "wiki")
 FORMAL = ("code", "gsm8k", "arithmetic")
+BOARD_DOMAINS = ("docstrings", "code")
 
 TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bpe_32k": ("bpe_32k", PROSE + FORMAL),
@@ -69,6 +70,8 @@ TEACHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bpe_512": ("bpe_512", SMALL_DOMAINS),
     "english": ("bpe_2k", ("english",)),
     "gsm8k": ("bpe_2k", ("gsm8k",)),
+    "board_2k": ("bpe_2k", BOARD_DOMAINS),
+    "board_512": ("bpe_512", BOARD_DOMAINS),
 }
 """Tokenizer and domains of every teacher."""
 
@@ -106,12 +109,13 @@ class Sizes:
 @dataclass(frozen=True)
 class Pair:
     """A student's tokenizer, who teaches it, how many bytes of every domain of the student's text it reads (None: all),
-    and what is not as large as in the other pairs."""
+    what is not as large as in the other pairs, and whether text and tokenizers are those of `leaderboard.py`."""
 
     student: str
     teachers: tuple[str, ...]
     domain_bytes: int | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
+    board: bool = False
 
 
 LITTLE_BYTES = 40_000
@@ -143,6 +147,8 @@ PAIRS = {
     "small_long": Pair("bpe_512", ("bpe_2k",), sizes=SMALL | {"student_steps": 900}),
     "small_two": Pair("bpe_512", ("bpe_2k", "bpe_512"), sizes=SMALL),
     "small_both": Pair("bpe_512", ("english", "gsm8k"), sizes=SMALL),
+    "board_coarse": Pair("bpe_512", ("board_2k",), sizes=SMALL, board=True),
+    "board_fine": Pair("bpe_2k", ("board_512",), sizes=SMALL, board=True),
 }
 """Experiments. `coarse`: the teacher has 32,768 tokens, the student 8,192; `fine`: the other way round; `same`: both
 8,192; the student reads 8 MB once. `little_...`: 40 kB of every domain, which the student reads many times; in `digits`
@@ -150,7 +156,7 @@ Qwen3's tokenizer (one digit a token) teaches Llama-3.2's (up to three), in `gem
 the one of 8,192; in `prose`, `formal` and `both` teachers have read one half of the domains each, alone and together.
 `long_...`: three times as many readings of the same text.
 `small_...`: two domains, vocabularies of 512 and 2,048 tokens, 60 kB of text for the student, which `small_long` reads
-28 times."""
+28 times. `board_...`: the same sizes with the text of `leaderboard.py`."""
 
 PUBLISHED = ("little_digits", "little_gemma")
 """Pairs of published tokenizers."""
@@ -165,27 +171,15 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "boundary_kl": {"mode": "boundary_kl"},
     "tree_kl": TREE,
     "tree_kl_soft": TREE | {"gate": "soft"},
-    "tree_kl_hard": TREE | {"gate": "hard"},
     "tree_kl_.3": TREE | {"kl_loss_weight": 0.3},
     "tree_kl_counted": TREE | {"condition": "counted"},
     "tree_kl_counted_soft": TREE | {"condition": "counted", "gate": "soft"},
-    "tree_kl_counted_terminals": TREE | {"condition": "counted", "terminal_weight": 1.0},
-    "tree_kl_cheap": TREE | {"condition": "cheap"},
-    "tree_kl_exact": TREE | {"condition": "exact"},
-    "tree_kl_cheap_soft": TREE | {"condition": "cheap", "gate": "soft"},
-    "tree_kl_cheap_hard": TREE | {"condition": "cheap", "gate": "hard"},
-    "tree_kl_terminals": TREE | {"terminal_weight": 1.0},
-    "tree_kl_weight_.3": TREE | {"condition": "cheap", "kl_loss_weight": 0.3},
     "tree_kl_root": TREE | {"chunk_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_no_chunk": TREE | {"chunk_weight": 0.0},
     "tree_kl_outer": TREE | {"inner_teacher_weight": 0.0},
     "tree_kl_inner_student": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_teacher_weight": 0.0},
     "tree_kl_inner_teacher": TREE | {"root_weight": 0.0, "chunk_weight": 0.0, "inner_student_weight": 0.0},
     "tree_kl_chunk": TREE | {"root_weight": 0.0, "inner_student_weight": 0.0, "inner_teacher_weight": 0.0},
-    "tree_kl_all_chunks": TREE | {"chunk_terms": "all"},
-    "tree_kl_all_chunks_soft": TREE | {"chunk_terms": "all", "gate": "soft"},
-    "tree_kl_exact_soft": TREE | {"condition": "exact", "gate": "soft"},
-    "tree_kl_terminals_soft": TREE | {"terminal_weight": 1.0, "gate": "soft"},
     "tree_kl_soft_.3": TREE | {"gate": "soft", "kl_loss_weight": 0.3},
     "tree_kl_ce_.3": TREE | {"ce_loss_scale": 0.3},
     "tree_kl_ce_0": TREE | {"ce_loss_scale": 0.0},
@@ -195,7 +189,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tree_kl_select": TREE | {"teacher_combination": "select_teacher"},
     "boundary_kl_soft": {"mode": "boundary_kl", "gate": "soft"},
     "boundary_kl_no_chunk": {"mode": "boundary_kl", "chunk_weight": 0.0},
-    "p_kl_norm": {"mode": "p_kl_norm"},
     "alm": {"mode": "alm"},
     "uld": {"mode": "uld"},
     "p_kl": {"mode": "p_kl"},
@@ -217,11 +210,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
 that `tree_kl_ce_.3` is what the project takes by default."""
 
 LIGHT = (
-    *("boundary_kl", "p_kl", "gold", "h_kl", "alm", "uld", "p_kl_norm"),
+    *("boundary_kl", "p_kl", "gold", "h_kl", "alm", "uld"),
     *("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition"),
-    *("tree_kl_soft", "tree_kl_root", "tree_kl_inner_student", "tree_kl_inner_teacher", "tree_kl_all_chunks"),
-    *("tree_kl_counted", "tree_kl_counted_terminals", "tree_kl_cheap", "tree_kl_exact"),
-    *("tree_kl_terminals", "tree_kl_outer"),
+    *("tree_kl_soft", "tree_kl_root", "tree_kl_inner_student", "tree_kl_inner_teacher"),
+    *("tree_kl_counted", "tree_kl_outer"),
     *("tree_kl_top64", "tree_kl_top256", "tree_kl_by_ce", "tree_kl_select"),
 )
 ARMS |= {f"{arm}_ce_.3": (ARMS[arm] or {}) | {"ce_loss_scale": 0.3} for arm in LIGHT}
@@ -241,7 +233,7 @@ SMALL_GROUPS: dict[str, dict[str, Sequence[str]]] = {
     },
     "small_long": {"small_long": ("ce", "ce_450", "tree_kl_ce_0", "tree_kl")},
     "small_objectives": {"small_coarse": ("strict", "strict_span_.25", "simct", "escd", "bpm_forward", "partition")},
-    "small_parts": {"small_coarse": ("tree_kl_no_chunk", "tree_kl_root", "tree_kl_all_chunks", "tree_kl_ce_.3")},
+    "small_parts": {"small_coarse": ("tree_kl_no_chunk", "tree_kl_root", "tree_kl_ce_.3")},
     "small_same": {"small_same": ("tree_kl", "tree_kl_ce_0"), "small_fine": ("p_kl", "gold")},
     "small_more": {
         "small_coarse": ("tree_kl_soft", "tree_kl_chunk", "tree_kl_inner_student", "h_kl", "uld", "alm"),
@@ -272,16 +264,16 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
     "parts": {
         "little_coarse": (
             *("tree_kl_root_ce_.3", "tree_kl_inner_student_ce_.3", "tree_kl_top64_ce_.3", "tree_kl_top256_ce_.3"),
-            *("tree_kl_all_chunks_ce_.3", "tree_kl_soft_ce_.3"),
+            "tree_kl_soft_ce_.3",
         ),
         "little_fine": (
             *("tree_kl_root_ce_.3", "tree_kl_inner_teacher_ce_.3", "tree_kl_top64_ce_.3", "tree_kl_top256_ce_.3"),
-            *("tree_kl_all_chunks_ce_.3", "tree_kl_soft_ce_.3"),
+            "tree_kl_soft_ce_.3",
         ),
     },
     "ends": {
-        "little_coarse": ("tree_kl_counted_ce_.3", "tree_kl_terminals_ce_.3"),
-        "little_fine": ("tree_kl_counted_ce_.3", "tree_kl_terminals_ce_.3"),
+        "little_coarse": ("tree_kl_counted_ce_.3",),
+        "little_fine": ("tree_kl_counted_ce_.3",),
         "little_digits": ("tree_kl_counted_ce_.3",),
         "little_gemma": ("tree_kl_counted_ce_.3", "tree_kl_outer_ce_.3"),
     },
@@ -494,11 +486,11 @@ class Bench:
         work: Path,
         sizes: Sizes,
         eval_options: Sequence[str] = (),
-        probe_every: int = 0,
+        probed: bool = False,
         tokenizers: Path | None = None,
     ) -> None:
         self.corpus, self.work, self.sizes, self.tokenizers = corpus, work, sizes, tokenizers or corpus
-        self.eval_options, self.probe_every = tuple(eval_options), probe_every
+        self.eval_options, self.probed = tuple(eval_options), probed
         work.mkdir(parents=True, exist_ok=True)
         self.files = held_out(corpus, work)
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -576,7 +568,7 @@ class Bench:
             for name in own.teachers
         ]
         # of several teachers, the arms say how they are weighed
-        own_loss = {"block_rows": sizes.block_rows, "probe_every": self.probe_every, "teacher_scoring": "static"}
+        own_loss = {"block_rows": sizes.block_rows, "teacher_scoring": "static"}
         settings["loss_fn"] = own_loss | loss
         if arm in CACHED:
             settings["teachers"][0] |= {"cache": str(self.cache(pair, CACHED[arm], settings)), "cache_k": CACHED[arm]}
@@ -615,8 +607,8 @@ class Bench:
         """The row with its figures; a student's weights are not kept."""
         folder = self.folder(row)
         row |= measure(folder, self.files, folder / "log", *self.eval_options)
-        if self.probe_every and (probed := halves(folder)):
-            row["probes"] = {name: [round(value, 4) for value in probed[name]] for name in sorted(probed)}
+        if self.probed and row["pair"] != "teacher" and ARMS[row["arm"]] is not None:
+            row["probes"] = {name: [value] for name, value in probe(folder).items()}
         if row["pair"] != "teacher":
             shutil.rmtree(folder / "checkpoints")
         return row
@@ -627,17 +619,17 @@ class Results:
 
     def __init__(self, path: Path, minutes: float, **more: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._minutes, self._more, self._began = path, minutes, more, time.time()
+        self.path, self._minutes, self._more, self._began = path, minutes, more, time.time()
         self._writing = threading.Lock()
         self.have = {(row["pair"], row["arm"], row["seed"]) for row in self.rows()}
 
     def rows(self) -> list[Row]:
         """What the file holds."""
-        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
     def report(self, row: Row) -> None:
         """Store a finished run and print its mean over the domains."""
-        with self._writing, self._path.open("a") as file:
+        with self._writing, self.path.open("a") as file:
             file.write(json.dumps(row | self._more | {"command": command(), "origin": origin()}) + "\n")
         bits = [domain["bpb"] for domain in row["measures"].values()]
         written = "".join(f" {own['exact']:.1%} right" for own in row.get("answers", {}).values())
@@ -713,7 +705,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--sizes", nargs=4, type=int, default=[500, 32, 300, 16], metavar="N",
                         help="steps and documents per step of teachers, then of students")  # fmt: skip
-    parser.add_argument("--probe-every", type=int, default=0, help="loss_fn.probe_every of all students with a teacher")
+    parser.add_argument("--probe", action="store_true", help="measure the parts of every student's loss at its end")
     parser.add_argument("--tiny", action="store_true", help="try the machinery: models of 2 x 64, two steps, few bytes")
     args = parser.parse_args()
     sizes = Sizes(2, 2, 2, 2, TINY, TINY) if args.tiny else Sizes(*args.sizes)
@@ -723,7 +715,7 @@ def main() -> None:
         if not (small / TEACHERS["bpe_2k"][0]).exists():  # what is written last
             write_small(args.corpus, small)
         args.corpus = small
-    bench = Bench(args.corpus, args.work, sizes, most, args.probe_every, args.tokenizers)
+    bench = Bench(args.corpus, args.work, sizes, most, args.probe, args.tokenizers)
     results = Results(args.work / "results.jsonl", args.minutes, parallel=args.parallel)
     every = SMALL_GROUPS if args.small else GROUPS
     groups = [dict.fromkeys(args.pairs, args.arms)] if args.arms else [every[name] for name in args.groups or every]

@@ -1,9 +1,11 @@
-"""Draws the results of `suite.py` and `real.py`: mean and spread over seeds, gaps, domains, classes of token, plots.
+"""Tables of the results of `suite.py`, `real.py` and `leaderboard.py`: mean and spread over seeds.
 
-    PYTHONPATH=. python benchmarks/quality/tables.py benchmarks/quality/{results,real}.jsonl [--write]
+    PYTHONPATH=. python benchmarks/quality/tables.py            # fills the tables of RESULTS.md and docs/results.md
+    PYTHONPATH=. python benchmarks/quality/tables.py --check    # says which of them differ from the rows
+    PYTHONPATH=. python benchmarks/quality/tables.py --all [ROWS.jsonl ...]    # prints everything: domains, classes
 
-Prints the page; with `--write` it goes to `RESULTS.md`, the plots beside it, and the summary between its marks in the
-project's README. Where two rows are of the same run, the later one counts.
+A page is written by hand; the table behind `<!-- table: NAME -->` is that of `TABLES`. Of two rows of the same run the
+later one counts.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ Setting = tuple[tuple[int, ...], str]
 """Sizes and precision."""
 
 HERE = Path(__file__).parent
-README = HERE.parents[1] / "README.md"
-MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"
+STORED = [HERE / "results.jsonl", HERE / "real.jsonl"]
 NAMES = [*SOONER, *ARMS, *trl_gold.ARMS]
 """All arms, in the order of tables."""
 LIGHT = "_ce_.3"
@@ -38,21 +39,6 @@ DEFAULT = f"tree_kl{LIGHT}"
 """What a student from scratch has by default."""
 PRETRAINED = "tree_kl_soft"
 """What a pretrained student has by default."""
-WORDS = {DEFAULT: "`tree_kl` (default from scratch)", "tree_kl": "`tree_kl`, cross-entropy at 1 in place of .3",
-         "tree_kl_ce_0": "`tree_kl` without cross-entropy"}  # fmt: skip
-"""Arms of tree_kl as the README names them."""
-DIRECTIONS = {
-    "little_coarse": "32k teaches 8k",
-    "little_fine": "8k teaches 32k",
-    "little_digits": "Qwen3's teaches Llama-3.2's",
-    "little_gemma": "Gemma-3's teaches 8k",
-    "little_same": "8k teaches 8k",
-    "long_coarse": "32k teaches 8k, longer",
-    "long_fine": "8k teaches 32k, longer",
-}
-"""Pairs in which a default has to prove itself, and their tokenizers in words."""
-TOLERATED = 0.002
-"""Bits per byte by which the default may be worse than cross-entropy in a domain."""
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -125,7 +111,8 @@ def alike(row: Row, name: str, of: Setting) -> bool:
     """Whether a row's student has the tokenizer, the text, the documents per step and the precision of a pair."""
     own, pair = PAIRS[row["pair"]], PAIRS[name]
     sizes, precision = setting(row)
-    return (own.student, own.domain_bytes, sizes[3], precision) == (pair.student, pair.domain_bytes, of[0][3], of[1])
+    text = own.student, own.domain_bytes, own.board
+    return (*text, sizes[3], precision) == (pair.student, pair.domain_bytes, pair.board, of[0][3], of[1])
 
 
 def usual(rows: Sequence[Row]) -> list[Row]:
@@ -487,70 +474,11 @@ def sweep(rows: Iterable[Row]) -> str:
     return grid(["models", "arm", "MB", "steps", *(f"{rate:g}" for rate in rates)], lines)
 
 
-def goals(found: Sequence[Experiment]) -> list[str]:
-    """What was to be shown, and whether these results show it."""
-    lines = []
-    summaries = {experiment.name: {arm.name: arm for arm in experiment.arms()} for experiment in found}
-    for name in (*DIRECTIONS, "coarse", "fine", "small_coarse", "small_fine"):
-        arms = summaries.get(name, {})
-        if DEFAULT in arms:
-            own = arms[DEFAULT]
-            best = min((arm for arm in arms.values() if arm.name not in STEPS), key=lambda arm: arm.mean)
-            leads = "leads all arms" if best is own else f"is {own.mean - best.mean:.3f} behind {best.name}"
-            if own.spread is not None and best is not own:
-                leads += f" (its own seeds spread by {own.spread:.3f})"
-            domain, behind = own.worst
-            kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
-            lines.append(
-                f"- {name}: the default, {DEFAULT}, {leads}{few(own)}; worse than cross-entropy by more than "
-                f"{TOLERATED}: {kept}; closes {number(own.gap, percent=True)} of the gap to the teacher."
-            )
-        for weight, said in (("", "1"), (LIGHT, ".3")):
-            gold, p_kl = arms.get(f"gold{weight}"), arms.get(f"p_kl{weight}")
-            if gold and p_kl:
-                sign = "above" if gold.mean > p_kl.mean else "below"
-                lines.append(
-                    f"- {name}, cross-entropy at {said}: gold is {sign} p_kl ({gold.mean:.3f}, {p_kl.mean:.3f}); "
-                    "published: above, which is worse."
-                )
-    for experiment in found:
-        own = {arm.name: arm for arm in experiment.arms()}.get(PRETRAINED)
-        if experiment.name.startswith("real_") and own is not None and experiment.alone:
-            beside = own.mean - mean_bits(experiment.alone)
-            domain, behind = own.worst
-            kept = "never" if behind <= TOLERATED else f"in {domain} by {behind:.3f}"
-            title = experiment.title.removeprefix("## ").split("\n")[0]
-            lines.append(
-                f"- {title}: the default of a pretrained student, {PRETRAINED}, is {abs(beside):.3f} "
-                f"{'behind' if beside > 0 else 'ahead of'} cross-entropy alone{few(own)}; worse by more than "
-                f"{TOLERATED}: {kept}."
-            )
-    for name in ("small_long",):
-        taught = [arm for arm in summaries.get(name, {}).values() if ARMS.get(arm.name) and arm.gap is not None]
-        if taught:
-            most = max(taught, key=lambda arm: arm.gap or 0.0)
-            lines.append(
-                f"- {name}: {most.name} closes {number(most.gap, most.gap_spread, percent=True)} of what cross-entropy "
-                "alone, at its best number of steps, leaves open; at least 50% was wanted."
-            )
-    return lines
-
-
-def few(arm: Arm) -> str:
-    """A word on an arm with fewer seeds than three."""
-    return "" if arm.seeds > 2 else " (one seed)" if arm.seeds == 1 else " (two seeds)"
-
-
-def page(rows: Sequence[Row]) -> str:
-    """The whole of RESULTS.md."""
+def everything(rows: Sequence[Row]) -> str:
+    """All that was measured: every experiment by arm, domain and class of token."""
     rows = unique(rows)
     found = experiments(rows)
-    parts = [(HERE / "reading.md").read_text().rstrip()]
-    if any(experiment.name in DIRECTIONS for experiment in found):
-        parts += ["## What was to be shown\n\n" + "\n".join(goals(experiments(usual(rows)) + real_experiments(rows)))]
-    for plot, said in (("arms.png", "Share of the gap to the teacher that is closed"), ("curve.png", "Real models")):
-        if (HERE / plot).exists():
-            parts.append(f"![{said}]({plot})")
+    parts = [__doc__.strip().split("\n")[0]]
     if real := by_amount(found):
         said = "Bits per byte, held out, and the difference to cross-entropy alone; every arm at its own learning rate."
         parts.append(f"## Real models by amount of text\n\n{said}")
@@ -559,104 +487,263 @@ def page(rows: Sequence[Row]) -> str:
         said = "On documents of no other table; bold: the rate that `real.py` gives to the arm."
         parts.append(f"## Real models: learning rates by amount of text\n\n{said}\n\n{sweep(rows)}")
     for experiment in found:
-        everything = experiment.teachers + experiment.alone + experiment.rows
+        rows_here = experiment.teachers + experiment.alone + experiment.rows
         parts += [experiment.title, summary(experiment)]
         if all(ARMS.get(row["arm"], {}) is None for row in experiment.rows):
             continue  # nothing is taught: what would be compared
-        parts.append("By domain:\n\n" + table(everything, by_domain))
+        parts.append("By domain:\n\n" + table(rows_here, by_domain))
         said = "By class of the student's (the teacher's own) tokens, all domains together:"
-        parts.append(f"{said}\n\n{table(everything, by_class)}")
+        parts.append(f"{said}\n\n{table(rows_here, by_class)}")
         if probed := probes(experiment.rows):
             parts.append(f"What the loss was asked for, every hundredth step of the second half:\n\n{probed}")
     return "\n\n".join(parts) + "\n"
 
 
-# -- README ------------------------------------------------------------------------------------------------------------
-
-EQUALS = ("uld", "gold", "h_kl", "p_kl", "alm", "simct", "escd", "bpm_forward", "partition", "strict", "boundary_kl")
-SHOWN = (*(f"{name}{LIGHT}" for name in EQUALS), "tree_kl_ce_0", "tree_kl", DEFAULT)
-SHOWN_PAIRS = ("little_coarse", "little_fine", "little_digits", "little_gemma")
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def readme_table(rows: Sequence[Row]) -> str:
-    """What the project's README quotes: students from scratch in all directions, and the gap that is closed."""
-    found = {experiment.name: experiment for experiment in experiments(usual(unique(rows)))}
-    shown = [found[name] for name in SHOWN_PAIRS if name in found and found[name].rows]
-    arms = [{arm.name: arm for arm in experiment.arms()} for experiment in shown]
-    alone = [own[experiment.reference] for own, experiment in zip(arms, shown, strict=True)]
-    lines = [["cross-entropy alone, at its best number of steps", *(number(arm.mean, arm.spread) for arm in alone)]]
-    for name in SHOWN:
-        own = [by_name.get(name) for by_name in arms]
-        if any(own):
-            cells = [f"{number(arm.mean)} ({number(arm.gap, percent=True)}){few(arm)}" if arm else "-" for arm in own]
-            lines.append([WORDS.get(name, f"`{name.removesuffix(LIGHT)}`"), *cells])
-    teachers = [number(mean_bits(experiment.teachers)) for experiment in shown]
-    lines.append(["the teacher", *teachers])
-    return grid(["objective", *(DIRECTIONS[experiment.name] for experiment in shown)], lines) + "\n"
+def bits(arm: Arm | None, alone: Arm | None = None, *, gap: bool = False, best: bool = False) -> str:
+    """A cell: bits per byte with their spread, and in brackets the gap that is closed or the difference to
+    cross-entropy alone; the number of seeds where it is not three."""
+    if arm is None:
+        return ""
+    text = f"{arm.mean:.3f}"
+    if arm.spread is not None:
+        text += f" ± {arm.spread:.3f}".replace("± 0", "± ")
+    if gap and arm.gap is not None:
+        text += f" ({arm.gap:.0%})".replace("(-0%", "(0%")
+    elif alone is not None and alone is not arm:
+        beside = f"{arm.mean - alone.mean:+.3f}".replace("0.", ".", 1)
+        text += f" ({beside if beside.strip('+-.0') else '.000'})"
+    text = f"**{text}**" if best else text
+    return text if arm.seeds == 3 else f"{text} [{arm.seeds}]"
 
 
-def quoted(readme: str, quote: str) -> str:
-    """The README with what stands between its marks replaced."""
-    start, end = MARKS
-    replaced, count = re.subn(f"{start}.*?{end}", lambda _: f"{start}\n{quote}\n{end}", readme, flags=re.DOTALL)
-    if count != 1:
-        raise SystemExit(f"the README has {count} places between {start.strip()} and {end.strip()}, not one")
-    return replaced
+def by_pair(
+    rows: Sequence[Row],
+    pairs: dict[str, str],
+    lines: dict[str, str],
+    *,
+    first: str = "loss",
+    gap: bool = True,
+    teacher: bool = True,
+    least: int = 3,
+) -> str:
+    """Students from scratch: one line per arm below cross-entropy alone, one column per pair, the best of `least`
+    seeds bold. first: what the arms are; gap: with the share that they close; teacher: with the teachers."""
+    found = {own.name: own for own in experiments(usual(rows))}
+    arms = {name: {arm.name: arm for arm in found[name].arms()} for name in pairs}
+    shown = {name: [own[arm] for arm in lines if arm in own and own[arm].seeds >= least] for name, own in arms.items()}
+    best = {name: min(own, key=lambda arm: arm.mean).name if own else "" for name, own in shown.items()}
+    table = [[ALONE, *(bits(arms[name][found[name].reference]) for name in pairs)]]
+    for arm, said in lines.items():
+        table.append([said, *(bits(arms[n].get(arm), gap=gap, best=best[n] == arm) for n in pairs)])
+    if teacher:
+        taught = ([by_domain(row)["mean"] for row in found[name].teachers] for name in pairs)
+        table.append(["the teacher", *(", ".join(f"{value:.3f}" for value in own) for own in taught)])
+    return grid([first, *pairs.values()], table)
+
+
+def by_megabyte(rows: Sequence[Row], lines: Sequence[tuple[str, str, str]]) -> str:
+    """Pretrained students: one line per (models, arm, words), one column per amount of text."""
+    curves = by_amount(experiments(rows))
+    amounts = sorted({amount(own.name) for experiments_ in curves.values() for own in experiments_})
+    table = []
+    for who, name, said in lines:
+        arms = {amount(own.name): ({arm.name: arm for arm in own.arms()}, own.reference) for own in curves[who]}
+        cells = (arms.get(size, ({}, "")) for size in amounts)
+        table.append([said, *(bits(own.get(name), own.get(reference)) for own, reference in cells)])
+    return grid(["student, loss", *(f"{size:g} MB" for size in amounts)], table)
+
+
+def rates(rows: Sequence[Row]) -> str:
+    """The best rate of every sweep by amount of text, and in brackets what the highest one that was tried cost."""
+    swept = defaultdict[tuple[str, str], dict[float, dict[float, float]]](dict)
+    for row in rows:
+        if row["pair"].startswith("sweep_") and row.get("batch") == SWEPT_BATCH:
+            arm, size = swept_by(row["pair"])
+            swept[models(row), arm].setdefault(float(size), {})[float(row["arm"])] = by_domain(row)["mean"]
+    amounts = sorted({size for own in swept.values() for size in own})
+    table = []
+    for (who, arm), own in sorted(swept.items(), key=lambda pair: (pair[0][0] != FIRST, pair[0])):
+        cells = []
+        for size in amounts:
+            found = own.get(size, {})
+            if len(found) < 2:
+                cells.append("")
+                continue
+            best, most = min(found, key=found.__getitem__), max(found)
+            text = f"{best:.0e}".replace("e-0", "e-")
+            if most != best:
+                cost = f"{found[most] - found[best]:.3f}".lstrip("0")
+                text += f" ({most:.0e}: +{cost})".replace("e-0", "e-")
+            cells.append(text)
+        names = who.replace("-Instruct", "").replace(" teaches ", " to ")
+        table.append([names, WORDS.get(arm, arm), *cells])
+    return grid(["models", "loss", *(f"{size:g} MB" for size in amounts)], table)
+
+
+FROM_SCRATCH = {
+    "little_coarse": "32k vocabulary teaches 8k",
+    "little_fine": "8k teaches 32k",
+    "little_digits": "Qwen3's tokenizer teaches Llama-3.2's",
+    "little_gemma": "Gemma-3's teaches 8k",
+}
+"""Pairs of students from scratch with little text, as tables call them."""
+ALONE = "cross-entropy alone, its best number of steps"
+WEIGHED = ("uld", "alm", "gold", "h_kl", "p_kl", "boundary_kl", "tree_kl")
+"""What `leaderboard.py` measures beside cross-entropy of weight .3."""
+SWEPT_BATCH = 16
+"""Documents per step of the sweeps; those of others are of runs that read their text more often."""
+WORDS = {"ce": "cross-entropy alone", "tree_kl_soft": "default", "tree_kl_ce_.3": "weight .3, no gate"}
+MINIMIND, QWEN = (
+    "SmolLM2-135M-Instruct{} teaches MiniMind2-Small",
+    "Qwen2.5-Coder-0.5B-Instruct{} teaches SmolLM2-135M-Instruct",
+)
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "losses": lambda rows: by_pair(
+        rows,
+        FROM_SCRATCH,
+        {
+            **{f"{mode}_ce_.3": f"`{mode}`" for mode in ("uld", "gold", "h_kl", "p_kl", "alm", "simct", "escd")},
+            "bpm_forward_ce_.3": "`bpm`, forward",
+            **{f"{mode}_ce_.3": f"`{mode}`" for mode in ("partition", "strict", "boundary_kl")},
+            DEFAULT: "**`tree_kl`** (default)",
+        },
+    ),
+    "parts": lambda rows: by_pair(
+        rows,
+        FROM_SCRATCH,
+        {
+            "tree_kl_root_ce_.3": "the root alone",
+            "tree_kl_inner_student_ce_.3": "inside the teacher's tokens alone",
+            "tree_kl_inner_teacher_ce_.3": "inside the student's tokens alone",
+            "tree_kl_outer_ce_.3": "without inside the student's tokens",
+            DEFAULT: "all (default)",
+            "tree_kl_counted_ce_.3": "all, `condition: counted`",
+        },
+        teacher=False,
+        first="part of `tree_kl`",
+    ),
+    "lists": lambda rows: by_pair(
+        rows,
+        {"little_coarse": "32k teaches 8k", "little_fine": "8k teaches 32k"},
+        {
+            "tree_kl_top64_ce_.3": "the 64 likeliest tokens",
+            "tree_kl_top256_ce_.3": "the 256 likeliest tokens",
+            DEFAULT: "whole distributions",
+        },
+        teacher=False,
+        first="the teacher gives",
+    ),
+    "weights": lambda rows: by_pair(
+        rows,
+        {
+            "little_coarse": "32k teaches 8k, read 18 times",
+            "long_coarse": "the same, 54 times",
+            "little_fine": "8k teaches 32k, 18 times",
+            "long_fine": "the same, 54 times",
+            "coarse": "32k teaches 8k, 8 MB once",
+            "fine": "8k teaches 32k, 8 MB once",
+        },
+        {
+            "boundary_kl": "`boundary_kl`, weight 1",
+            "tree_kl": "`tree_kl`, weight 1",
+            DEFAULT: "weight .3 (default)",
+            "tree_kl_ce_0": "weight 0",
+            "tree_kl_soft_ce_.3": "weight .3, soft gate",
+        },
+        teacher=False,
+        first="weight of cross-entropy, gate",
+    ),
+    "pretrained": lambda rows: by_megabyte(
+        rows,
+        [
+            (MINIMIND.format(""), "ce", "MiniMind2-Small: cross-entropy alone"),
+            (MINIMIND.format(""), "trl_gold_ce", "TRL's GOLD and cross-entropy"),
+            (MINIMIND.format(""), "trl_gold_ce_bayesian", "the same, strategy `bayesian`"),
+            (MINIMIND.format(""), PRETRAINED, "**default** (`tree_kl`, weight 1, soft gate)"),
+            (MINIMIND.format(""), DEFAULT, "`tree_kl`, weight .3, no gate"),
+            (QWEN.format(""), "ce", "SmolLM2-135M: cross-entropy alone"),
+            (QWEN.format(""), PRETRAINED, "**default**"),
+            (QWEN.format(""), DEFAULT, "`tree_kl`, weight .3, no gate"),
+        ],
+    ),
+    "adapted": lambda rows: by_megabyte(
+        rows,
+        [
+            (MINIMIND.format(""), PRETRAINED, "MiniMind2-Small, default: teacher as it comes"),
+            (MINIMIND.format(", adapted,"), PRETRAINED, "teacher adapted"),
+            (MINIMIND.format(""), DEFAULT, "weight .3, no gate: teacher as it comes"),
+            (MINIMIND.format(", adapted,"), DEFAULT, "teacher adapted"),
+            (QWEN.format(""), PRETRAINED, "SmolLM2-135M, default: teacher as it comes"),
+            (QWEN.format(", adapted,"), PRETRAINED, "teacher adapted"),
+        ],
+    ),
+    "rates": lambda rows: rates(rows),
+    "teachers": lambda rows: by_pair(
+        rows,
+        {
+            "little_prose": "the one of prose",
+            "little_formal": "the one of code, GSM8K and arithmetic",
+            "little_both": "both",
+        },
+        {
+            DEFAULT: "equal weights",
+            "tree_kl_by_ce_ce_.3": "weighed by their cross-entropy (default)",
+            "tree_kl_select_ce_.3": "the better one for each text",
+        },
+        first="how teachers are weighed",
+        gap=False,
+    ),
+    "board": lambda rows: by_pair(
+        rows,
+        {"board_coarse": "2k vocabulary teaches 512", "board_fine": "512 teaches 2k"},
+        {**{f"{mode}{LIGHT}": f"`{mode}`" for mode in WEIGHED[:-1]}, DEFAULT: "**`tree_kl`** (default)"},
+        least=1,
+    ),
+}
+"""Tables of the pages by name."""
+PAGES = (HERE / "RESULTS.md", HERE.parents[1] / "docs" / "results.md")
+
+
+def filled(text: str, rows: Sequence[Row]) -> str:
+    """A page with its tables made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise SystemExit(f"{match[2]!r} is no table; there are {', '.join(TABLES)}")
+        return f"{match[1]}\n{TABLES[match[2]](rows)}\n\n"
+
+    return re.sub(r"(<!-- table: (\w+) -->\n)\n?(?:\|.*\n)*\n?", made, text)
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
 
 
-def draw_arms(found: Sequence[Experiment], path: Path) -> None:
-    """Bars: share of the gap to the teacher that every arm closes."""
+PUBLISHED = ("tree_kl_ce_.3", "boundary_kl_ce_.3", "p_kl_ce_.3", "gold_ce_.3", "h_kl_ce_.3", "uld_ce_.3", "alm_ce_.3")
+
+
+def draw_objectives(found: Sequence[Experiment], path: Path) -> None:
+    """Bars for README: the gap that the default and the published objectives close, one panel for each pair."""
     from matplotlib.figure import Figure
 
-    shown = [experiment for experiment in found if experiment.name in PAIRS and len(experiment.rows) > 1]
-    shown = [e for e in shown if any(arm.gap is not None for arm in e.arms() if arm.name != e.reference)]
-    if not shown:
-        return
-    heights = [sum(arm.name != experiment.reference for arm in experiment.arms()) for experiment in shown]
-    figure = Figure(figsize=(7, 0.8 * len(shown) + 0.24 * sum(heights)), layout="constrained")
-    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for experiment, axis in zip(shown, axes, strict=True):
-        arms = [a for a in experiment.arms() if a.name != experiment.reference and a.gap is not None][::-1]
-        colours = ["tab:blue" if arm.name == DEFAULT else "tab:gray" for arm in arms]
-        axis.barh([arm.name for arm in arms], [100 * (arm.gap or 0) for arm in arms], color=colours,
-                  xerr=[100 * (arm.gap_spread or 0) for arm in arms], error_kw={"elinewidth": 0.8})  # fmt: skip
-        axis.set_title(experiment.name, loc="left", fontsize=9)
-        axis.tick_params(labelsize=8)
+    by_name = {experiment.name: experiment for experiment in found}
+    # two rows, so that the text can be read at a phone's width
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    axes = figure.subplots(2, len(FROM_SCRATCH) // 2, sharex=True, sharey=True).flat
+    labels = [name.removesuffix("_ce_.3") for name in PUBLISHED][::-1]
+    for axis, (name, title) in zip(axes, FROM_SCRATCH.items(), strict=True):
+        gaps = {arm.name: arm.gap or 0.0 for arm in by_name[name].arms()}
+        values = [round(100 * gaps.get(arm, 0.0)) for arm in PUBLISHED][::-1]
+        colours = ["tab:blue" if label == "tree_kl" else "tab:gray" for label in labels]
+        axis.bar_label(axis.barh(labels, values, color=colours), fmt="%.0f", padding=2, fontsize=11)
+        axis.set_title(title.replace(" tokenizer", ""), fontsize=12)
+        axis.tick_params(labelsize=11)
         axis.axvline(0, color="black", linewidth=0.6)
-    axes[-1].set_xlabel("gap between cross-entropy alone and the teacher that is closed, %")
-    figure.savefig(path, dpi=110)
-
-
-def draw_curve(found: Sequence[Experiment], path: Path) -> None:
-    """Lines: bits per byte of real students over the amount of text."""
-    from matplotlib.figure import Figure
-
-    real = by_amount(found)
-    if not real:
-        return
-    figure = Figure(figsize=(5 * len(real), 4), layout="constrained")
-    axes = figure.subplots(1, len(real), squeeze=False)[0]
-    for axis, (who, own) in zip(axes, real.items(), strict=True):
-        curves = defaultdict[str, list[tuple[float, float, float]]](list)
-        for experiment in own:
-            for arm in experiment.arms():
-                curves[arm.name].append((amount(experiment.name), arm.mean, arm.spread or 0.0))
-        for name, points in curves.items():
-            x, y, spread = zip(*points, strict=True)
-            style = {"color": "black", "linestyle": ":"} if name == "student" else {"marker": "o"}
-            label = "the student as it comes" if name == "student" else name
-            axis.errorbar(x, y, yerr=spread, label=label, capsize=2, linewidth=1.2, **style)
-        axis.set_xscale("log")
-        axis.set_xticks([amount(e.name) for e in own], [f"{amount(e.name):g}" for e in own])
-        axis.minorticks_off()
-        axis.set_xlabel("text that the student reads, MB")
-        axis.set_title(who, fontsize=8)
-        axis.legend(fontsize=8)
-    axes[0].set_ylabel("held-out bits per byte")
-    figure.savefig(path, dpi=110)
+        axis.set_xlim(-45, 105)
+    figure.supxlabel("share of the gap between cross-entropy alone and the teacher, %", fontsize=11)
+    figure.savefig(path, dpi=130)
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -666,18 +753,23 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--write", action="store_true", help="RESULTS.md, plots and the README's table")
+    parser.add_argument("results", type=Path, nargs="*", default=STORED, help="files of rows; default: the stored ones")
+    parser.add_argument("--all", action="store_true", help="print every experiment by arm, domain and class of token")
+    parser.add_argument("--check", action="store_true", help="fail where a page differs from the rows")
     args = parser.parse_args()
-    rows = read_rows(args.results)
-    if not args.write:
-        print(page(rows), end="")
+    rows = unique(read_rows(args.results))
+    if args.all:
+        print(everything(rows), end="")
         return
-    found = experiments(unique(rows))
-    draw_arms(experiments(usual(unique(rows))), HERE / "arms.png")
-    draw_curve(found, HERE / "curve.png")
-    (HERE / "RESULTS.md").write_text(page(rows))
-    README.write_text(quoted(README.read_text(), readme_table(rows)))
+    for path in PAGES:
+        old = path.read_text(encoding="utf-8")
+        if (new := filled(old, rows)) == old:
+            continue
+        if args.check:
+            raise SystemExit(f"{path.name}: a table differs from the rows; run tables.py")
+        path.write_text(new, encoding="utf-8")
+    if not args.check:
+        draw_objectives(experiments(usual(rows)), PAGES[1].parent / "images" / "objectives.png")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ transformers 5.17 and 5.22; the trainer is experimental there and may move.
 
 Nothing of TRL's loss, alignment or loop is replaced. What differs from a `limbeck train` run of the same file:
 
-- TRL wants a prompt and a completion. A document is the completion, byte for byte, and the student's begin token (its
-  end token where it has none) the prompt: a student that is used to a begin token reads the same tokens as elsewhere.
+- TRL wants a prompt and a completion. A document is the completion, byte for byte, and the student's BOS token (its
+  end token where it has none) the prompt: a student that is used to a BOS token reads the same tokens as elsewhere.
   TRL shows the prompt to the teacher, too, where other arms begin the teacher's side as its own tokenizer does.
 - A document longer than the context is cut behind its last token that fits, as elsewhere, but TRL then puts an end
   token behind it, and cuts the teacher's side at the same byte.

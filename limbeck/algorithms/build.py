@@ -1,9 +1,9 @@
-"""What a run reads: tokenizers, records, batches, and the order in which they come."""
+"""Input of a run: tokenizers, records, batches, and the order in which they come."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -13,14 +13,14 @@ from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.layout import ChunkLayout
 from limbeck.data.loader import make_loader, make_validation_loader
 from limbeck.data.readers import is_plain_text
-from limbeck.data.sources import DataConfig, RecordDataset, build_dataset
+from limbeck.data.sources import CONTEXT, DataConfig, RecordDataset, build_dataset, flatten_documents
 from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.loading import ModelConfig, fit_to_device
-from limbeck.projection.events import Conditions
 from limbeck.tokens import load_tokenizer
-from limbeck.tokens.begin import set_begin
+from limbeck.tokens.bos import set_bos
+from limbeck.tokens.chat.ends import ends_of_answers
 from limbeck.tokens.tokenizer import read_template
 from limbeck.utils.collector import rare_collections
 from limbeck.utils.progress import say
@@ -29,15 +29,15 @@ PolicyT = TypeVar("PolicyT", bound=ModelConfig)
 TeacherT = TypeVar("TeacherT", bound=ModelConfig)
 
 
-def fitted(policy: PolicyT, teachers: Sequence[TeacherT] = ()) -> tuple[PolicyT, list[TeacherT]]:
+def fit_models(policy: PolicyT, teachers: Sequence[TeacherT] = ()) -> tuple[PolicyT, list[TeacherT]]:
     """The models' settings as this process's device can follow them; one line says what is replaced."""
     device = default_device()
-    own, told = fit_to_device(policy, device)
+    student, changes = fit_to_device(policy, device)
     others = [fit_to_device(teacher, device) for teacher in teachers]
-    told = list(dict.fromkeys([*told, *(line for _, lines in others for line in lines)]))
-    if told:
-        say(f"on the {device.type.upper()}: {', '.join(told)}")
-    return own, [teacher for teacher, _ in others]
+    changes = list(dict.fromkeys([*changes, *(line for _, lines in others for line in lines)]))
+    if changes:
+        say(f"on the {device.type.upper()}: {', '.join(changes)}")
+    return student, [teacher for teacher, _ in others]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -51,7 +51,7 @@ def tokenizer_of(policy: ModelConfig) -> Any:
         raise ConfigError("a model without model_name needs tokenizer.name")
     tokenizer = load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
     if policy.tokenizer.bos != "auto":
-        set_begin(tokenizer, policy.tokenizer.bos)
+        set_bos(tokenizer, policy.tokenizer.bos)
     return tokenizer
 
 
@@ -86,25 +86,19 @@ def reading_of(config: MasterConfig) -> DataConfig:
     return data.model_copy(update={"max_document_bytes": max(BYTES_PER_TOKEN * shortest, 16)})
 
 
-def load_datasets(config: MasterConfig) -> tuple[Any, Any | None]:
-    """Training and validation data; an empty set is an error."""
+def load_datasets(config: MasterConfig, reference: Collection[str] | None = ()) -> tuple[Any, Any | None]:
+    """Training and validation data; an empty set is an error. ``reference``: keys that training records keep."""
     data = reading_of(config)
-    train = build_dataset(data).prepare()
-    val = build_dataset(data, "validation").prepare() if data.validation else None
+    train = build_dataset(data, reference=reference).prepare()
+    val = build_dataset(data, "validation").prepare() if data.validates else None
     for name, dataset in (("train", train), ("validation", val)):
         if dataset is not None and not len(dataset):
             raise DataError(f"data.{name} holds no usable record; left out: {dict(dataset.skipped) or 'nothing'}")
     return train, val
 
 
-def make_collator(
-    config: MasterConfig,
-    student_tokenizer: object,
-    foreign: list[Any],
-    conditions: Sequence[Conditions | None] | None = None,
-) -> CrossTokenizerCollator:
-    """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer, ``conditions`` the
-    loss's, one per teacher."""
+def make_collator(config: MasterConfig, student_tokenizer: object, foreign: list[Any]) -> CrossTokenizerCollator:
+    """The collator of a run; ``foreign`` holds None for teachers that share the student's tokenizer."""
     data, teachers = config.data, config.all_teachers
     return CrossTokenizerCollator(
         student_tokenizer=student_tokenizer,
@@ -122,21 +116,68 @@ def make_collator(
         template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         teacher_template_kwargs=[t.tokenizer.chat_template_kwargs for t in teachers],
         chunks_as="layout",
-        conditions=conditions,
+        context_as=data.teacher_context_as,
+        teacher_names=[t.name for t in teachers],
     )
 
 
-def lost_ahead(
+def common_ends(
+    config: MasterConfig, student_tokenizer: object, tokenizers: Sequence[Any], foreign: Sequence[Any]
+) -> list[tuple[int, ...]]:
+    """Per teacher the tokens that are one event, the end of an answer: those of the student and of a teacher that has
+    its tokenizer, but ends answers with other tokens of it. Without any where both end alike, and for texts.
+
+    ``foreign``: None for teachers that share the student's tokenizer.
+    """
+    if config.data.detected_mode() != "chat" or None not in foreign:
+        return [()] * len(foreign)
+
+    def of(section: ModelConfig, tokenizer: object, name: str) -> frozenset[int]:
+        return ends_of_answers(tokenizer, _template(section), section.tokenizer.chat_template_kwargs, name)
+
+    students_ends, common = of(config.policy, student_tokenizer, "student"), list[tuple[int, ...]]()
+    for number, (section, tokenizer, other) in enumerate(zip(config.all_teachers, tokenizers, foreign, strict=True)):
+        theirs = students_ends if other is not None else of(section, tokenizer, f"teacher {number}")
+        common.append(() if theirs == students_ends else tuple(sorted(students_ends | theirs)))
+    return common
+
+
+RECORDS_OF_NAMES = 20_000
+"""So many records are asked for their teachers before the first step; behind them a wrong name stops the run."""
+
+
+def check_names_of_teachers(config: MasterConfig, collator: CrossTokenizerCollator, records: Any) -> None:
+    """Refuse records that name a teacher which the run does not have."""
+    if not any(collator.teacher_names):
+        return
+    for number in range(min(len(records), RECORDS_OF_NAMES)):
+        for record in flatten_documents([records[number]]):
+            collator.asked(record)
+
+
+def count_truncated(
     config: MasterConfig, student_tokenizer: object, foreign: list[Any], records: Any, most: int = 16
 ) -> str | None:
     """One line about the text that the contexts will cost, by the first records; None where they cost nothing."""
     data = config.data
-    if data.long_documents == "error" or (data.long_documents == "split" and data.detected_mode() == "text"):
+    if data.long_documents == "error":
         return None
     number = min(most, len(records))
-    batch = make_collator(config, student_tokenizer, foreign)([records[i] for i in range(number)])
-    lost = sum(counts.get("truncated_tokens", 0) for counts in batch["dropped"])
-    left_out = sum(counts.get("too_long", 0) for counts in batch["dropped"])
+    some = [records[i] for i in range(number)]
+    if data.long_documents == "split" and data.detected_mode() == "text":
+        # nothing of a text is lost but behind a context that leaves no room for it
+        some = [record for record in flatten_documents(some) if record.get(CONTEXT)]
+    batch = make_collator(config, student_tokenizer, foreign)(some)
+    lost, left_out, crowded_out = (
+        sum(counts.get(reason, 0) for counts in batch["skipped"])
+        for reason in ("truncated_tokens", "too_long", "context_too_long")
+    )
+    if crowded_out:
+        return (
+            f"{crowded_out} of the first {number} records are left out: their {data.teacher_context_key or CONTEXT} "
+            f"leaves no room for them in a teacher's {min(teacher_lengths(config))} tokens; raise "
+            "teacher.max_total_sequence_length, or give shorter context"
+        )
     if left_out:
         return f"{left_out} of the first {number} records are longer than the context and are left out"
     share = lost / max(lost + int(batch["input_lengths"].sum()), 1)
@@ -145,10 +186,10 @@ def lost_ahead(
 
 
 COUNTED_RECORDS, COUNTED_TOKENS = 256, 200_000
-"""Of the training data, in which `count_ends` looks: so many records, or fewer where they hold so many tokens."""
+"""How much of the training data `count_token_ends` reads: so many records, or fewer where they hold so many tokens."""
 
 
-def count_ends(
+def count_token_ends(
     config: MasterConfig,
     loss_fn: CrossTokenizerDistillationLossFn,
     student_tokenizer: object,
@@ -159,39 +200,40 @@ def count_ends(
     if not loss_fn.counts_ends:
         return
     collate, texts, tokens = make_collator(config, student_tokenizer, foreign), list[list[ChunkLayout]](), 0
+    # a generator of its own: the run's draws stay what they are without this look
     for i in random.Random(0).sample(range(len(records)), min(COUNTED_RECORDS, len(records))):
         try:
             batch = collate([records[i]])
         except DataError:
             continue  # said where the record is trained on
-        texts.append(loss_fn.chunks(batch))
+        texts.append(loss_fn.select_chunks(batch))
         tokens += int(batch["input_lengths"].sum())
         if tokens >= COUNTED_TOKENS:
             break
-    loss_fn.count_ends(texts)
+    loss_fn.count_token_ends(texts)
 
 
 def _template(policy: ModelConfig) -> str | None:
-    given = policy.tokenizer.chat_template
-    return None if given is None else read_template(given)
+    template = policy.tokenizer.chat_template
+    return None if template is None else read_template(template)
 
 
 def student_length(config: MasterConfig) -> int:
     """Tokens of the longest row of the student."""
-    own = config.policy.max_total_sequence_length
-    return min(config.data.max_input_seq_length or own, own)
+    limit = config.policy.max_total_sequence_length
+    return min(config.data.max_input_seq_length or limit, limit)
 
 
 def teacher_lengths(config: MasterConfig) -> list[int]:
     """Tokens of the longest row of each teacher."""
-    teachers, given = config.all_teachers, config.data.max_teacher_seq_length
+    teachers, wanted = config.all_teachers, config.data.max_teacher_seq_length
     if not teachers:
         return []
-    limits = given if isinstance(given, list) else [given or config.data.max_input_seq_length] * len(teachers)
+    limits = wanted if isinstance(wanted, list) else [wanted or config.data.max_input_seq_length] * len(teachers)
     if len(limits) != len(teachers):
         raise ConfigError(f"data.max_teacher_seq_length has {len(limits)} entries for {len(teachers)} teachers")
-    own = [teacher.max_total_sequence_length for teacher in teachers]
-    return [min(limit or most, most) for limit, most in zip(limits, own, strict=True)]
+    limits_of_models = [teacher.max_total_sequence_length for teacher in teachers]
+    return [min(limit or most, most) for limit, most in zip(limits, limits_of_models, strict=True)]
 
 
 def make_loaders(
@@ -219,5 +261,5 @@ def make_loaders(
     if val is None:
         return train_loader, None
     return train_loader, make_validation_loader(
-        val, val_collator, rows=loop.val_batch_size, layout=layout, seed=loop.seed, num_workers=workers
+        val, val_collator, rows=loop.val_rows, layout=layout, seed=loop.seed, num_workers=workers
     )

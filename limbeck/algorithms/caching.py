@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +14,18 @@ from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collat
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.distributed.comm import init_distributed
+from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
 from limbeck.errors import CacheError, ConfigError, LimbeckError
-from limbeck.models.loading import check_length
+from limbeck.models.loading import check_length, weight_files
 from limbeck.models.policy import Policy
-from limbeck.teachers.build import connect_servers
 from limbeck.teachers.cache import CacheReader, CacheWriter, estimate_bytes
 from limbeck.teachers.cache.fill import server_spec, spec_for, write_cache
 from limbeck.teachers.cache.format import read_index
-from limbeck.teachers.server.teacher import ServerTeacher
+from limbeck.teachers.cache.origin import store_origin
+from limbeck.teachers.cached import CacheSource
+from limbeck.teachers.kinds import TeacherSetup
+from limbeck.teachers.server.teacher import ServerSource, ServerTeacher
 from limbeck.tokens import ByteVocab
 from limbeck.utils.progress import stage
 
@@ -50,6 +51,7 @@ def cache_teachers(config: MasterConfig, *, say: Say = print) -> list[dict[str, 
         if world.rank == 0:
             say(job.describe(index))
 
+        # the number as a default: a closure would see the loop's last one
         def on_batch(records: int, writer: CacheWriter, index: int = index) -> None:
             if world.rank == 0:
                 done = min(records * world.size, job.records)
@@ -82,14 +84,15 @@ class CacheJob:
 
     def __init__(self, config: MasterConfig) -> None:
         self.config = config
-        self.wanted = [i for i, t in enumerate(config.all_teachers) if t.cache is not None]
+        self.sources = {i: t.source for i, t in enumerate(config.all_teachers) if isinstance(t.source, CacheSource)}
+        self.wanted = list(self.sources)
         if not self.wanted:
             raise ConfigError("no teacher has a cache folder; set teacher.cache to where its signals shall be stored")
-        for index in self.wanted:
-            own = config.all_teachers[index]
-            if own.server is None:
-                check_length(own, teacher_lengths(config)[index], name=f"teacher_{index}")
-            elif own.cache_kind != "topk":
+        lengths = teacher_lengths(config)
+        for index, source in self.sources.items():
+            if source.filled_by.kind == "live":
+                check_length(config.all_teachers[index], lengths[index], name=f"teacher_{index}")
+            elif source.holds != "topk":
                 raise ConfigError(f"teacher {index}: a server gives no hidden states; set cache_kind to topk")
         with stage("tokenizers"):
             student_tokenizer, self.tokenizers = load_tokenizers(config)
@@ -99,15 +102,27 @@ class CacheJob:
         with stage("data"):
             self.datasets = [d for d in load_datasets(config) if d is not None]
         self.records = sum(len(d) for d in self.datasets)
-        self._servers = connect_servers(
-            config.all_teachers, self.tokenizers, vocab, longest=teacher_lengths(config), layout=None
-        )
+        self._servers: dict[int, ServerTeacher] = {}
+        for index, source in self.sources.items():
+            if isinstance(source.filled_by, ServerSource):
+                # each process asks for documents of its own
+                setup = TeacherSetup(
+                    config.all_teachers[index],
+                    self.tokenizers[index],
+                    vocab,
+                    index,
+                    longest=lengths[index],
+                    readers=Comm.alone(),
+                )
+                with Comm.world().fail_together():
+                    self._servers[index] = ServerTeacher.make(source.filled_by, setup)
+                self._servers[index].verify()
         self._policies: dict[int, Policy] = {}
         self._tokens: dict[int, int] = {}
 
     def folder(self, index: int) -> Path:
         """Where the cache of a teacher lies."""
-        return Path(str(self.config.all_teachers[index].cache))
+        return Path(self.sources[index].folder)
 
     def teacher(self, index: int) -> Policy | ServerTeacher:
         """The teacher itself; a model is loaded when it is first asked for."""
@@ -123,16 +138,16 @@ class CacheJob:
         return Counter(self._servers[index].failures) if index in self._servers else Counter()
 
     def summary(self, index: int, documents: int, failed: Mapping[str, int]) -> dict[str, Any]:
-        """What is told of one cache; ``failed``: documents that are missing, by reason."""
+        """Report on one cache; ``failed``: documents that are missing, by reason."""
         size, folder = self.estimated_bytes(index), str(self.folder(index))
-        told = {"teacher": index, "folder": folder, "documents": documents, "estimated_bytes": size}
-        return {**told, "failed": dict(failed)}
+        row = {"teacher": index, "folder": folder, "documents": documents, "estimated_bytes": size}
+        return {**row, "failed": dict(failed)}
 
     def estimated_bytes(self, index: int) -> int | None:
         """Size of the whole cache; None for hidden states of a teacher that is not loaded."""
-        own, vocab = self.config.all_teachers[index], ByteVocab.from_tokenizer(self.tokenizers[index])
-        if own.cache_kind == "topk":
-            k = own.cache_k if own.server is None else own.server.k
+        source, vocab = self.sources[index], ByteVocab.from_tokenizer(self.tokenizers[index])
+        if source.holds == "topk":
+            k = source.filled_by.k if isinstance(source.filled_by, ServerSource) else source.k
             return estimate_bytes(self.tokens(index), k=min(k, vocab.size), vocab_size=vocab.size)
         if index not in self._policies:
             return None
@@ -142,19 +157,19 @@ class CacheJob:
     def describe(self, index: int) -> str:
         """One line about what is to be done."""
         size = self.estimated_bytes(index)
-        shown = "" if size is None else f", about {size / 2**20:,.0f} MiB"
-        amount = f"{self.records} records, about {self.tokens(index):,} tokens{shown}"
+        bytes_text = "" if size is None else f", about {size / 2**20:,.0f} MiB"
+        amount = f"{self.records} records, about {self.tokens(index):,} tokens{bytes_text}"
         return f"teacher {index}: {amount} in {self.folder(index)}"
 
     def write(
         self, index: int, rank: int, world: int, on_batch: Callable[[int, CacheWriter], None] | None = None
     ) -> CacheWriter:
         """Store one part; ``on_batch(records of this part so far, writer)`` is called after every batch."""
-        own, teacher = self.config.all_teachers[index], self.teacher(index)
-        hidden = own.cache_kind == "hidden"
+        source, teacher = self.sources[index], self.teacher(index)
+        hidden = source.holds == "hidden"
         if isinstance(teacher, Policy):
-            spec = spec_for(teacher, k=None if hidden else own.cache_k, hidden=hidden)
-            size = self.config.distillation.val_batch_size
+            spec = spec_for(teacher, k=None if hidden else source.k, hidden=hidden)
+            size = self.config.distillation.val_rows
         else:
             spec = server_spec(teacher)
             # as many as the server is asked for at once
@@ -167,7 +182,7 @@ class CacheJob:
             if on_batch is not None:
                 on_batch(done, writer)
 
-        return write_cache(
+        writer = write_cache(
             teacher,
             self._batches(size, rank, world),
             self.folder(index),
@@ -177,6 +192,9 @@ class CacheJob:
             world_size=world,
             on_batch=after,
         )
+        if rank == 0 and isinstance(teacher, Policy):
+            store_origin(self.folder(index), weight_files(self.config.all_teachers[index]))
+        return writer
 
     def _batches(self, size: int, rank: int, world: int) -> Iterator[BatchedDataDict]:
         for dataset in self.datasets:
@@ -198,9 +216,9 @@ class CacheJob:
         return self._tokens[index]
 
 
-# -- on Ray Data -------------------------------------------------------------------------------------------------------
+# -- on Ray ------------------------------------------------------------------------------------------------------------
 #
-# The records are cut into `cluster.cache_parts` parts. A part is one row of a Ray data set and one writer of the cache
+# The records are cut into `cluster.cache_parts` parts. A part is one call of a worker and one writer of the cache
 # with its own files, so it does not matter which worker takes it, or how often: a part that is complete is passed over,
 # and one whose worker died goes on after its last whole document.
 
@@ -244,28 +262,51 @@ def _run(
     config: MasterConfig, index: int, parts: list[int], total: int, workers: int, needs: dict[str, float], say: Say
 ) -> Counter[str]:
     """Have the parts stored; documents that could not be scored, by reason."""
-    import ray.data
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
-    results = rows.map_batches(
-        PartCacher,
-        fn_constructor_args=(config.model_dump(mode="json"), index, total, os.getcwd()),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(workers, len(parts))),
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU", 0),
-    )
+    arguments = (config.model_dump(mode="json"), index, total, os.getcwd())
+    results = _results(arguments, parts, min(workers, len(parts)), needs, config.cluster.max_restarts)
     failed: Counter[str] = Counter()
-    for done, row in enumerate(results.iter_rows(), 1):
+    for done, row in enumerate(results, 1):
         if row["error"]:
             raise CacheError(str(row["error"]))
-        lost = json.loads(row["failed"])
+        lost = row["failed"]
         failed.update(lost)
         state = "left with" if lost else "complete with"
         say(f"teacher {index}: part {row['part']} {state} {row['documents']} documents ({done}/{len(parts)})")
     return failed
+
+
+def _results(
+    arguments: tuple[Any, ...], parts: list[int], workers: int, needs: dict[str, float], restarts: int
+) -> Iterator[dict[str, Any]]:
+    """What became of each part, in the order in which they end; a worker that fails, or dies too often, is one
+    sentence."""
+    import ray
+
+    # actors of Ray's core: those of Ray Data start a dying worker again without end, which only arguments that are
+    # deprecated there can change
+    cacher = ray.remote(PartCacher).options(
+        num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=restarts, max_task_retries=restarts
+    )
+    actors: list[Any] = [cacher.remote(*arguments) for _ in range(workers)]
+    waiting = parts[::-1]
+    running = {actor.store.remote(waiting.pop()): actor for actor in actors}
+    try:
+        while running:
+            (ended, *_), _ = ray.wait(list(running))
+            actor = running.pop(ended)
+            if waiting:
+                running[actor.store.remote(waiting.pop())] = actor
+            yield ray.get(ended)
+    except ray.exceptions.RayError as error:
+        # a traceback of the worker's process, whose last line is what it failed by
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise CacheError(
+            f"a worker of the Ray cluster failed, and cluster.max_restarts={restarts} allows no other start: "
+            f"{lines[-1][:300]}; what is stored is kept, run the same command again"
+        ) from error
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 class PartCacher:
@@ -279,20 +320,16 @@ class PartCacher:
         self.job: CacheJob | None = None
         self.config = MasterConfig.model_validate(config)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        parts = [int(part) for part in batch["part"]]
-        documents, errors, failed = [], [], []
-        for part in parts:
-            lost: Counter[str] = Counter()
-            try:
-                self.job = self.job or CacheJob(self.config)
-                before = self.job.failures(self.index)
-                documents.append(self.job.write(self.index, part, self.total).documents)
-                lost = self.job.failures(self.index) - before
-                errors.append("")
-            except LimbeckError as error:
-                # given back and not raised: Ray would try the same part again and again
-                documents.append(0)
-                errors.append(str(error))
-            failed.append(json.dumps(lost))
-        return {"part": parts, "documents": documents, "error": errors, "failed": failed}
+    def store(self, part: int) -> dict[str, Any]:
+        """Store one part: its number, its documents, those that could not be scored by reason, and an error or ""."""
+        try:
+            # not in __init__: an error there would be a worker that died, which Ray starts again
+            self.job = self.job or CacheJob(self.config)
+            # a worker's server counts the failures of all parts that it has stored
+            before = self.job.failures(self.index)
+            documents = self.job.write(self.index, part, self.total).documents
+            failed = self.job.failures(self.index) - before
+        except LimbeckError as error:
+            # given back and not raised: an error on purpose is no worker that died
+            return {"part": part, "documents": 0, "failed": {}, "error": str(error)}
+        return {"part": part, "documents": documents, "failed": dict(failed), "error": ""}

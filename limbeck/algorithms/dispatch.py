@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from limbeck.config import near_name, resolve
-from limbeck.errors import ConfigError
+from limbeck.config import keys_of, resolve, with_settings
+from limbeck.key_names import DEFAULT, stored_keys
 
-DEFAULT = "xtoken_off_policy_distillation"
 # Name -> (module, its config model). Imported on demand: each brings models and losses of its own.
 _ALGORITHMS = {
     DEFAULT: ("limbeck.algorithms.xtoken_off_policy_distillation", "MasterConfig"),
@@ -26,17 +25,24 @@ def run_file_models() -> dict[str, type[BaseModel]]:
     return {name: getattr(import_module(path), model) for name, (path, model) in _ALGORITHMS.items()}
 
 
-def resolve_run(raw_config: Mapping[str, Any]) -> tuple[BaseModel, Callable[[Any], Path]]:
-    """The validated configuration of a run file, and the function that runs it."""
-    name = raw_config.get("algorithm", DEFAULT)
-    if not isinstance(name, str) or name not in _ALGORITHMS:
-        near = near_name(str(name), _ALGORITHMS)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(_ALGORITHMS)}"
-        raise ConfigError(f"'algorithm' is {name!r}, which is unknown; {hint}")
+def resolve_run(
+    raw_config: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> tuple[BaseModel, Callable[[Any], Path]]:
+    """The validated configuration of a run file with settings over it, and the function that runs it.
+
+    The one place where names, short forms and defaults are settled: for the command, ``limbeck.distil`` and
+    `limbeck.integrations.DistillationTrainer` alike.
+    """
+    settings = settings or {}
+    name = settings.get("algorithm", raw_config.get("algorithm", DEFAULT))
+    stored_keys(name)  # refuses an unknown one
     path, model_name = _ALGORITHMS[name]
     module = import_module(path)
     model: type[BaseModel] = getattr(module, model_name)
-    data = {key: value for key, value in raw_config.items() if key != "algorithm" or key in model.model_fields}
+    data = with_settings(keys_of(model), raw_config, settings)
+    # the default's run files have no such key, but may name what they are
+    if "algorithm" not in model.model_fields:
+        data.pop("algorithm", None)
     return resolve(model, data), module.run
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ Answer: TypeAlias = tuple[list[int], list[float], bool]
 
 
 class RayPlacement(BaseModel):
-    """What the sampler of each data-parallel rank reserves in a Ray cluster."""
+    """Resources that the sampler of each data-parallel rank reserves in a Ray cluster."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -59,9 +59,9 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> EngineConfig:
-        given = [name for name in ("server", "vllm", "ray") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"an engine is server, vllm or ray, and {given or 'none'} of them is given; give one")
+        kinds = [name for name in ("server", "vllm", "ray") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"an engine is server, vllm or ray, and {kinds or 'none'} of them is given; give one")
         if (self.weights is None) != (self.ray is not None):
             raise ValueError("vLLM reads weights from a folder, and Ray from memory; give weights with server or vllm")
         return self
@@ -71,11 +71,13 @@ class EngineSampler(Sampler):
     """Continuations from an engine. Ranks that share rows ask once.
 
     Attributes:
-        staleness: steps that the engine's weights are behind.
+        staleness: steps that the engine's weights were behind at the last call of `sync`.
+        together: ranks that share rows make the same calls of `sample`; False: one of them does, from any thread.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config, self.staleness = config, 0
+        self.config, self.staleness, self.together = config, 0, True
+        self._closed = False
         self._synced: int | None = None
         self._readers = Comm.alone()
 
@@ -94,32 +96,48 @@ class EngineSampler(Sampler):
         """Give the engine the model's weights. Collective."""
 
     @abstractmethod
-    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
-        """``n`` answers to each prompt; called on one of the ranks that share rows."""
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> Iterator[dict[int, list[Answer]]]:
+        """``n`` answers to each prompt, by its number, in one part or as they come; called on one of the ranks that
+        share rows."""
 
-    def sample(self, prompts: Sequence[Tensor], *, n: int = 1, seed: int | Sequence[int] = 0) -> list[Sample]:
-        """See ``Sampler.sample``. vLLM's seeds are its own: the same one writes the same only as far as it says."""
+    def sample(
+        self,
+        prompts: Sequence[Tensor],
+        *,
+        n: int = 1,
+        seed: int | Sequence[int] = 0,
+        heard: Callable[[list[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """See ``Sampler.sample``. vLLM's seeds are its own: the same one writes the same only as far as it says.
+
+        heard: called with samples as soon as the engine has written them.
+        """
         seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
 
         def ask() -> bytes:
-            return json.dumps(self.write([prompt.tolist() for prompt in prompts], n, seeds)).encode()
+            answers: list[list[Answer]] = [[] for _ in prompts]
+            for part in self.write([prompt.tolist() for prompt in prompts], n, seeds):
+                for number, choices in part.items():
+                    answers[number] = choices
+                if heard is not None:
+                    heard([one for number, choices in part.items() for one in _samples(number, choices)])
+            return json.dumps(answers).encode()
 
+        if self._closed:
+            raise LimbeckError("the engine was closed; start the run again, and it goes on")
         # ranks that read the same rows, per step: the answers, so that they learn from the same ones
-        answers = json.loads(self._readers.first_only(ask))
+        answers = json.loads((self._readers if self.together else Comm.alone()).first_only(ask))
         if [len(choices) for choices in answers] != [n] * len(prompts):
             raise LimbeckError(
                 f"the engine gave {[len(choices) for choices in answers]} answers to {len(prompts)} prompts; expected "
                 f"{n} to each"
             )
-        return [
-            Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs), ended)
-            for number, choices in enumerate(answers)
-            for ids, log_probs, ended in choices
-        ]
+        return [one for number, choices in enumerate(answers) for one in _samples(number, choices)]
 
     def check_gap(self, gap: float) -> None:
         """Refuse an engine whose log-probabilities, with fresh weights, are ``gap`` nats from the trainer's."""
         most = self.config.max_gap
+        # with older weights a distance is what was asked for by sync_period
         if most is not None and self.staleness == 0 and gap > most:
             raise LossError(
                 f"right after a hand-over of weights the engine's log-probabilities are {gap:.2g} nats from the "
@@ -128,4 +146,12 @@ class EngineSampler(Sampler):
             )
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Let go of the engine; what it is writing is given up where it can be, and nothing more is written."""
+        self._closed = True
+
+
+def _samples(number: int, choices: Sequence[Answer]) -> list[Sample]:
+    return [
+        Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs), ended)
+        for ids, log_probs, ended in choices
+    ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from limbeck.errors import LossError
 from limbeck.losses.hint import HintInputs
 from limbeck.losses.policy_gradient import PolicyInputs
-from limbeck.losses.signals import Head, Signal
+from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.classes import FORM_CLASSES, form_table
@@ -56,6 +56,7 @@ class CollapseMonitor:
         self.is_format = (self.classes == FORM_CLASSES.index("format")) | (
             self.classes == FORM_CLASSES.index("special")
         )
+        # a head may be narrower than its tokenizer
         ends = [i for i, role in vocab.roles.items() if is_end(role) and i < vocab_size]
         self.end_ids = ends
         self.is_end = torch.zeros(vocab_size, dtype=torch.bool)
@@ -75,7 +76,7 @@ class CollapseMonitor:
 
     @torch.no_grad()
     def hint(
-        self, hidden: Tensor, head: Head, signals: Sequence[Signal], shares: Sequence[float], inputs: HintInputs
+        self, hidden: Tensor, head: Head, signals: Sequence[TeacherOutput], shares: Sequence[float], inputs: HintInputs
     ) -> dict[str, Pair]:
         """The same at target tokens and, where the teacher shares the vocabulary, divergences to it by token class."""
         layout, device = inputs.layout, hidden.device
@@ -93,8 +94,8 @@ class CollapseMonitor:
             # The names must be there on every rank, whatever rows it has.
             log_s, ids, pick = log_s[:0], ids[:0], pick[:0]
         where = layout.teacher_rows_Q[pick].to(device)
-        found = [s.on_shards(head.axis).scores(where).logits for s in live]
-        parts = [x.to(log_s) * share for x, share in zip(found, shares, strict=True) if x is not None]
+        scores = [s.on_shards(head.axis).scores(where).logits for s in live]
+        parts = [x.to(log_s) * share for x, share in zip(scores, shares, strict=True) if x is not None]
         log_t = head.axis.log_softmax(torch.stack(parts).sum(0))
         return {**metrics, **self._divergences(head.axis, log_s, log_t, ids)}
 
@@ -117,6 +118,7 @@ class CollapseMonitor:
 
     def _divergences(self, axis: VocabAxis, log_s: Tensor, log_t: Tensor, ids: Tensor) -> dict[str, Pair]:
         kl = axis.sum(log_s.exp() * (log_s - log_t))
+        # in logarithms: a mixture of probabilities that underflow has the logarithm -inf
         log_m = torch.logaddexp(log_s, log_t) - math.log(2)
         jsd = 0.5 * axis.sum(log_s.exp() * (log_s - log_m) + log_t.exp() * (log_t - log_m))
         kind = self.classes.to(ids.device)[ids]

@@ -7,7 +7,7 @@ numbers. They write what the sampler in this process writes: the same text from 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,14 @@ from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab
 
 
+def refuse_without_ray(launcher: str = "local") -> Any:
+    """Ray, for a run that it launches (``launcher``), or launched: this process is then one of its own."""
+    ray = load_ray()
+    if launcher != "ray" and not ray.is_initialized():
+        raise ConfigError("on_policy.engine.ray needs a run under Ray; set cluster.launcher to ray")
+    return ray
+
+
 class SamplerActor:
     """A process that samples: the student's model, without weights until it is given some.
 
@@ -46,34 +54,39 @@ class SamplerActor:
         precision: str,
         width: str,
     ) -> None:
-        tokenizer = tokenizer_of(ModelConfig.model_validate(policy))
+        tokenizer = tokenizer_of(
+            ModelConfig.model_validate({key: value for key, value in policy.items() if key != "lora"})
+        )
         types = {"precision": precision, "param_dtype": width}
-        plain: dict[str, Any] = {"init": "random", "lora": None, "compile": False, "dtensor_cfg": {}}
-        self.model = LanguageModel({**policy, **types, **plain}, tokenizer, name="sampler")
+        plain: dict[str, Any] = {"init": "random", "compile": False, "dtensor_cfg": {}}
+        # adapters come merged
+        section = {key: value for key, value in policy.items() if key != "lora"}
+        self.model = LanguageModel({**section, **types, **plain}, tokenizer, name="sampler")
         config = SamplingConfig.model_validate(sampling)
         self.sampler = make_local_sampler(self.model, kind, config, end_ids, ByteVocab.from_tokenizer(tokenizer))
         self._steps = 0
 
     def take(self, weights: bytes) -> None:
         """Go on with these weights."""
-        own, given = unwrap(self.model.model).state_dict(keep_vars=True), load(weights)
+        parameters, received = unwrap(self.model.model).state_dict(keep_vars=True), load(weights)
         # of tied weights one name is enough
-        reached = {own[name].data_ptr() for name in given if name in own}
-        odd = [n for n in given if n not in own] + [n for n in own if own[n].data_ptr() not in reached]
+        reached = {parameters[name].data_ptr() for name in received if name in parameters}
+        odd = [name for name in received if name not in parameters]
+        odd += [name for name, value in parameters.items() if value.data_ptr() not in reached]
         if odd:
             raise LimbeckError(f"the student's weights do not fit the sampler's model: {odd[0]} is on one side alone")
         with torch.no_grad():
-            for name, value in given.items():
-                own[name].copy_(value)
+            for name, value in received.items():
+                parameters[name].copy_(value)
         self._steps += 1
         self.sampler.sync(self.model, self._steps)
 
     def write(self, prompts: list[list[int]], n: int, seeds: list[int]) -> list[list[Answer]]:
         """``n`` answers to each prompt."""
-        found: list[list[Answer]] = [[] for _ in prompts]
+        answers: list[list[Answer]] = [[] for _ in prompts]
         for one in self.sampler.sample([torch.tensor(ids) for ids in prompts], n=n, seed=seeds):
-            found[one.prompt].append((one.ids_T.tolist(), one.log_probs_T.tolist(), one.ended))
-        return found
+            answers[one.prompt].append((one.ids_T.tolist(), one.log_probs_T.tolist(), one.ended))
+        return answers
 
 
 class RaySampler(EngineSampler):
@@ -96,15 +109,14 @@ class RaySampler(EngineSampler):
         assert config.ray is not None
         self.placement, self.sampling, self.kind, self.end_ids = config.ray, sampling, kind, list(end_ids)
         self.patience = patience
-        self._ray = load_ray()
-        if not self._ray.is_initialized():
-            raise ConfigError("on_policy.engine.ray needs a run under Ray; set cluster.launcher to ray")
+        self._ray = refuse_without_ray()
         self._own: Any = None
         self._all: list[Any] = []
 
     def hand_over(self, model: Policy) -> None:
         if self._own is None:
             self._start(model)
+        # on every rank: gathering shards is collective, though rank 0 alone has the result
         weights = whole_weights(model)
         with Comm.world().fail_together():
             if Comm.world().rank == 0:
@@ -113,13 +125,17 @@ class RaySampler(EngineSampler):
 
     def _start(self, model: Policy) -> None:
         """Have rank 0 make a process for each data-parallel rank, known to the others by name."""
-        ranks, place = model.dims.data, self.placement
+        ranks, placement = model.dims.data, self.placement
         # all ranks, once: the name of this run's samplers
         name = Comm.world().broadcast_json(f"limbeck-sampler-{uuid.uuid4().hex}")
         with Comm.world().fail_together():
             if Comm.world().rank == 0:
                 self._check_room(ranks.size)
-                options = {"num_cpus": place.num_cpus, "num_gpus": place.num_gpus, "resources": place.resources or None}
+                options = {
+                    "num_cpus": placement.num_cpus,
+                    "num_gpus": placement.num_gpus,
+                    "resources": placement.resources or None,
+                }
                 policy = model.cfg.model_dump(mode="json", include=set(ModelConfig.model_fields))
                 how = self.sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
                 width = str(unwrap(model.model).dtype).removeprefix("torch.")
@@ -131,10 +147,12 @@ class RaySampler(EngineSampler):
                     )
                     for i in range(ranks.size)
                 ]
+        # rank 0 has made the processes: before that there is nobody of this name
         Comm.world().barrier()
         self._own = self._ray.get_actor(f"{name}-{ranks.rank}")
 
     def _check_room(self, samplers: int) -> None:
+        # asked beforehand: Ray itself would wait for room that no machine has
         has = self._ray.cluster_resources()
         needs = {"CPU": self.placement.num_cpus, "GPU": self.placement.num_gpus, **self.placement.resources}
         for name, amount in needs.items():
@@ -144,9 +162,10 @@ class RaySampler(EngineSampler):
                     f"need {amount * samplers:g}; lower on_policy.engine.ray, or add machines"
                 )
 
-    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
-        (found,) = self._wait([self._own.write.remote(list(prompts), n, list(seeds))], limited=False)
-        return found
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> Iterator[dict[int, list[Answer]]]:
+        # no limit: patience is for finding a place, and writing takes as long as it takes
+        (answers,) = self._wait([self._own.write.remote(list(prompts), n, list(seeds))], limited=False)
+        yield dict(enumerate(answers))
 
     def _wait(self, asked: list[Any], *, limited: bool = True) -> list[Any]:
         errors = self._ray.exceptions
@@ -165,7 +184,9 @@ class RaySampler(EngineSampler):
             ) from error
 
     def close(self) -> None:
-        for one in self._all:
+        super().close()
+        # its own, too: whoever waits for what it is writing goes on
+        for one in self._all or [one for one in (self._own,) if one is not None]:
             self._ray.kill(one)
 
 

@@ -1,34 +1,35 @@
-"""What the student writes in a step: seeds, continuations, and the figures that show when it goes astray."""
+"""Text that the student writes in a step: seeds, continuations, and the figures that show when it goes astray."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
+from limbeck.algorithms.engine import EngineSampler
 from limbeck.algorithms.rewards import Asked, Reward
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import Continuation, ContinuationCollator, Prompt
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator, DatumSpec
+from limbeck.data.sources import REFERENCE
 from limbeck.distributed.comm import Comm
-from limbeck.errors import LossError
 from limbeck.losses.chunk_policy import BEHAVIOR
+from limbeck.losses.contract import Teacher
 from limbeck.models.generate import Sample, Sampler
 from limbeck.utils.metrics import Metrics, Pair
 
+Heard: TypeAlias = Callable[[Sequence[Continuation]], None]
 WRITTEN = "written_mask"
 """Batch key: 1 for every token `[B, T]` that the student wrote, whatever of it is compared with teachers."""
 NGRAM = 4
 """Tokens of the runs that repetition is counted by."""
-OFTEN = 0.2
-"""Share of samples that must have ended by themselves at the start, for a falling share to be a sign."""
 
 
 def is_prompt(seed: int, idx: int, fraction: float) -> bool:
@@ -39,7 +40,7 @@ def is_prompt(seed: int, idx: int, fraction: float) -> bool:
 
 
 def sample_seed(seed: int, step: int, idx: int, turn: int = 0) -> int:
-    """Of what is written after a record's prompt in a step, of several prompts by their numbers; 31 bits, which every
+    """Seed of the text behind a record's prompt in a step, of several prompts by their numbers; 31 bits, which every
     engine takes."""
     entropy = [seed, step, idx, turn] if turn else [seed, step, idx]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
@@ -47,50 +48,81 @@ def sample_seed(seed: int, step: int, idx: int, turn: int = 0) -> int:
 
 @dataclass
 class StepData:
-    """The records of one step on one rank: prompts, and the rows of those that are learnt from as they are stored."""
+    """The records of one step on one rank: prompts, and the rows of those that are learnt from as they are stored.
+    ``records``: those that episodes begin with, in place of prompts."""
 
     prompts: list[Prompt]
     stored: BatchedDataDict | None
-    dropped: Counter[str]
+    skipped: Counter[str]
+    records: list[DatumSpec] = field(default_factory=list)
 
 
 class StepCollate:
-    """Records to prompts and stored rows; runs in loader processes."""
+    """Records to prompts and stored rows; runs in loader processes. ``plays``: an environment makes the prompts."""
 
     def __init__(
-        self, rows: ContinuationCollator, stored: CrossTokenizerCollator, *, seed: int, fraction: float
+        self,
+        rows: ContinuationCollator,
+        stored: CrossTokenizerCollator,
+        *,
+        seed: int,
+        fraction: float,
+        plays: bool = False,
     ) -> None:
         self.rows, self.stored, self.seed, self.fraction = rows, stored, seed, fraction
+        self.plays = plays
 
     def __call__(self, records: list[DatumSpec]) -> StepData:
         chosen = [is_prompt(self.seed, int(record["idx"]), self.fraction) for record in records]
-        prompts, dropped = self.rows.prompts([r for r, own in zip(records, chosen, strict=True) if own])
+        played, prompts, skipped = list[DatumSpec](), list[Prompt](), Counter[str]()
+        if self.plays:
+            played = [self.stored.in_our_form(r, skipped) for r, own in zip(records, chosen, strict=True) if own]
+        else:
+            prompts, skipped = self.rows.prompts([r for r, own in zip(records, chosen, strict=True) if own])
         if self.fraction == 1:
-            return StepData(prompts, None, dropped)
+            return StepData(prompts, None, skipped, played)
         stored = self.stored([r for r, own in zip(records, chosen, strict=True) if not own])
-        for counts in stored["dropped"]:
-            dropped.update(counts)
-        return StepData(prompts, stored, dropped)
+        for counts in stored["skipped"]:
+            skipped.update(counts)
+        return StepData(prompts, stored, skipped, played)
 
 
 @dataclass
 class Written:
-    """What was written in a step behind a rank's prompts: samples by number of the prompt, their rewards where there
-    are any, and figures of this rank."""
+    """Text that was written in a step behind a rank's prompts: samples by number of the prompt, their rewards where
+    there are any, and figures of this rank. traces: of episodes that are to be stored. skipped: what was left out, by
+    reason. rollout: its rows, where they are collated already."""
 
     prompts: list[Prompt]
     samples: list[Sample]
     rewards: list[float]
     metrics: Metrics
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    rollout: Rollout | None = None
+
+    def packed(self) -> bytes:
+        """For another process that reads the same rows; see `unpacked`."""
+        entries = [_packed(self, number, group) for number, group in enumerate(_groups(self))]
+        rest = {"metrics": self.metrics.pairs(), "traces": self.traces, "skipped": self.skipped}
+        return json.dumps({"entries": entries, **rest}).encode()
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> Written:
+        """What `packed` gave."""
+        value = json.loads(raw)
+        return _of_entries(value["entries"], Metrics(value["metrics"]), value["traces"], value["skipped"])
 
 
 @dataclass
 class Rollout:
-    """What a rank learns from in a step: rows for the losses, the samples behind them, and figures of what it wrote."""
+    """Material that a rank learns from in a step: rows for the losses, the samples behind them, and figures of what it
+    wrote. skipped: what was left out before there were rows, by reason."""
 
     batch: BatchedDataDict
     samples: list[Sample]
     metrics: Metrics
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 class Rollouts:
@@ -107,47 +139,72 @@ class Rollouts:
     ) -> None:
         self.sampler, self.rows, self.n, self.seed, self.reward = sampler, rows, n, seed, reward
 
-    def draw(self, prompts: Sequence[Prompt], step: int) -> Written:
+    def write(self, batch: StepData, step: int, heard: Heard | None = None) -> Written:
+        """What the student writes in a step. heard: called with answers as soon as an engine has written them."""
+        return self.draw(batch.prompts, step, heard)
+
+    def draw(self, prompts: Sequence[Prompt], step: int, heard: Heard | None = None) -> Written:
         """Continuations of these prompts. All ranks of a sharded model must make the same call."""
         start = time.perf_counter()
-        ids = [torch.from_numpy(prompt.student.ids) for prompt in prompts]
         seeds = [sample_seed(self.seed, step, prompt.idx, prompt.turn) for prompt in prompts]
-        samples = self.sampler.sample(ids, n=self.n, seed=seeds)
+        samples = self.sample(prompts, self.n, seeds, heard)
         seconds = time.perf_counter() - start
         metrics = measure(samples)
         metrics.add({"sample/tokens_per_s": (float(sum(len(s.ids_T) for s in samples)), seconds)})
         metrics.add(self._of_text(prompts, samples))
-        rewards = []
+        rewards: list[float] = []
         if self.reward is not None:
             asked = [_asked(prompt) for prompt in prompts]
-            rewards = [self.reward(asked[s.prompt], self.rows.said(_continuation(prompts, s))) for s in samples]
-            metrics.add({"sample/reward": (sum(rewards), float(len(rewards)))})
+            records = [prompt.record.get(REFERENCE, {}) for prompt in prompts]
+            rewards, figures = self.reward.of_all(
+                [asked[s.prompt] for s in samples],
+                [self.rows.said(_continuation(prompts, s)) for s in samples],
+                [records[s.prompt] for s in samples],
+            )
+            metrics.add({"sample/reward": (sum(rewards), float(len(rewards))), **figures})
         return Written(list(prompts), samples, rewards, metrics)
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], heard: Heard | None = None
+    ) -> list[Sample]:
+        """``n`` continuations of each prompt."""
+        ids = [torch.from_numpy(prompt.student.ids) for prompt in prompts]
+        if heard is None:
+            return self.sampler.sample(ids, n=n, seed=seeds)
+        assert isinstance(self.sampler, EngineSampler)
+
+        def hear(some: list[Sample]) -> None:
+            heard([_continuation(prompts, one) for one in some])
+
+        return self.sampler.sample(ids, n=n, seed=seeds, heard=hear)
 
     def _of_text(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, Pair]:
         """Share of white space in the bytes that were written; of conversations, the number of the turn."""
         data = b"".join(self.rows.vocab.join(sample.ids_T.tolist()) for sample in samples)
-        found: dict[str, Pair] = {"sample/white_space": (float(sum(map(data.count, _SPACES))), float(len(data)))}
+        metrics: dict[str, Pair] = {"sample/white_space": (float(sum(map(data.count, _SPACES))), float(len(data)))}
         turns = [1 + _answers(prompts[s.prompt]) for s in samples if prompts[s.prompt].messages]
-        return {**found, "sample/turn": (float(sum(turns)), float(len(turns)))} if turns else found
+        return {**metrics, "sample/turn": (float(sum(turns)), float(len(turns)))} if turns else metrics
 
     def collate(self, written: Written) -> Rollout:
         """Rows of what was written."""
         rows = [_continuation(written.prompts, sample) for sample in written.samples]
         batch = self.rows.batch(rows)
-        said, own = torch.zeros(batch["input_ids"].shape), torch.zeros_like(batch["token_mask"])
+        said, is_written = torch.zeros(batch["input_ids"].shape), torch.zeros_like(batch["token_mask"])
         for row, (one, sample) in enumerate(zip(rows, written.samples, strict=True)):
             start, end = len(one.prompt.student), int(batch["input_lengths"][row])
             size = max(0, min(len(sample.log_probs_T), end - start))
             said[row, start : start + size] = sample.log_probs_T[:size]
-            own[row, start : start + size] = 1
+            is_written[row, start : start + size] = 1
         batch[BEHAVIOR] = said
-        batch[WRITTEN] = own
+        batch[WRITTEN] = is_written
         if self.reward is not None:
             batch["rewards"] = torch.tensor(written.rewards, dtype=torch.float32)
             batch["group_index"] = torch.tensor([s.prompt for s in written.samples], dtype=torch.int64)
             batch["behavior_valid"] = batch[WRITTEN] > 0
-        return Rollout(batch, written.samples, written.metrics)
+        return Rollout(batch, written.samples, written.metrics, written.skipped)
+
+    def close(self) -> None:
+        """Let go of whatever takes part in the writing."""
 
 
 _SPACES = b" \t\n\r"
@@ -172,14 +229,19 @@ SLACK = 0.1
 """Share of the mean load that the most and the least loaded rank may be apart."""
 
 
-def balanced(written: Written, ranks: Comm) -> Written:
-    """What this rank learns from once every rank has about as many tokens: those with more hand whole prompts, with
-    all that was written behind them, to those with less. Collective."""
+def balanced(
+    written: Written, ranks: Comm, collator: ContinuationCollator | None = None, teachers: Sequence[Teacher] = ()
+) -> Written:
+    """Material that this rank learns from once every rank has about as many tokens: those with more hand whole prompts,
+    with all that was written behind them, to those with less. Collective.
+
+    Args:
+        teachers: that were asked about it ahead; their answers move along, found by the rows of ``collator``.
+    """
     if ranks.size == 1:
         return written
-    groups: list[list[int]] = [[] for _ in written.prompts]
-    for number, sample in enumerate(written.samples):
-        groups[sample.prompt].append(number)
+    # whole prompts: an advantage is against the samples of the same one, which must lie on one rank
+    groups = _groups(written)
     sizes = [
         sum(len(prompt.student) + len(written.samples[i].ids_T) for i in group)
         for prompt, group in zip(written.prompts, groups, strict=True)
@@ -189,14 +251,51 @@ def balanced(written: Written, ranks: Comm) -> Written:
     target = deal(loads)[ranks.rank]
     packed = [_packed(written, number, group) for number, group in enumerate(groups)]
     parts = [[one for one, to in zip(packed, target, strict=True) if to == rank] for rank in range(ranks.size)]
-    found = [one for raw in ranks.exchange([json.dumps(part).encode() for part in parts]) for one in json.loads(raw)]
+    entries = [one for raw in ranks.exchange([json.dumps(part).encode() for part in parts]) for one in json.loads(raw)]
+    for teacher in teachers:
+        _move_answers(teacher, collator, written, target, ranks)
+    return _of_entries(entries, written.metrics, skipped=written.skipped)
+
+
+def _move_answers(
+    teacher: Teacher, collator: ContinuationCollator | None, written: Written, target: Sequence[int], ranks: Comm
+) -> None:
+    """Have a teacher's answers to rows go to the ranks that the rows go to. Collective."""
+    assert collator is not None
+    moving: list[list[Continuation]] = [[] for _ in range(ranks.size)]
+    for sample in written.samples:
+        if target[sample.prompt] != ranks.rank:
+            moving[target[sample.prompt]].append(_continuation(written.prompts, sample))
+    with ranks.fail_together():
+        parts = [teacher.asked(collator.batch(rows)) if rows else b"" for rows in moving]
+    # data-parallel ranks, once per step and teacher: scores of the few rows that change hands
+    for raw in ranks.exchange(parts):
+        teacher.take_asked(raw)
+
+
+def _groups(written: Written) -> list[list[int]]:
+    """Numbers of the samples behind each prompt."""
+    groups: list[list[int]] = [[] for _ in written.prompts]
+    for number, sample in enumerate(written.samples):
+        groups[sample.prompt].append(number)
+    return groups
+
+
+def _of_entries(
+    entries: Sequence[Mapping[str, Any]],
+    metrics: Metrics,
+    traces: Sequence[dict[str, Any]] = (),
+    skipped: Mapping[str, int] = MappingProxyType({}),
+) -> Written:
+    """Prompts with what was written behind them, from what `_packed` gave."""
     samples = [
         Sample(number, torch.tensor(ids, dtype=torch.int64), torch.tensor(log_probs, dtype=torch.float32), ended)
-        for number, one in enumerate(found)
+        for number, one in enumerate(entries)
         for ids, log_probs, ended in one["samples"]
     ]
-    rewards = [reward for one in found for reward in one["rewards"]]
-    return Written([Prompt.from_json(one["prompt"]) for one in found], samples, rewards, written.metrics)
+    rewards = [reward for one in entries for reward in one["rewards"]]
+    prompts = [Prompt.from_json(one["prompt"]) for one in entries]
+    return Written(prompts, samples, rewards, metrics, list(traces), Counter(skipped))
 
 
 def _packed(written: Written, number: int, group: Sequence[int]) -> dict[str, Any]:
@@ -220,9 +319,11 @@ def deal(loads: Sequence[Sequence[int]]) -> list[list[int]]:
         most, least = total.index(max(total)), total.index(min(total))
         gap = total[most] - total[least]
         movable = [
+            # a move changes the gap by twice its size; ties go by numbers, so that every rank deals alike
             (abs(gap - 2 * size), rank, part)
             for rank, parts in enumerate(loads)
             for part, size in enumerate(parts)
+            # one as large as the gap would only turn it round, without end
             if home[rank][part] == most and 0 < size < gap
         ]
         if gap <= SLACK * sum(total) / len(total) or not movable:
@@ -236,95 +337,13 @@ def deal(loads: Sequence[Sequence[int]]) -> list[list[int]]:
 # -- going astray ------------------------------------------------------------------------------------------------------
 
 
-class GuardConfig(BaseModel):
-    """Signs that the student runs away with its own text, which end a run that would only get worse.
-
-    What is compared with the start is compared with the mean of the first ``window`` steps.
-    """
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    window: int = Field(default=10, ge=1)
-    """Steps at the start whose mean the later ones are compared with."""
-    patience: int = Field(default=10, ge=1)
-    """Steps in a row with the same sign before the run is stopped."""
-    max_length_growth: float | None = Field(default=4.0, gt=1)
-    """Mean length of samples against that of the start."""
-    min_ended_ratio: float | None = Field(default=0.25, gt=0, lt=1)
-    """Share of samples that the student ends itself, against that of the start."""
-    max_repeated: float | None = Field(default=0.8, gt=0, lt=1)
-    """Share of runs of tokens that were in the same sample before."""
-
-
-class RunawayGuard:
-    """Looks at the figures of each step's samples; the same on every rank."""
-
-    def __init__(self, config: GuardConfig) -> None:
-        self.config = config
-        self.start = {"length": 0.0, "ended": 0.0}
-        self.steps = 0
-        self.strikes = {"length_growth": 0, "ended_ratio": 0, "repeated": 0}
-
-    def observe(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Ratios to the start, once it is known.
-
-        Raises:
-            LossError: a sign has been there for ``patience`` steps.
-        """
-        if "sample/length" not in means:
-            return {}
-        length, ended = means["sample/length"], means["sample/ended"]
-        config, seen = self.config, {"repeated": means.get("sample/repeated", 0.0)}
-        if self.steps < config.window:
-            self.steps += 1
-            self.start = {
-                "length": self.start["length"] + (length - self.start["length"]) / self.steps,
-                "ended": self.start["ended"] + (ended - self.start["ended"]) / self.steps,
-            }
-        else:
-            seen["length_growth"] = length / max(self.start["length"], 1e-9)
-            if self.start["ended"] >= OFTEN:
-                seen["ended_ratio"] = ended / self.start["ended"]
-        self._judge("length_growth", seen, config.max_length_growth, "samples are {value:.1f} times as long as first")
-        self._judge(
-            "ended_ratio",
-            seen,
-            config.min_ended_ratio,
-            "{value:.0%} of the samples that ended by themselves at first still do",
-            below=True,
-        )
-        self._judge("repeated", seen, config.max_repeated, "{value:.0%} of the samples' runs of tokens are repetitions")
-        return {f"guard/{name}": value for name, value in seen.items() if name != "repeated"}
-
-    def _judge(
-        self, name: str, seen: Mapping[str, float], limit: float | None, sign: str, *, below: bool = False
-    ) -> None:
-        value = seen.get(name)
-        bad = limit is not None and value is not None and (value < limit if below else value > limit)
-        self.strikes[name] = self.strikes[name] + 1 if bad else 0
-        if self.strikes[name] >= self.config.patience:
-            raise LossError(
-                f"{sign.format(value=value)}, in {self.strikes[name]} steps in a row (on_policy.guard allows {limit}); "
-                "take a checkpoint from before, lower the learning rate, or set on_policy.anchor"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"start": dict(self.start), "steps": self.steps, "strikes": dict(self.strikes)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a stored state."""
-        self.start = {name: float(value) for name, value in state["start"].items()}
-        self.steps = int(state["steps"])
-        self.strikes = {name: int(value) for name, value in state["strikes"].items()}
-
-
 def measure(samples: Sequence[Sample]) -> Metrics:
     """Figures of samples as (sum, count): ``length`` in tokens; ``ended`` and ``cut``: share that the student ended
     itself, or the limit did; ``log_prob`` per token under the student; ``repeated``: share of runs of tokens that were
     there before in the same sample."""
     count, tokens = float(len(samples)), float(sum(len(s.ids_T) for s in samples))
     ended = float(sum(s.ended for s in samples))
+    # (0, 0): without samples zip would give nothing to unpack
     repeated, runs = (float(sum(x)) for x in zip(*(_repeated(s.ids_T.tolist()) for s in samples), (0, 0), strict=True))
     return Metrics(
         {

@@ -1,4 +1,4 @@
-"""What a run leaves on disk besides metrics and checkpoints, and whether an old folder may be continued."""
+"""Files that a run leaves on disk besides metrics and checkpoints, and whether an old folder may be continued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
-from limbeck import __version__
+from limbeck import __version__, short_forms
 from limbeck.align.view import view_messages, view_text
 from limbeck.config import FREE, dump_yaml, is_marked, read_yaml, resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -30,8 +30,11 @@ from limbeck.utils.files import lock_file, write_atomic
 
 CONFIG_NAME = "config.yaml"
 LOCK_NAME = ".lock"
+END_NAME = "end.json"
+BASELINE = "baseline"
+"""Folder of the run by cross-entropy alone, inside that of the run that it is compared with."""
 _SAMPLE_CHARACTERS = 1500
-_UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
+_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{6}\.[0-9a-f]{8}\.tmp")
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
@@ -50,29 +53,58 @@ def differences(model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str
     read, and how the models lie on the processes.
     """
     a, b = _flat(old), _flat(new)
-    changed = [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+    changed = [key for key in {*a, *b} if a.get(key) != b.get(key)]
+    # another mode brings and takes keys by the dozen: what has two values goes first
+    changed.sort(key=lambda key: (key not in a or key not in b, key))
+    if _same_schedule(old, new):
+        changed = [key for key in changed if not key.startswith("policy.scheduler")]
     fixed = [key for key in changed if not is_marked(model, key.split("."), FREE)]
     return [f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in fixed]
+
+
+def _same_schedule(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether both schedules are one word's, over the number of steps of their runs, with one warm-up: as many steps,
+    or a share of them that both may have been written out of."""
+    words, shares = set[str](), list[tuple[float, float]]()
+    warmups = set[int]()
+    for values in (old, new):
+        policy, loop = values.get("policy"), values.get("distillation")
+        if not isinstance(policy, Mapping) or not isinstance(loop, Mapping):
+            return False
+        steps = loop.get("max_num_steps")
+        word_and_warmup = short_forms.schedule_word(policy.get("scheduler"), steps)
+        if word_and_warmup is None or not isinstance(steps, int):
+            return False
+        word, warmup = word_and_warmup
+        words.add(word)
+        warmups.add(warmup)
+        shares.append((warmup / steps, (warmup + 1) / steps))
+    return len(words) == 1 and (len(warmups) == 1 or max(low for low, _ in shares) < min(high for _, high in shares))
 
 
 @contextmanager
 def held(run_dir: str | Path, *others: str | Path | None) -> Iterator[None]:
     """Keep other runs out of a run folder, and out of folders that lie elsewhere, such as its checkpoints'.
 
-    Rank 0 holds them, also before the ranks have found each other. A folder in which nothing came to be is removed.
+    Rank 0 holds them, also before the ranks have found each other. A folder in which nothing came to be is removed,
+    with those above it that were made for it.
     """
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0 and Comm.world().rank == 0:
             for folder in dict.fromkeys(Path(f).resolve() for f in (run_dir, *others) if f is not None):
+                new = [path for path in (folder, *folder.parents) if not path.exists()]
                 stack.enter_context(_lock(folder))
-                stack.callback(_remove_unused, folder)  # before the lock is let go
+                stack.callback(_remove_unused, folder, new)  # before the lock is let go
         yield
 
 
-def _remove_unused(folder: Path) -> None:
+def _remove_unused(folder: Path, new: Sequence[Path]) -> None:
+    """``new``: folders that were made, the innermost first; another run may have put something into them since."""
     if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
         (folder / LOCK_NAME).unlink()
-        folder.rmdir()
+        with suppress(OSError):
+            for path in [folder, *new[1:]] if new else [folder]:
+                path.rmdir()
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -85,6 +117,7 @@ def _lock(folder: Path) -> IO[str]:
             "logger.log_dir"
         ) from error
     except OSError as error:
+        # reported in the words for a full disk, see `start.whole_run`
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ConfigError(f"run folder {str(folder)!r} cannot be written ({error}); set logger.log_dir") from error
@@ -98,15 +131,32 @@ def open_run_folder(
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
     if has_checkpoint:
-        changed = changes(config, folder)
-        if changed:
-            shown = "; ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-            raise ConfigError(
-                f"the run folder {str(folder)!r} holds a run of another configuration ({shown}); "
-                "give another logger.log_dir, or delete the folder to start anew"
-            )
+        refuse_changes(config, folder)
+    (folder / END_NAME).unlink(missing_ok=True)
     write_atomic(folder / CONFIG_NAME, dump_yaml(config))
-    write_atomic(folder / "versions.json", json.dumps(dict(versions), indent=1, sort_keys=True) + "\n")
+    facts = dict(versions)
+    if has_checkpoint and (first := _started(folder / "versions.json")) is not None:
+        facts["started"] = first
+    write_atomic(folder / "versions.json", json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+def _started(path: Path) -> str | None:
+    """When a run was started for the first time; None where that is not stored."""
+    try:
+        return str(json.loads(path.read_bytes())["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def refuse_changes(config: BaseModel, run_dir: str | Path) -> None:
+    """Refuse to go on with a run that was begun with another configuration."""
+    changed = changes(config, run_dir)
+    if changed:
+        listed = "; ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        raise ConfigError(
+            f"the run folder {str(run_dir)!r} holds a run of another configuration ({listed}); "
+            "give another logger.log_dir, or delete the folder to start anew"
+        )
 
 
 def changes(config: BaseModel, run_dir: str | Path) -> list[str]:
@@ -130,23 +180,28 @@ def _remove_unfinished(folder: Path) -> None:
 
 def versions(**more: Any) -> dict[str, Any]:
     """Versions of everything that decides numbers, with whatever else identifies the run."""
-    found = {"limbeck": __version__, "python": platform.python_version()}
+    packages = {"limbeck": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"):
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {**found, "started": started, **more}
+    return {**packages, "started": started, **more}
 
 
-def write_dropped(run_dir: str | Path, dropped: Counter[str]) -> Counter[str]:
+def write_skipped(run_dir: str | Path, skipped: Counter[str]) -> Counter[str]:
     """Store and return everything that all ranks have left out so far, by reason. Collective."""
     # all ranks, once per epoch: some names and counts as JSON
-    total = Comm.world().sum_counter(dropped)
+    total = Comm.world().sum_counter(skipped)
     if Comm.world().rank == 0:
-        write_atomic(Path(run_dir) / "dropped.json", json.dumps(dict(sorted(total.items())), indent=1) + "\n")
+        write_atomic(Path(run_dir) / "skipped.json", json.dumps(dict(sorted(total.items())), indent=1) + "\n")
     return total
+
+
+def write_end(run_dir: str | Path, step: int, line: str) -> None:
+    """Store how a run ended before its last step, until it is started again. For one rank."""
+    write_atomic(Path(run_dir) / END_NAME, json.dumps({"step": step, "line": line}) + "\n")
 
 
 def check_same_data(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:

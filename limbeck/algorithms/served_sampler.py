@@ -2,15 +2,15 @@
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER
 
-The folder is written before the first answer and every ``sync_period`` steps, and the server told to read it again
+The folder is written before the first answer and every ``sync_period`` steps, and the server is asked to read it again
 (``/collective_rpc`` with ``reload_weights``, ``/reset_prefix_cache``). It answers ids with their log-probabilities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from typing import Any
 
 from limbeck.algorithms.engine import Answer, EngineConfig, EngineSampler
@@ -42,6 +42,7 @@ class ServedSampler(EngineSampler):
         assert config.server is not None
         self.server, self.sampling, self.end_ids, self.vocab_size = config.server, sampling, list(end_ids), vocab_size
         self.client = client or ServerClient(self.server)
+        # vLLM's control addresses lie beside /v1, not below it
         root = self.server.model_copy(update={"url": self.server.url.removesuffix("/v1")})
         self._control = ServerClient(root)
         self._model: str | None = self.server.model
@@ -54,6 +55,7 @@ class ServedSampler(EngineSampler):
                 self._reload()
 
     def _reload(self) -> None:
+        # in this order: kept keys and values are those of the old weights
         for path, body in (("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})):
             status, answer = self._asked(self._control, path, body)
             if status != 200:
@@ -68,14 +70,23 @@ class ServedSampler(EngineSampler):
             return client.request("GET" if body is None else "POST", path, body, tokens=tokens)
         except ServerFailure as failure:
             raise ServerError(
-                f"the server {client.url} that samples does not answer ({failure}); mend it and start the run again"
+                f"the server {client.url} that samples does not answer ({failure}); correct it and start the run again"
             ) from failure
 
-    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
-        with ThreadPoolExecutor(max_workers=self.server.concurrency) as pool:
-            return list(pool.map(lambda i: self._one(prompts[i], n, seeds[i]), range(len(prompts))))
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> Iterator[dict[int, list[Answer]]]:
+        with ThreadPoolExecutor(self.server.concurrency, thread_name_prefix="limbeck-sampler") as pool:
+            waiting = {pool.submit(self._one, prompts[i], n, seeds[i]): i for i in range(len(prompts))}
+            try:
+                while waiting:
+                    done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                    yield {waiting.pop(one): one.result() for one in sorted(done, key=waiting.__getitem__)}
+            finally:
+                # of no use where one has failed, or whoever asked has
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _one(self, prompt: list[int], n: int, seed: int) -> list[Answer]:
+        if self._closed:
+            raise CancelledError
         sampling = self.sampling
         body = {
             "model": self._name(),
@@ -89,6 +100,7 @@ class ServedSampler(EngineSampler):
             "stop": sampling.stop or None,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
+            # no alternatives: the sampled token's alone
             "logprobs": 0,
             "return_token_ids": True,
         }
@@ -133,7 +145,8 @@ class ServedSampler(EngineSampler):
         return self._model
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, which ends what the server is writing."""
+        super().close()
         self.client.close()
         self._control.close()
 

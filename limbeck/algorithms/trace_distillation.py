@@ -14,38 +14,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
-from typing_extensions import NotRequired
 
-from limbeck.algorithms import run_folder
-from limbeck.algorithms.build import chat_tokenizer_of, fitted
+from limbeck.algorithms.build import chat_tokenizer_of, fit_models
 from limbeck.algorithms.config import TraceMasterConfig
-from limbeck.algorithms.loop import TrainingLoop, announce, is_finished, resume, stored_counters, whole_run
+from limbeck.algorithms.loop import TrainingLoop
 from limbeck.algorithms.monitors import CollapseMonitor, check_disjoint
-from limbeck.algorithms.origins import check_origins, model_origins
-from limbeck.algorithms.validation import TraceValidation
+from limbeck.algorithms.observers.skipped import SkippedCounts
+from limbeck.algorithms.origins import check_origins, model_origins, tokenizer_origins
+from limbeck.algorithms.run import Run, RunState
+from limbeck.algorithms.start import (
+    find_checkpoint,
+    is_finished,
+    join_ranks,
+    load_student,
+    log_start,
+    open_folder,
+    whole_run,
+)
+from limbeck.algorithms.validation import NAMES, TraceValidation, logged_name, unmeasured
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.loader import make_loader, rank_batches
-from limbeck.distributed.comm import Comm, init_distributed
-from limbeck.distributed.launch import check_cluster
+from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import data_rank_and_world
 from limbeck.errors import DataError, LossError
+from limbeck.losses.contract import State, Teacher
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
-from limbeck.losses.signals import Head, Signal
+from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.loading import ModelConfig, check_length, check_settings
 from limbeck.models.policy import Policy
-from limbeck.models.trainer import Channel
-from limbeck.projection import load_or_build
-from limbeck.teachers.build import connect, same_rows
-from limbeck.teachers.hinted import HintTeacher, make_other_teacher, make_self_teacher
-from limbeck.teachers.server.teacher import ServerTeacher
+from limbeck.models.trainer import StepInput
+from limbeck.projection import load_or_build, refuse_missing
+from limbeck.teachers.build import TeacherConfig, load_states, make_teacher, same_rows, stored_states
+from limbeck.teachers.self_teacher import hint_teachers
 from limbeck.tokens import ByteVocab
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import (
@@ -57,174 +65,238 @@ from limbeck.traces.dataset import (
     make_collator,
     row_lengths,
 )
-from limbeck.utils.checkpoint import CheckpointManager
 from limbeck.utils.files import Stamp, stamp_files
-from limbeck.utils.logger import Logger
 from limbeck.utils.metrics import Pair
 from limbeck.utils.progress import stage
-from limbeck.utils.state import fitting, seed_everything
 from limbeck.utils.timer import Timer
 
-__all__ = ["TraceMasterConfig", "TraceRun", "TraceSaveState", "run", "setup", "train"]
+__all__ = ["TraceMasterConfig", "TraceRun", "run", "setup", "train"]
 
 
-class TraceSaveState(TypedDict):
-    """Where a run stands."""
+class ChannelLosses(NamedTuple):
+    """The losses of the three channels; ``policy.active`` is settled."""
 
-    current_epoch: int
-    current_step: int
-    total_steps: int
-    consumed_samples: int
-    total_valid_tokens: int
-    dropped: NotRequired[dict[str, int]]
+    policy: PolicyGradientLossFn
+    hint: HintDistillationLossFn
+    preference: PreferenceLossFn
 
 
 @dataclass
-class TraceRun:
-    """Everything that :func:`train` needs."""
+class TraceRun(Run):
+    """A run on traces."""
 
     config: TraceMasterConfig
-    student: Policy
+    loss_fn: ChannelLosses
     step: TraceStep
-    loader: StatefulDataLoader
     validation: TraceValidation
-    logger: Logger
-    checkpointer: CheckpointManager
-    state: TraceSaveState
+
+    def own_state(self) -> State:
+        return {"guard_seen": self.loss_fn.hint.guard.seen}
+
+    def load_own_state(self, stored: State) -> None:
+        self.loss_fn.hint.guard.seen = int(stored["guard_seen"])
+
+    def shared_state(self) -> State:
+        reference = self.step.reference
+        return {
+            **stored_states(self.teachers),
+            "traces": self.loader.dataset.fingerprint,
+            "reference": {} if reference is None else reference.state_dict(),
+        }
+
+    def load_shared_state(self, checkpoint: Checkpoint) -> None:
+        reference, shared = self.step.reference, load_states(self.teachers, checkpoint)
+        if shared["traces"] != self.loader.dataset.fingerprint:
+            raise DataError(
+                "traces.train is no longer what this run began with (files, pairs or their order have changed); put "
+                "the old traces back, or give another logger.log_dir"
+            )
+        if reference is not None:
+            reference.load_state_dict(shared["reference"])
+
+    def nothing_learned(self, skipped: str) -> str:
+        state, limits, weights = self.state, self.config.distillation, self.config.weights()
+        waiting = [
+            f"loss.{key} (warmup_steps: {getattr(self.config.loss, key).warmup_steps})"
+            for key, channel in (("alpha", "hint"), ("beta", "preference"))
+            if self.config.uses(channel) and not any(weights.at(step)[channel] for step in range(state.total_steps))
+        ]
+        if waiting and state.current_epoch < limits.max_num_epochs and state.total_steps < limits.max_num_steps:
+            return ""
+        if waiting:
+            return (
+                f"no step has learnt anything: in the {state.total_steps} steps of this run {' and '.join(waiting)} "
+                "stayed 0; give more steps (fewer traces in distillation.num_prompts_per_step, or more "
+                "distillation.max_num_epochs) or a shorter warm-up"
+            )
+        return (
+            f"traces.train holds nothing to learn from: in {self.state.consumed_samples} traces no reward, failed "
+            f"call or pair counts for the channels that are on (skipped: {skipped})"
+        )
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
 
+class Sides(NamedTuple):
+    """The tokenizers of a run. ``foreign``: the teacher's where it is another one than the student's."""
+
+    student: Any
+    teacher: Any | None
+    foreign: Any | None
+
+
 def setup(config: TraceMasterConfig) -> TraceRun:
     """Models, data and losses of a run file, resumed from the latest checkpoint if there is one."""
-    ranks = init_distributed(config.cluster.backend, config.cluster.timeout)
-    check_cluster(config.cluster, ranks.size)
-    seed = config.distillation.seed
-    seed_everything(seed)
+    join_ranks(config)
+    inputs = make_inputs(config, load_sides(config), *load_data(config))
+    sides, dataset, advantages, loader = inputs.sides, inputs.dataset, inputs.advantages, inputs.loader
+    checkpointer, latest = find_checkpoint(config)
+    others = [] if sides.teacher is None else [sides.teacher]
+    open_folder(config, latest, sides.student, others, traces_fingerprint=dataset.fingerprint)
+    with Comm.world().fail_together():
+        if Comm.world().rank == 0:
+            check_trace_origins(config, sides, has_checkpoint=latest is not None)
+    log_start(config, checkpointer, latest, loader)
+    student = load_student(config, fit_models(config.policy)[0], sides.student, latest)
+    with stage("the teacher of hints"):
+        teachers = _teachers(config, student, sides, inputs.ready)
+    losses = inputs.losses
+    needs_reference = config.uses("preference") and config.loss.preference.needs_reference
+    reference = ReferenceLogProbs(dataset) if needs_reference else None
+    monitor = CollapseMonitor(sides.student, student.vocab_size, config.distillation.monitor)
+    run = TraceRun(
+        config,
+        student,
+        teachers,
+        loader,
+        None,
+        losses,
+        checkpointer,
+        TraceStep(student, losses, teachers=teachers, reference=reference, monitor=monitor),
+        TraceValidation(student, inputs.held_out, inputs.measured, monitor, rows=config.distillation.val_rows),
+        state=RunState(observers={SkippedCounts.name: dict(dataset.skipped)}),
+    )
+    if latest is None and reference is not None:
+        _fill(reference, run, inputs.collate)
+    run.begin(latest)
+    run.logger.print(f"{len(dataset)} traces, {_policy_line(advantages)}")
+    return run
+
+
+@dataclass(frozen=True)
+class TraceInputs:
+    """Parts that a run has before it loads a model; ``limbeck train --dry-run`` comes as far. ``ready``: a teacher that
+    loads no weights; ``measured``: makes rows of all channels, for validation."""
+
+    sides: Sides
+    ready: Teacher | None
+    dataset: TraceDataset
+    held_out: TraceDataset
+    advantages: Advantages
+    losses: ChannelLosses
+    collate: TraceCollate
+    measured: TraceCollate
+    loader: StatefulDataLoader
+
+
+def make_inputs(config: TraceMasterConfig, sides: Sides, dataset: TraceDataset, held_out: TraceDataset) -> TraceInputs:
+    """All that a run on traces refuses before it loads a model, and what it has then. Collective."""
+    _check_lengths(config, foreign=sides.foreign is not None)
+    metric = logged_name(config.checkpointing.metric_name)
+    if metric is not None and (error := unmeasured(metric, NAMES)):
+        raise error
+    ready = _teacher_without_model(config, sides)
+    advantages = compute_advantages(dataset.traces, config.loss.policy, config.traces)
+    losses = _losses(config, advantages, sides)
+    collator = partial(make_collator, config.traces, config.policy, config.teacher, sides.student, sides.foreign)
+    collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), advantages)
+    measured = TraceCollate(collator(hint=True, preference=True))
+    loader = _loader(config, dataset, collate)
+    return TraceInputs(sides, ready, dataset, held_out, advantages, losses, collate, measured, loader)
+
+
+def check_trace_origins(config: TraceMasterConfig, sides: Sides, *, has_checkpoint: bool, store: bool = True) -> None:
+    """Refuse to go on with other sites, tokenizers or models than the run began with; for one rank."""
+    read: dict[str, tuple[ModelConfig, object]] = {"policy": (config.policy, sides.student)}
+    if config.teacher is not None:
+        read["teacher"] = (config.teacher, sides.teacher)
+    origins = _files(config), None, tokenizer_origins(read)
+    check_origins(config.logger.log_dir, *origins, has_checkpoint=has_checkpoint, store=store)
+
+
+def load_sides(config: TraceMasterConfig) -> Sides:
+    """The tokenizers of a run, and its models' settings looked at."""
     with stage("tokenizers"):
         tokenizer = chat_tokenizer_of(config.policy)
         teacher_tokenizer = None if config.teacher is None else chat_tokenizer_of(config.teacher)
     check_settings(config.policy, tokenizer, name="student", trained=True)
-    if config.teacher is not None and config.teacher.server is None:
+    if config.teacher is not None and config.teacher.kind.loads_model:
         check_settings(config.teacher, teacher_tokenizer, name="teacher", trained=False)
-    foreign = _foreign(tokenizer, teacher_tokenizer)
-    _check_lengths(config, foreign=foreign is not None)
-    server = _server(config, tokenizer, teacher_tokenizer)
-    with stage("traces") as told:
+    foreign = teacher_tokenizer
+    if foreign is not None and ByteVocab.from_tokenizer(foreign).same_tokens(ByteVocab.from_tokenizer(tokenizer)):
+        foreign = None
+    return Sides(tokenizer, teacher_tokenizer, foreign)
+
+
+def load_data(config: TraceMasterConfig) -> tuple[TraceDataset, TraceDataset]:
+    """Traces to train and to validate on, which may be the same ones."""
+    with stage("traces") as progress:
         dataset = load_traces(config.traces)
         held_out = dataset if config.traces.validation is None else load_traces(config.traces, "validation")
-        told.note = f"{len(dataset):,}, {len(held_out):,} to validate"
-    checkpointer = CheckpointManager(config.checkpointing, run_dir=config.logger.log_dir)
-    found = checkpointer.to_resume()
-    latest = None if found is None else Checkpoint(found)
-    _open_folder(config, tokenizer, teacher_tokenizer, dataset, has_checkpoint=latest is not None)
-    advantages = compute_advantages(dataset.traces, config.loss.policy, config.traces)
-    collator = partial(make_collator, config.traces, config.policy, config.teacher, tokenizer, foreign)
-    collate = TraceCollate(collator(hint=config.uses("hint"), preference=config.uses("preference")), advantages)
-    loader = make_loader(
+        progress.note = f"{len(dataset):,}, {len(held_out):,} to validate"
+    return dataset, held_out
+
+
+def _loader(config: TraceMasterConfig, dataset: TraceDataset, collate: TraceCollate) -> StatefulDataLoader:
+    return make_loader(
         dataset,
         collate,
         records=config.distillation.num_prompts_per_step,
         layout=config.policy.dtensor_cfg,
-        seed=seed,
+        seed=config.distillation.seed,
         shuffle=config.traces.shuffle,
         num_workers=config.traces.num_workers,
     )
-    announce(config, checkpointer, latest, loader)
-    policy, _ = fitted(config.policy)
-    with stage(f"loading the student {policy.shown_name}"):
-        student = Policy(
-            policy,
-            tokenizer,
-            name="student",
-            seed=seed,
-            weights_path=latest.weights if latest else None,
-            optimizer_path=latest.optimizer if latest else None,
-            dp_group=ranks,
-        )
-    policy_loss = PolicyGradientLossFn(advantages.cfg, block_rows=config.loss.block_rows)
-    with stage("the teacher of hints"):
-        teacher = _teacher(config, student, tokenizer, teacher_tokenizer, server)
-    monitor = CollapseMonitor(tokenizer, student.vocab_size, config.distillation.monitor)
-    preference_loss = PreferenceLossFn(config.loss.preference, block_rows=config.loss.block_rows)
-    needs_reference = config.uses("preference") and config.loss.preference.needs_reference
-    reference = ReferenceLogProbs(dataset) if needs_reference else None
-    step = TraceStep(
-        student,
-        policy_loss=policy_loss,
-        hint_loss=_hint_loss(config, teacher, tokenizer, foreign),
-        preference_loss=preference_loss,
-        teacher=teacher,
-        reference=reference,
-        monitor=monitor,
+
+
+def _losses(config: TraceMasterConfig, advantages: Advantages, sides: Sides) -> ChannelLosses:
+    rows, hint, projection, share = config.loss.block_rows, config.loss.hint, None, 0.0
+    if sides.foreign is not None and config.uses("hint"):
+        refuse_missing(hint.projection_matrix_path, "loss.hint.projection_matrix_path")
+        projection = load_or_build(sides.student, sides.foreign, hint.projection_matrix_path)
+    if config.teacher is None and config.uses("hint") and hint.self_teacher == "trust_region":
+        share = hint.trust_region
+    return ChannelLosses(
+        PolicyGradientLossFn(advantages.cfg, block_rows=rows),
+        HintDistillationLossFn(hint, projection=projection, trust_region=share, block_rows=rows),
+        PreferenceLossFn(config.loss.preference, block_rows=rows),
     )
-    with Comm.world().fail_together():
-        if Comm.world().rank == 0:
-            check_origins(config.logger.log_dir, _files(config), has_checkpoint=latest is not None)
-    measured = TraceCollate(collator(hint=True, preference=True))
-    validation = TraceValidation(student, held_out, measured, monitor, rows=config.distillation.val_batch_size)
-    state: TraceSaveState = {**_fresh_state(), "dropped": dict(dataset.dropped)}
-    if latest is not None:
-        with fitting(f"the checkpoint {str(latest.folder)!r}"):
-            state = _resume(checkpointer, latest, loader, step, dataset.fingerprint)
-    elif reference is not None:
-        rank, world = data_rank_and_world(config.policy.dtensor_cfg)
-        with stage("the start's probabilities of preferred messages"):
-            reference.fill(student, dataset, collate, rank=rank, world=world, rows=config.distillation.val_batch_size)
-    logger = Logger(config.logger, resume_step=state["total_steps"] if latest else -1, rank=Comm.world().rank)
-    logger.print(f"{len(dataset)} traces, {_policy_line(advantages)}")
-    return TraceRun(config, student, step, loader, validation, logger, checkpointer, state)
+
+
+def _fill(reference: ReferenceLogProbs, run: TraceRun, collate: TraceCollate) -> None:
+    rank, world = data_rank_and_world(run.config.policy.dtensor_cfg)
+    rows = run.config.distillation.val_rows
+    with stage("the start's probabilities of preferred messages"):
+        reference.fill(run.student, run.loader.dataset, collate, rank=rank, world=world, rows=rows)
 
 
 def _policy_line(advantages: Advantages) -> str:
-    """What becomes of the policy channel; without rewards it has nothing to learn from."""
+    """Outcome of the policy channel; without rewards it has nothing to learn from."""
     if bool(advantages.counted.any()):
         return f"policy mode {advantages.cfg.mode}"
     return "the policy channel is off: no trace has a reward (limbeck traces ingest --judge MODEL@URL scores them)"
-
-
-def _fresh_state() -> TraceSaveState:
-    return {"current_epoch": 0, "current_step": 0, "total_steps": 0, "consumed_samples": 0, "total_valid_tokens": 0}
-
-
-def _open_folder(
-    config: TraceMasterConfig,
-    tokenizer: object,
-    teacher_tokenizer: object,
-    dataset: TraceDataset,
-    *,
-    has_checkpoint: bool,
-) -> None:
-    if Comm.world().rank != 0:
-        return
-    others = [] if teacher_tokenizer is None else [teacher_tokenizer]
-    facts = run_folder.versions(
-        seed=config.distillation.seed,
-        student_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprint,
-        teacher_fingerprints=[ByteVocab.from_tokenizer(t).fingerprint for t in others],
-        traces_fingerprint=dataset.fingerprint,
-    )
-    run_folder.open_run_folder(config, config.logger.log_dir, has_checkpoint=has_checkpoint, versions=facts)
-
-
-def _foreign(tokenizer: object, teacher_tokenizer: object | None) -> Any | None:
-    """The teacher's tokenizer where it is another one than the student's."""
-    if teacher_tokenizer is None:
-        return None
-    same = ByteVocab.from_tokenizer(teacher_tokenizer).same_tokens(ByteVocab.from_tokenizer(tokenizer))
-    return None if same else teacher_tokenizer
 
 
 def _files(config: TraceMasterConfig) -> dict[str, list[Stamp]]:
     """Stamps of what every start reads: sites, a live teacher's weights, and the student's below adapters or as its own
     first teacher. The traces themselves have a fingerprint."""
     models: dict[str, ModelConfig] = {}
-    own, hinted = config.teacher, config.uses("hint")
-    if own is not None and own.server is None and hinted:
-        models["teacher"] = own
-    starts = own is None and hinted and config.loss.hint.self_teacher in ("frozen", "trust_region")
-    if starts or config.policy.trains_adapters():
+    teacher, hinted = config.teacher, config.uses("hint")
+    if teacher is not None and teacher.kind.loads_model and hinted:
+        models["teacher"] = teacher
+    starts = teacher is None and hinted and config.loss.hint.self_teacher in ("frozen", "trust_region")
+    if starts or config.policy.adapters is not None:
         models["policy"] = config.policy
     sites = [] if config.traces.sites is None else [config.traces.sites]
     return {"traces.sites": stamp_files(sites), **model_origins(models)}
@@ -239,78 +311,40 @@ def _check_lengths(config: TraceMasterConfig, *, foreign: bool) -> None:
     keys = "traces.max_seq_length, traces.max_pair_seq_length and traces.max_teacher_seq_length"
     longest = max(rows.student, rows.pair, 0 if foreign else rows.teacher)
     check_length(config.policy, longest, name="student", keys=keys)
-    if config.uses("hint") and config.teacher is not None and config.teacher.server is None:
+    if config.uses("hint") and config.teacher is not None and config.teacher.kind.loads_model:
         check_length(config.teacher, rows.teacher, name="teacher", keys="traces.max_teacher_seq_length")
 
 
-def _server(config: TraceMasterConfig, tokenizer: object, teacher_tokenizer: object) -> ServerTeacher | None:
-    """The hinted teacher behind a server, connected before any model is loaded."""
-    if config.teacher is None or config.teacher.server is None or not config.uses("hint"):
+def _teacher_without_model(config: TraceMasterConfig, sides: Sides) -> Teacher | None:
+    """A hinted teacher that loads no weights here, made before any model is loaded. Collective."""
+    section = config.teacher
+    if section is None or section.kind.loads_model or not config.uses("hint"):
         return None
-    student, readers = ByteVocab.from_tokenizer(tokenizer), same_rows(config.policy.dtensor_cfg)
-    longest = row_lengths(config.traces, config.policy, config.teacher).teacher
-    return connect(config.teacher.server, teacher_tokenizer, student, longest=longest, readers=readers)
+    readers = same_rows(config.policy.dtensor_cfg)
+    with Comm.world().fail_together():
+        teacher = _hinted(config, section, sides, readers)
+    teacher.verify()
+    return teacher
 
 
-def _teacher(
-    config: TraceMasterConfig,
-    student: Policy,
-    tokenizer: object,
-    teacher_tokenizer: object,
-    server: ServerTeacher | None,
-) -> HintTeacher | None:
-    seed, hint = config.distillation.seed, config.loss.hint
+def _hinted(config: TraceMasterConfig, section: TeacherConfig, sides: Sides, readers: Comm | None = None) -> Teacher:
+    longest, vocab = row_lengths(config.traces, config.policy, section).teacher, ByteVocab.from_tokenizer(sides.student)
+    seed = config.distillation.seed + 1
+    return make_teacher(section, 0, sides.teacher, vocab, seed=seed, longest=longest, readers=readers)
+
+
+def _teachers(config: TraceMasterConfig, student: Policy, sides: Sides, ready: Teacher | None) -> list[Teacher]:
+    """Who reads the hints; nobody where that channel is off."""
     if not config.uses("hint"):
-        return None
-    if server is not None:
-        return HintTeacher([server])
+        return []
+    if ready is not None:
+        return [ready]
     if config.teacher is not None:
-        vocab = ByteVocab.from_tokenizer(tokenizer)
-        return make_other_teacher(fitted(config.teacher)[0], teacher_tokenizer, vocab, seed=seed + 1)
-    return make_self_teacher(
-        student,
-        hint.self_teacher,
-        student.cfg,
-        seed=seed,
-        ema_decay=hint.ema_decay,
-        trust_region=hint.trust_region,
-    )
-
-
-def _hint_loss(
-    config: TraceMasterConfig, teacher: HintTeacher | None, tokenizer: object, foreign: Any | None
-) -> HintDistillationLossFn:
-    hint = config.loss.hint
-    projection = None
-    if foreign is not None and teacher is not None:
-        projection = load_or_build(tokenizer, foreign, hint.projection_matrix_path)
-    share = 0.0 if teacher is None else teacher.trust_region
-    rows = config.loss.block_rows
-    return HintDistillationLossFn(hint, projection=projection, trust_region=share, block_rows=rows)
-
-
-def _resume(
-    checkpointer: CheckpointManager, latest: Checkpoint, loader: StatefulDataLoader, step: TraceStep, fingerprint: str
-) -> TraceSaveState:
-    state = _fresh_state()
-    names = TraceSaveState.__annotations__
-    state.update(stored_counters(checkpointer, latest, names))  # type: ignore[typeddict-item]
-    # averaged weights arrive in this run's layout, whichever wrote them
-    template = None if step.teacher is None else {"teacher": step.teacher.state_dict()}
-    shared = latest.shared(template)
-    if shared["traces"] != fingerprint:
-        raise DataError(
-            "traces.train is no longer what this run began with (files, pairs or their order have changed); put the "
-            "old traces back, or give another logger.log_dir"
-        )
-    if step.teacher is not None:
-        step.teacher.load_state_dict(shared["teacher"])
-    if step.reference is not None:
-        step.reference.load_state_dict(shared["reference"])
-    stored = latest.own()
-    step.hint_loss.guard.seen = int(stored["guard_seen"])
-    resume(stored, state, loader)
-    return state
+        teacher = _hinted(config, fit_models(config.teacher)[0], sides)
+        teacher.verify()
+        return [teacher]
+    hint, seed = config.loss.hint, config.distillation.seed
+    return hint_teachers(student, hint.self_teacher, student.cfg, seed=seed, ema_decay=hint.ema_decay)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -331,6 +365,7 @@ class ReferenceLogProbs:
     def __init__(self, dataset: TraceDataset) -> None:
         sizes = torch.tensor([len(trace.preference_pairs) for trace in dataset.traces], dtype=torch.int64)
         self.offsets = sizes.cumsum(0) - sizes
+        # float64: a margin is the small difference of two sums over whole messages
         self.values = torch.zeros(int(sizes.sum()), 2, dtype=torch.float64)
         self.checks = torch.zeros(int(sizes.sum()), 2, dtype=torch.int64)
 
@@ -374,7 +409,7 @@ class ReferenceLogProbs:
         channel["reference_logprobs"] = self.values[places].reshape(-1)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """State that a checkpoint keeps."""
         return {"values": self.values, "checks": self.checks}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -389,6 +424,7 @@ class ReferenceLogProbs:
 
 def _checksums(channel: BatchedDataDict) -> Tensor:
     rows = zip(channel["input_ids"], channel["token_mask"], channel["input_lengths"].tolist(), strict=True)
+    # without padding, which depends on the neighbours in the batch
     sums = [zlib.crc32(torch.stack((ids[:n], mask[:n])).numpy().tobytes()) for ids, mask, n in rows]
     return torch.tensor(sums, dtype=torch.int64)
 
@@ -397,24 +433,21 @@ class TraceStep:
     """Takes steps on collated batches.
 
     Args:
-        policy_loss, hint_loss, preference_loss: the channels' losses; ``policy_loss.active`` is settled.
-        teacher: of the hint channel; None where that channel is off.
+        teachers: of the hint channel: one, or two whose log-probabilities are mixed; none where that channel is off.
         reference: None where no loss needs it.
     """
 
     def __init__(
         self,
         student: Policy,
+        losses: ChannelLosses,
         *,
-        policy_loss: PolicyGradientLossFn,
-        hint_loss: HintDistillationLossFn,
-        preference_loss: PreferenceLossFn,
-        teacher: HintTeacher | None,
+        teachers: Sequence[Teacher],
         reference: ReferenceLogProbs | None,
         monitor: CollapseMonitor,
     ) -> None:
-        self.student, self.teacher, self.reference, self.monitor = student, teacher, reference, monitor
-        self.policy_loss, self.hint_loss, self.preference_loss = policy_loss, hint_loss, preference_loss
+        self.student, self.teachers, self.reference, self.monitor = student, teachers, reference, monitor
+        self.losses = losses
 
     def __call__(
         self, batch: ComposerBatch, factors: Mapping[str, float], *, monitored: bool = False, timer: Timer | None = None
@@ -429,47 +462,50 @@ class TraceStep:
         result = trainer.step(self.channels(batch, factors, monitored=monitored), timer).as_dict()
         if factors["hint"]:
             check_disjoint(result["metrics"])
-        if self.teacher is not None:
-            self.teacher.after_step()
+        else:
+            # without its channel the trainer does not know of an average, which moves along all the same
+            for teacher in self.teachers:
+                teacher.step_end()
         return result
 
-    def channels(self, batch: ComposerBatch, factors: Mapping[str, float], *, monitored: bool = False) -> list[Channel]:
-        """What a step learns from; a channel with factor 0 is left out."""
+    def channels(
+        self, batch: ComposerBatch, factors: Mapping[str, float], *, monitored: bool = False
+    ) -> list[StepInput]:
+        """Inputs of a step; a channel with factor 0 is left out."""
         make = {"policy": self._policy, "hint": self._hint, "preference": self._preference}
         return [make[name](batch, factors[name], monitored) for name in make if factors[name]]
 
-    def _policy(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
+    def _policy(self, batch: ComposerBatch, factor: float, monitored: bool) -> StepInput:
         channel = batch.channel("policy")
         channel["advantages"] = batch["advantages"]
 
-        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+        def measure(hidden: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: Any) -> Mapping[str, Pair]:
             return self.monitor.policy(hidden, head, inputs)
 
-        return Channel(channel, self.policy_loss, factor=factor, monitor=measure if monitored else None)
+        return StepInput(channel, self.losses.policy, factor=factor, monitor=measure if monitored else None)
 
-    def _hint(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
-        assert self.teacher is not None, "a hint channel without a teacher"
-        share = self.teacher.trust_region
+    def _hint(self, batch: ComposerBatch, factor: float, monitored: bool) -> StepInput:
+        share = self.losses.hint.trust_region
         mix_weights = (1 - share, share) if share else (1.0,)
 
-        def measure(hidden: Tensor, head: Head, signals: Sequence[Signal], inputs: Any) -> Mapping[str, Pair]:
+        def measure(hidden: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: Any) -> Mapping[str, Pair]:
             return self.monitor.hint(hidden, head, signals, mix_weights, inputs)
 
-        return Channel(
+        return StepInput(
             batch.channel("hint"),
-            self.hint_loss,
-            self.teacher.sources,
+            self.losses.hint,
+            self.teachers,
             factor=factor,
             monitor=measure if monitored else None,
             reported=_HINT_METRICS,
         )
 
-    def _preference(self, batch: ComposerBatch, factor: float, monitored: bool) -> Channel:
+    def _preference(self, batch: ComposerBatch, factor: float, monitored: bool) -> StepInput:
         channel = batch.channel("preference")
         if self.reference is not None:
             with self.student.dims.data.fail_together():
                 self.reference.attach(batch, channel)
-        return Channel(channel, self.preference_loss, factor=factor, rows_together=2)
+        return StepInput(channel, self.losses.preference, factor=factor, group_size=2)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -477,55 +513,37 @@ class TraceStep:
 
 def train(run: TraceRun) -> None:
     """Train until ``max_num_steps`` or ``max_num_epochs``, or until asked to stop; see :func:`setup`."""
-    _Loop(run).train()
+    TraceLoop(run).train()
 
 
-class _Loop(TrainingLoop):
+class TraceLoop(TrainingLoop[TraceRun]):
     """Steps on the three channels of traces, validated by how probable failed and preferred messages are."""
 
     def __init__(self, run: TraceRun) -> None:
-        super().__init__(run.config, run.state, run.student, run.loader, run.logger, run.checkpointer)
-        self.step, self.validation, self.weights = run.step, run.validation, run.config.weights()
+        super().__init__(run)
+        self.weights = run.config.weights()
 
     def train_step(self, batch: ComposerBatch) -> dict[str, Any]:
-        done = self.state["total_steps"]
-        return self.step(batch, self.weights.at(done), monitored=self.step.monitor.due(done + 1), timer=self.timer)
+        run, done = self.run, self.run.state.total_steps
+        return run.step(batch, self.weights.at(done), monitored=run.step.monitor.due(done + 1), timer=run.timer)
 
-    def dropped_of(self, batch: ComposerBatch) -> list[dict[str, int]]:
-        return [batch["dropped"]]
+    def skipped_of(self, batch: ComposerBatch) -> list[dict[str, int]]:
+        return [batch["skipped"]]
 
     def more_metrics(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        factors = self.weights.at(self.state["total_steps"] - 1)
+        factors = self.weights.at(self.run.state.total_steps)
         counts = {f"count/{name}": float(value) for name, value in result["counts"].items()}
         return {"alpha": factors["hint"], "beta": factors["preference"], **counts}
 
     def validate(self) -> dict[str, Any]:
-        with self.timer.time("validation"):
-            return self.validation.measure()
-
-    def samples(self) -> list[dict[str, Any]]:
-        return self.validation.written
+        with self.run.timer.time("validation"):
+            metrics = self.run.validation.measure()
+        self.run.logger.log_samples(self.run.validation.written, self.run.state.total_steps)
+        return metrics
 
     def summary_line(self, means: dict[str, float]) -> str:
-        shown = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
-        return f"mean log p of {shown or 'nothing: there are no failed or preferred messages'}"
-
-    def shared_state(self) -> dict[str, Any]:
-        teacher, reference = self.step.teacher, self.step.reference
-        return {
-            "traces": self.loader.dataset.fingerprint,
-            "teacher": {} if teacher is None else teacher.state_dict(),
-            "reference": {} if reference is None else reference.state_dict(),
-        }
-
-    def own_state(self) -> dict[str, Any]:
-        return {"guard_seen": self.step.hint_loss.guard.seen}
-
-    def nothing_learned(self, left_out: str) -> str:
-        return (
-            f"traces.train holds nothing to learn from: in {self.state['consumed_samples']} traces no reward, failed "
-            f"call or pair counts for the channels that are on (left out: {left_out})"
-        )
+        figures = ", ".join(f"{name} {means[key]:.3f}" for key, name in _SHOWN.items() if key in means)
+        return f"mean log p of {figures or 'nothing: there are no failed or preferred messages'}"
 
 
 _SHOWN = {

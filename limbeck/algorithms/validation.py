@@ -13,24 +13,80 @@ from torch import Tensor
 from limbeck import __version__
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.monitors import CollapseMonitor
-from limbeck.algorithms.samples import sample_row
+from limbeck.algorithms.observers.samples import sample_row
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import aligned_chunks
 from limbeck.data.loader import rank_batches
+from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm
-from limbeck.evaluation.begin import begin_bits
+from limbeck.errors import ConfigError
+from limbeck.evaluation.bos import bos_bits
+from limbeck.key_names import near_name
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
 from limbeck.models.generate import LocalSampler, SamplingConfig
+from limbeck.models.loading import ModelConfig
 from limbeck.models.policy import Policy
-from limbeck.teachers.live import LiveTeacher, key_prefix
-from limbeck.tokens import Tokenizer
+from limbeck.teachers.live import key_prefix
+from limbeck.tokens import ByteTokenizer
+from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.dataset import TraceCollate, TraceDataset
 from limbeck.utils.files import JsonCache, cache_dir, content_hash
 from limbeck.utils.logger import to_means
 from limbeck.utils.metrics import Metrics, Pairs
 from limbeck.utils.timer import Timer
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def check_metric(config: MasterConfig, foreign: Sequence[object | None], val: Any | None) -> None:
+    """Refuse a metric that ranks checkpoints, or ends the run, and that no validation of this run measures.
+
+    ``foreign``: for each teacher its tokenizer, None where it is the student's; ``val``: the records. What an objective
+    alone measures (``teacher_0/...``) is left to the first validation.
+    """
+    name = logged_name(config.checkpointing.metric_name)
+    # scores of tasks are looked at with the run file
+    if name is None or name.startswith("val/task/") or val is None:
+        return
+    parts = val.parts() if isinstance(val, RecordDataset) else {}
+    names = ["bpb", "loss", "ce_loss", "accuracy", *(f"{part}/bpb" for part in parts if len(parts) > 1)]
+    if foreign:
+        names += ["kl_loss", "teacher_bpb", *(f"teacher_{i}_bpb" for i in range(len(foreign)) if len(foreign) > 1)]
+        names += [f"{part}/teacher_bpb" for part in parts if len(parts) > 1]
+        names += ["coverage"] if foreign[0] is not None else []
+        names += ["proj_accuracy"]
+    names += ["tokens", "chunks", *(f"ce_loss/{of_class}" for of_class in TEXT_CLASSES)]
+    by_objective = re.match(r"val/teacher_(\d+)/", name)
+    if by_objective is not None and int(by_objective[1]) < len(foreign):
+        return
+    if error := unmeasured(name, names):
+        raise error
+
+
+def unmeasured(name: str, measured: Iterable[str]) -> ConfigError | None:
+    """The refusal of a metric, by its name as logged, that is not among those that a validation measures."""
+    names = list(measured)
+    if name.removeprefix("val/") in names:
+        return None
+    # without what all of them begin with, which would make any two alike
+    near = near_name(name.removeprefix("val/"), names)
+    shown = [near] if near else names[:_SHOWN]
+    return ConfigError(
+        f"checkpointing.metric_name is {name!r}, which no validation of this run measures; take "
+        + ("one of " if len(shown) > 1 else "")
+        + ", ".join(f"val/{one}" for one in shown)
+    )
+
+
+def logged_name(name: str | None) -> str | None:
+    """The name of a metric as logged, of its published form."""
+    return "val/loss" if name == "val_loss" else None if name is None else name.replace(":", "/", 1)
+
+
+_SHOWN = 8
+"""Names that a refusal lists."""
 
 # -- texts -------------------------------------------------------------------------------------------------------------
 
@@ -98,6 +154,7 @@ def teacher_bits(
             # NaN marks rows that a remote teacher could not score
             counted = ((batch["sample_mask"] > 0) & ~logprobs.isnan().any(1))[:, None]
             mask = ((batch[f"{prefix}token_mask"] > 0) & counted)[:, 1:]
+            # chosen, not multiplied: 0 x NaN is NaN; float64, since it is a sum over a whole batch
             nats = -float(logprobs[:, 1:][mask].double().sum())
             size = float(batch[f"{prefix}target_bytes"][counted[:, 0]].sum())
             sums.add({f"teacher_{i}_bpb": (nats / math.log(2), size)})
@@ -129,18 +186,19 @@ def compared(
         metrics = evaluate(student, teachers, [batch], loss_fn, timer)
         return to_means({**metrics, **teacher_bits(student, teachers, [batch])})
 
-    models = [student, *(t.policy for t in teachers if isinstance(t, LiveTeacher) and isinstance(t.policy, Policy))]
+    models = [student, *(t.model for t in teachers)]
     # several ranks score together, so none of them may find an answer that another does not
-    if Comm.world().size > 1 or len(models) <= len(teachers) or list(loss_fn.parameters()):
+    if Comm.world().size > 1 or None in models or list(loss_fn.parameters()):
         return measured()
     rows = {name: value.tolist() for name, value in batch.items() if isinstance(value, Tensor)}
+    # the same weights give other numbers in another precision
     widths = [str(next(model.model.parameters()).dtype) for model in models]
-    loss = config.loss_fn.model_dump(mode="json")
+    loss = [config.loss_fn.model_dump(mode="json"), config.modes, *(str(t.loss_fn) for t in config.all_teachers)]
     kept = JsonCache(cache_dir("compared"))
     key = content_hash([__version__, [model.identity() for model in models], widths, rows, loss])
-    found = kept.get(key)
-    if found and all(type(value) is float for value in found.values()):
-        return found
+    stored = kept.get(key)
+    if stored and all(type(value) is float for value in stored.values()):
+        return stored
     means = measured()
     with suppress(OSError):  # a cache that cannot be written to costs time and nothing else
         kept.put(key, means)
@@ -149,38 +207,40 @@ def compared(
 
 def compared_bits(means: Mapping[str, float]) -> str:
     """One line with the bits per byte of the student and its teachers and the share of a teacher's probability that the
-    loss does not reach, and a warning where a teacher is the worse."""
-    own = means.get("bpb", math.nan)
+    loss does not cover, and a warning where a teacher is the worse."""
+    student_bits = means.get("bpb", math.nan)
     numbered = {name: bits for name, bits in means.items() if re.fullmatch(r"teacher_\d+_bpb", name)}
     teachers = list(numbered.values()) or [means[name] for name in ("teacher_bpb",) if name in means]
-    line = ", ".join([f"{own:.4f} bits per byte", *(f"teacher {bits:.4f}" for bits in teachers)])
-    lost = [share for name, share in means.items() if re.fullmatch(r"teacher_\d+/(unreached|lost)_mass", name)]
-    if lost:
-        line += f", {' and '.join(f'{share:.1%}' for share in lost)} of its probability not reached by the loss"
-    worse = [str(i) for i, bits in enumerate(teachers) if round(bits - own, 3) > 0]
+    line = ", ".join([f"{student_bits:.4f} bits per byte", *(f"teacher {bits:.4f}" for bits in teachers)])
+    uncovered = [share for name, share in means.items() if re.fullmatch(r"teacher_\d+/uncovered_mass", name)]
+    if uncovered:
+        line += f", {' and '.join(f'{share:.1%}' for share in uncovered)} of its probability not covered by the loss"
+    # rounded: a teacher that is as good as the student is not called worse
+    worse = [str(i) for i, bits in enumerate(teachers) if round(bits - student_bits, 3) > 0]
     if not worse:
         return line
     which = f"teacher {' and '.join(worse)}" if len(teachers) > 1 else "the teacher"
     return f"{line}\nwarning: {which} is worse than the student on this text and pulls it back"
 
 
-def wrong_begin(student: Policy, teachers: Sequence[Teacher], config: MasterConfig) -> list[str]:
+def check_bos(student: Policy, teachers: Sequence[Teacher], config: MasterConfig) -> list[str]:
     """One sentence for every loaded model whose texts begin otherwise than it expects."""
-    sections = [("policy", student, config.policy)]
+    sections: list[tuple[str, Policy, ModelConfig]] = [("policy", student, config.policy)]
     several = len(teachers) > 1
-    for i, (teacher, own) in enumerate(zip(teachers, config.all_teachers, strict=True)):
-        if isinstance(teacher, LiveTeacher) and isinstance(teacher.policy, Policy):
-            sections.append((f"teachers.{i}" if several else "teacher", teacher.policy, own))
-    found = []
+    for i, (teacher, teacher_config) in enumerate(zip(teachers, config.all_teachers, strict=True)):
+        if teacher.model is not None:
+            sections.append((f"teachers.{i}" if several else "teacher", teacher.model, teacher_config))
+    warnings = []
     for name, policy, section in sections:
+        # it expects nothing yet
         if section.init == "random":
             continue
-        tokenizer = Tokenizer.of(policy.tokenizer)
-        bits = begin_bits(policy, tokenizer)
+        tokenizer = ByteTokenizer.of(policy.tokenizer)
+        bits = bos_bits(policy, tokenizer)
         if bits is not None and bits.expected not in (None, tokenizer.adds_bos):
             wanted = str(bits.expected).lower()
-            found.append(f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={wanted}")
-    return found
+            warnings.append(f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={wanted}")
+    return warnings
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -206,7 +266,7 @@ class TraceValidation:
     ``erroneous_logprob``: nats of the messages whose call failed, each over the whole message; ``_hinted``: the same
     where the model reads the hint (a self-teacher's view). ``chosen_logprob``, ``rejected_logprob``, ``margin``,
     ``preference_accuracy``: of the pairs. ``supervised_logprob``: per token, all assistant messages.
-    ``response_length``: tokens of greedy answers in front of the first error sites. ``hint_compared``: share of the
+    ``response_length``: tokens of greedy answers in front of the first failed calls. ``hint_compared``: share of the
     bytes of failed messages (texts, names, keys and values) on which a hinted teacher of another family is compared.
 
     Attributes:
@@ -230,17 +290,17 @@ class TraceValidation:
         if self.monitor.config.generate and (ranks.rank == 0 or self.policy.sharding.is_sharded):
             greedy = SamplingConfig(max_new_tokens=self.monitor.config.max_new_tokens, temperature=0)
             written = LocalSampler(self.policy, greedy, self.monitor.end_ids).sample(self.prompts())
-            tokenizer = Tokenizer.of(self.policy.tokenizer)
-            shown = [tokenizer.vocab.join(ids.tolist()).decode("utf-8", "replace") for ids in self.prompts()]
+            tokenizer = ByteTokenizer.of(self.policy.tokenizer)
+            texts = [tokenizer.vocab.join(ids.tolist()).decode("utf-8", "replace") for ids in self.prompts()]
             self.written = [
-                sample_row("student", s.prompt, shown[s.prompt][-_PROMPT_CHARACTERS:], s, tokenizer) for s in written
+                sample_row("student", s.prompt, texts[s.prompt][-_PROMPT_CHARACTERS:], s, tokenizer) for s in written
             ]
             if ranks.rank == 0:
                 sums.add({"response_length": (float(sum(len(w.ids_T) for w in written)), len(written))})
         return sums.reduced(ranks)[0].pairs()
 
     def prompts(self) -> list[Tensor]:
-        """What stands in front of the first error sites, ``[T]`` each; the same on all ranks and every time."""
+        """Context in front of the first failed calls, ``[T]`` each; the same on all ranks and every time."""
         if self._prompts is None:
             self._prompts = []
             for mine in rank_batches(range(len(self.dataset)), rank=0, world=1, rows=self.rows):

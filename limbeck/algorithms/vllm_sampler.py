@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +13,18 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, LimbeckError
 from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import Policy
+
+
+def load_vllm() -> Any:
+    """vLLM, which is no part of the installation."""
+    # the engine's own process would read its functions by pickle, and hold a second context of the GPU
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    try:
+        return import_module("vllm")
+    except ImportError as error:
+        raise ConfigError(
+            "on_policy.engine.vllm needs vLLM in this environment; pip install vllm, or leave on_policy.engine out"
+        ) from error
 
 
 class VllmSampler(EngineSampler):
@@ -26,14 +38,7 @@ class VllmSampler(EngineSampler):
     def __init__(self, config: EngineConfig, sampling: SamplingConfig, end_ids: Sequence[int], vocab_size: int) -> None:
         super().__init__(config)
         self.sampling, self.end_ids, self.vocab_size = sampling, list(end_ids), vocab_size
-        # the engine's own process would read its functions by pickle, and hold a second context of the GPU
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        try:
-            self._vllm: Any = import_module("vllm")
-        except ImportError as error:
-            raise ConfigError(
-                "on_policy.engine.vllm needs vLLM in this environment; pip install vllm, or leave on_policy.engine out"
-            ) from error
+        self._vllm = load_vllm()
         self._engine: Any = None
 
     def hand_over(self, model: Policy) -> None:
@@ -41,54 +46,58 @@ class VllmSampler(EngineSampler):
         model.save_checkpoint(self.config.weights)
         # rank 0 has written
         Comm.world().barrier()
+        # ranks that read the same rows share one engine
         if model.dims.rows.rank != 0:
             return
         try:
             if self._engine is None:
+                # the trainer's own precision: its log-probabilities are compared with the engine's
                 options = {"dtype": str(model.precision).removeprefix("torch."), **(self.config.vllm or {})}
                 self._engine = self._vllm.LLM(model=self.config.weights, **options)
                 return
             self._engine.collective_rpc("reload_weights")
+            # kept keys and values are those of the old weights
             self._engine.reset_prefix_cache()
         except Exception as error:  # the engine raises whatever its parts raise
             raise _failure("does not take the student's weights over", error) from error
 
-    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> list[list[Answer]]:
-        own = self.sampling
+    def write(self, prompts: Sequence[list[int]], n: int, seeds: Sequence[int]) -> Iterator[dict[int, list[Answer]]]:
+        sampling = self.sampling
         asked = [
             self._vllm.SamplingParams(
                 n=n,
-                max_tokens=own.max_new_tokens,
-                temperature=own.temperature,
-                top_p=own.top_p,
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
                 seed=seed % 2**31,
                 stop_token_ids=self.end_ids,
-                stop=own.stop or None,
+                stop=sampling.stop or None,
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
-                detokenize=bool(own.stop),
+                # stop texts are looked for in text; otherwise ids are all that is taken
+                detokenize=bool(sampling.stop),
                 logprobs=0,
             )
             for seed in seeds
         ]
         try:
-            found = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+            requests = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         except Exception as error:  # as above
             raise _failure("does not sample", error) from error
-        for prompt, request in zip(prompts, found, strict=False):
+        for prompt, request in zip(prompts, requests, strict=False):
             if list(request.prompt_token_ids or prompt) != list(prompt):
                 raise LimbeckError("vLLM read other tokens than it was given; it must have the student's own tokenizer")
-        return [[self._answer(one) for one in request.outputs] for request in found]
+        yield {number: [self._answer(one) for one in request.outputs] for number, request in enumerate(requests)}
 
     def _answer(self, one: Any) -> Answer:
         ids = list(one.token_ids)
-        told = list(one.logprobs or ())
+        by_position = list(one.logprobs or ())
         odd = [i for i in ids if not 0 <= i < self.vocab_size]
         if odd:
             raise LimbeckError(f"vLLM sampled token {odd[0]}, but the student has {self.vocab_size}")
-        if len(told) != len(ids) or any(i not in place for i, place in zip(ids, told, strict=True)):
-            raise LimbeckError(f"vLLM gave {len(told)} usable log-probabilities for {len(ids)} tokens")
-        said = [float(place[i].logprob) for i, place in zip(ids, told, strict=True)]
+        if len(by_position) != len(ids) or any(i not in entry for i, entry in zip(ids, by_position, strict=True)):
+            raise LimbeckError(f"vLLM gave {len(by_position)} usable log-probabilities for {len(ids)} tokens")
+        said = [float(entry[i].logprob) for i, entry in zip(ids, by_position, strict=True)]
         if not all(math.isfinite(value) for value in said):
             raise LimbeckError("vLLM gave log-probabilities that are none for tokens that it sampled")
         return ids, said, one.finish_reason == "stop"

@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-_PLACES = ("student_start", "student_end", "teacher_start", "teacher_end", "byte_start", "byte_end")
+_SPAN_FIELDS = ("student_start", "student_end", "teacher_start", "teacher_end", "byte_start", "byte_end")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,8 @@ class Chunks:
 
     All arrays are ``[C]``. Token spans are half open indices into the two sequences; byte spans are offsets in the
     student rendering's source. ``exact``: both sides' token bytes equal the text's. ``role``: a pair of special tokens
-    of one role, which has no bytes.
+    of one role, which has no bytes. ``same_text``: exact, but for a space that a tokenizer writes in front of a text by
+    itself; the chunk's probabilities can be compared, the tokens that might stand at its start cannot.
     """
 
     student_start: IntArray
@@ -36,6 +37,7 @@ class Chunks:
     byte_end: IntArray
     exact: BoolArray
     role: BoolArray
+    same_text: BoolArray
 
     def __len__(self) -> int:
         return len(self.student_start)
@@ -72,6 +74,7 @@ class Chunks:
             self.byte_end,
             self.exact,
             self.role,
+            self.same_text,
         )
 
     @classmethod
@@ -79,13 +82,13 @@ class Chunks:
         """Chunks of several lists, one list after another."""
         if not parts:
             none = np.zeros(0, dtype=np.int64)
-            return cls(none, none, none, none, none, none, none.astype(bool), none.astype(bool))
+            return cls(none, none, none, none, none, none, *(none.astype(bool) for _ in range(3)))
         if len(parts) == 1:
             return parts[0]
         # as two tables: there are many small parts, and every call into numpy costs as much as one of them
-        places = np.concatenate([np.array([getattr(p, name) for name in _PLACES]) for p in parts], axis=1)
-        flags = np.concatenate([np.array([p.exact, p.role]) for p in parts], axis=1)
-        return cls(*places, *flags)
+        spans = np.concatenate([np.array([getattr(p, name) for name in _SPAN_FIELDS]) for p in parts], axis=1)
+        flags = np.concatenate([np.array([p.exact, p.role, p.same_text]) for p in parts], axis=1)
+        return cls(*spans, *flags)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Chunks]) -> Chunks:
@@ -95,19 +98,20 @@ class Chunks:
 
 
 def shared_boundaries(student_edges: IntArray, teacher_edges: IntArray) -> tuple[IntArray, IntArray]:
-    """Where the offsets that occur in both non-decreasing lists stand in each of them; the last place of repeats."""
+    """Where the offsets that occur in both non-decreasing lists stand in each of them; the last position of repeats."""
     if not len(student_edges) or not len(teacher_edges):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     low = int(min(student_edges[0], teacher_edges[0]))
     high = int(max(student_edges[-1], teacher_edges[-1]))
+    # a table over the bytes: linear, where an intersection of two lists would sort them
     mark = np.zeros(high - low + 1, dtype=np.uint8)
     mark[student_edges - low] = 1
     mark[teacher_edges - low] |= 2
     shared = mark == 3
-    return _places(student_edges, shared, low), _places(teacher_edges, shared, low)
+    return _last_positions(student_edges, shared, low), _last_positions(teacher_edges, shared, low)
 
 
-def _places(edges: IntArray, shared: BoolArray, low: int) -> IntArray:
+def _last_positions(edges: IntArray, shared: BoolArray, low: int) -> IntArray:
     last = np.ones(len(edges), dtype=bool)
     np.not_equal(edges[1:], edges[:-1], out=last[:-1])
     last &= shared[edges - low]
@@ -145,21 +149,23 @@ def chunk_stretch(
         are in no chunk.
     """
     edges = np.concatenate([[student_begin], student_ends])
-    # An edge's place counts the tokens that end at or before it; tokens that share an end stay together.
+    # An edge's position counts the tokens that end at or before it; tokens that share an end stay together.
     s_at, t_at = shared_boundaries(edges, np.concatenate([[teacher_begin], teacher_ends]))
     shared = edges[s_at]
     s_start, s_end, t_start, t_end = s_at[:-1], s_at[1:], t_at[:-1], t_at[1:]
     exact = all_within(student_exact, s_start, s_end) & all_within(teacher_exact, t_start, t_end)
-    return Chunks(s_start, s_end, t_start, t_end, shared[:-1], shared[1:], exact, np.zeros(len(exact), dtype=bool))
+    none = np.zeros(len(exact), dtype=bool)
+    return Chunks(s_start, s_end, t_start, t_end, shared[:-1], shared[1:], exact, none, exact)
 
 
 def role_pairs(student_at: IntArray, teacher_at: IntArray, byte_at: IntArray) -> Chunks:
-    """Chunks for special tokens of one role at one place; always 1:1 and without bytes."""
+    """Chunks for special tokens of one role at one byte; always 1:1 and without bytes."""
     true = np.ones(len(student_at), dtype=bool)
-    return Chunks(student_at, student_at + 1, teacher_at, teacher_at + 1, byte_at, byte_at, true, true)
+    return Chunks(student_at, student_at + 1, teacher_at, teacher_at + 1, byte_at, byte_at, true, true, true)
 
 
 def last_fitting(chunks: Chunks, student_length: int, teacher_length: int) -> int:
     """Number of leading chunks that end within both lengths."""
     fits = (chunks.student_end <= student_length) & (chunks.teacher_end <= teacher_length)
+    # argmin finds the first that does not fit, but says 0 where all do
     return len(fits) if fits.all() else int(np.argmin(fits))

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.tokens import Rendering, Segment
-from limbeck.tokens.rendering import CallField
+from limbeck.tokens import Segment, TokenizedText
+from limbeck.tokens.tokenized_text import CallField
 
 Span = tuple[int, int]
 
@@ -28,12 +28,12 @@ Span = tuple[int, int]
 class _Side:
     """One side's calls of one message: its fields in order, and the segment of each."""
 
-    rendering: Rendering
+    rendering: TokenizedText
     fields: list[CallField]
     segments: list[Segment]
 
     @classmethod
-    def of(cls, rendering: Rendering, message: int) -> _Side:
+    def of(cls, rendering: TokenizedText, message: int) -> _Side:
         segments = [s for s in rendering.segments if s.kind == "tool_call" and s.message == message]
         fields, homes = [], []
         for field in sorted((f for f in rendering.fields if f.message == message), key=lambda f: f.start):
@@ -50,13 +50,13 @@ class _Side:
         return number == 0 or self.fields[number - 1].call != self.fields[number].call
 
     def before(self, number: int) -> bytes:
-        """What is written between a field and the one before it, or the beginning of its segment."""
+        """Text between a field and the one before it, or the beginning of its segment."""
         home = self.segments[number]
         start = home.start if number == 0 else max(home.start, self.fields[number - 1].end)
         return self.rendering.source[start : self.fields[number].start]
 
     def after(self, number: int) -> bytes:
-        """What is written between a field and the next one, or the end of its segment."""
+        """Text between a field and the next one, or the end of its segment."""
         home = self.segments[number]
         last = number + 1 == len(self.fields)
         end = home.end if last else min(home.end, self.fields[number + 1].start)
@@ -64,10 +64,11 @@ class _Side:
 
     def tokens(self, start: int, end: int, home: Segment) -> Segment:
         """The stretch ``start:end`` of bytes with the tokens that lie wholly inside it."""
-        ends, special = self.rendering.ends, self.rendering.special
+        ends, special = self.rendering.byte_ends, self.rendering.special
         begins = np.concatenate([[0], ends[:-1]])
         first = max(home.token_start, int(np.searchsorted(begins, start, side="left")))
         last = min(home.token_end, int(np.searchsorted(ends, end, side="right")))
+        # special tokens have no bytes, so byte offsets do not tell on which side of an edge they stand
         while first < last and special[first]:
             first += 1
         while last > first and special[last - 1]:
@@ -76,35 +77,38 @@ class _Side:
 
     def breaks(self, start: int, end: int) -> list[int]:
         """Bytes from ``start`` on at which special tokens part the stretch."""
-        at = self.rendering.ends[np.flatnonzero(self.rendering.special)]
-        return [int(byte) - start for byte in at[(at > start) & (at < end)]]
+        special_ends = self.rendering.byte_ends[np.flatnonzero(self.rendering.special)]
+        return [int(byte) - start for byte in special_ends[(special_ends > start) & (special_ends < end)]]
 
 
-def shared_stretches(student: Rendering, teacher: Rendering, message: int) -> tuple[list[tuple[Segment, Segment]], int]:
+def shared_stretches(
+    student: TokenizedText, teacher: TokenizedText, message: int
+) -> tuple[list[tuple[Segment, Segment]], int]:
     """Pairs of stretches with equal bytes in the calls of a message, and how many of the student's fields have none."""
     mine, theirs = _Side.of(student, message), _Side.of(teacher, message)
     pairs = _corresponding(mine, theirs)
-    found: list[tuple[Segment, Segment]] = []
-    at = 0
-    while at < len(pairs):
-        stop = at + 1
+    stretches: list[tuple[Segment, Segment]] = []
+    first = 0
+    while first < len(pairs):
+        stop = first + 1
         while stop < len(pairs) and _joined(mine, theirs, pairs[stop - 1], pairs[stop]):
             stop += 1
-        before = 0 if at == 0 else _common(mine.after(pairs[at - 1][0]), theirs.after(pairs[at - 1][1]))
-        found += _stretch(mine, theirs, pairs[at], pairs[stop - 1], before)
-        at = stop
-    return found, len(mine.fields) - len(pairs)
+        before = 0 if first == 0 else _common(mine.after(pairs[first - 1][0]), theirs.after(pairs[first - 1][1]))
+        stretches += _stretch(mine, theirs, pairs[first], pairs[stop - 1], before)
+        first = stop
+    return stretches, len(mine.fields) - len(pairs)
 
 
 def _corresponding(mine: _Side, theirs: _Side) -> list[tuple[int, int]]:
     """Numbers of fields that are the same field with the same bytes; the most that stand in one order on both sides."""
     known = Counter((f.call, f.path) for f in theirs.fields)
-    places = {(f.call, f.path): j for j, f in enumerate(theirs.fields) if known[f.call, f.path] == 1}
-    own = Counter((f.call, f.path) for f in mine.fields)
+    # a key that a call writes twice has no one partner
+    index_of = {(f.call, f.path): j for j, f in enumerate(theirs.fields) if known[f.call, f.path] == 1}
+    count_of = Counter((f.call, f.path) for f in mine.fields)
     pairs = []
     for i, field in enumerate(mine.fields):
-        j = places.get((field.call, field.path))
-        if j is not None and own[field.call, field.path] == 1 and mine.text(i) == theirs.text(j):
+        j = index_of.get((field.call, field.path))
+        if j is not None and count_of[field.call, field.path] == 1 and mine.text(i) == theirs.text(j):
             pairs.append((i, j))
     return _ascending(pairs)
 
@@ -115,18 +119,18 @@ def _ascending(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     last: list[int] = []
     previous: list[int] = []
     for number, (_, j) in enumerate(pairs):
-        place = bisect_left(tails, j)
-        previous.append(last[place - 1] if place else -1)
-        if place == len(tails):
+        length = bisect_left(tails, j)
+        previous.append(last[length - 1] if length else -1)
+        if length == len(tails):
             tails.append(j)
             last.append(number)
         else:
-            tails[place], last[place] = j, number
+            tails[length], last[length] = j, number
     chain = []
-    at = last[-1] if last else -1
-    while at >= 0:
-        chain.append(pairs[at])
-        at = previous[at]
+    link = last[-1] if last else -1
+    while link >= 0:
+        chain.append(pairs[link])
+        link = previous[link]
     return chain[::-1]
 
 
@@ -158,12 +162,12 @@ def _stretch(
     for side, (a, b) in ((mine, (first[0], last[0])), (theirs, (first[1], last[1]))):
         spans.append((side.fields[a].start - lead, side.fields[b].end + trail))
     cuts = sorted({0, spans[0][1] - spans[0][0], *mine.breaks(*spans[0]), *theirs.breaks(*spans[1])})
-    found = []
+    stretches = []
     for a, b in pairwise(cuts):
         ours = mine.tokens(spans[0][0] + a, spans[0][0] + b, mine.segments[first[0]])
         other = theirs.tokens(spans[1][0] + a, spans[1][0] + b, theirs.segments[first[1]])
-        found.append((ours, other))
-    return found
+        stretches.append((ours, other))
+    return stretches
 
 
 def _common(left: Any, right: Any) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.align.aligner import TokenAligner
+from limbeck.align.aligner import TokenAligner, count_added_spaces
 from limbeck.align.boundaries import Chunks
-from limbeck.tokens import ByteVocab, Rendering, Tokenizer, render_chat
-from limbeck.tokens.rendering import Segment
+from limbeck.tokens import ByteTokenizer, ByteVocab, TokenizedText, render_chat
+from limbeck.tokens.tokenized_text import Segment
 from limbeck.tokens.vocab import as_text
 
 KINDS = ("1:1", "1:n", "n:1", "n:m")
@@ -19,7 +19,7 @@ KINDS = ("1:1", "1:n", "n:1", "n:m")
 
 def view_text(student_tokenizer: object, teacher_tokenizer: object, text: str) -> dict[str, Any]:
     """Align two tokenizations of a plain text."""
-    sides = [Tokenizer.of(t) for t in (student_tokenizer, teacher_tokenizer)]
+    sides = [ByteTokenizer.of(t) for t in (student_tokenizer, teacher_tokenizer)]
     student, teacher = (s.encode(text, bos=s.adds_bos) for s in sides)
     return build_view(TokenAligner(student_tokenizer, teacher_tokenizer), student, teacher)
 
@@ -36,13 +36,14 @@ def view_messages(
     return build_view(TokenAligner(student_tokenizer, teacher_tokenizer), student, teacher)
 
 
-def build_view(aligner: TokenAligner, student: Rendering, teacher: Rendering) -> dict[str, Any]:
+def build_view(aligner: TokenAligner, student: TokenizedText, teacher: TokenizedText) -> dict[str, Any]:
     """``{"student", "teacher", "chunks", "summary"}`` of two renderings.
 
     A side's ``left_out`` lists its supervised tokens that are in no chunk, stretch by stretch, with the reason.
     """
     counts: Counter[str] = Counter()
     chunks = aligner.align_renderings(student, teacher, counts)
+    count_added_spaces(chunks, counts)
     vocabs = aligner.student_vocab, aligner.teacher_vocab
     return {
         "student": _side(student, teacher, chunks, vocabs[0]),
@@ -52,7 +53,7 @@ def build_view(aligner: TokenAligner, student: Rendering, teacher: Rendering) ->
     }
 
 
-def _side(rendering: Rendering, other: Rendering, chunks: Chunks, vocab: ByteVocab) -> dict[str, Any]:
+def _side(rendering: TokenizedText, other: TokenizedText, chunks: Chunks, vocab: ByteVocab) -> dict[str, Any]:
     """One side's part of a view; in ``chunks`` it is the student."""
     return {
         "fingerprint": vocab.fingerprint,
@@ -61,44 +62,47 @@ def _side(rendering: Rendering, other: Rendering, chunks: Chunks, vocab: ByteVoc
         "ids": rendering.ids.tolist(),
         "tokens": vocab.display(rendering.ids.tolist()),
         "bytes": len(rendering.source),
-        "targets": int(rendering.target.sum()),
-        "dropped": dict(rendering.dropped),
+        "targets": int(rendering.loss_mask.sum()),
+        "skipped": dict(rendering.skipped),
         "segments": [[s.kind, s.token_start, s.token_end] for s in rendering.segments],
         "left_out": _uncovered(rendering, other, chunks, vocab),
     }
 
 
-def _uncovered(rendering: Rendering, other: Rendering, chunks: Chunks, vocab: ByteVocab) -> list[dict[str, Any]]:
+def _uncovered(
+    rendering: TokenizedText, other: TokenizedText, chunks: Chunks, vocab: ByteVocab
+) -> list[dict[str, Any]]:
     depth = np.zeros(len(rendering) + 1, dtype=np.int64)
     np.add.at(depth, chunks.student_start, 1)
     np.add.at(depth, chunks.student_end, -1)
     bare = np.cumsum(depth)[:-1] == 0
-    found = []
+    stretches = []
     for segment in rendering.segments:
-        places = np.flatnonzero(bare[segment.token_start : segment.token_end]) + segment.token_start
-        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+        tokens = np.flatnonzero(bare[segment.token_start : segment.token_end]) + segment.token_start
+        for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1):
             if len(run):
                 ids = rendering.ids[run].tolist()
                 text = "".join(vocab.display(ids))
                 where = {"message": segment.message, "kind": segment.kind, "tokens": len(ids)}
-                found.append({**where, "text": text, "reason": _why(rendering, segment, other)})
-    return found
+                stretches.append({**where, "text": text, "reason": _why(rendering, segment, other)})
+    return stretches
 
 
-def _why(rendering: Rendering, segment: Segment, other: Rendering) -> str:
+def _why(rendering: TokenizedText, segment: Segment, other: TokenizedText) -> str:
     """Why tokens of a segment have no counterpart, under the names that training counts them by."""
     partners = [s for s in other.segments if (s.message, s.kind) == (segment.message, segment.kind)]
     if not partners:
         return "segment_missing"
     if segment.kind == "tool_call":
         return "call_fields_differ"
+    # stripped, as the alignment pairs segments that differ in outer white space alone
     mine = rendering.source[segment.start : segment.end].strip()
     same = any(mine == other.source[s.start : s.end].strip() for s in partners)
     return "no_shared_boundary" if same else "segment_differs"
 
 
 def _chunk_rows(
-    student: Rendering, teacher: Rendering, chunks: Chunks, vocabs: tuple[ByteVocab, ByteVocab]
+    student: TokenizedText, teacher: TokenizedText, chunks: Chunks, vocabs: tuple[ByteVocab, ByteVocab]
 ) -> list[dict[str, Any]]:
     rows = []
     for k, kind in enumerate(chunks.kinds()):
@@ -117,15 +121,16 @@ def _chunk_rows(
                 "bytes": data.hex(),
                 "kind": kind,
                 "exact": bool(chunks.exact[k]),
+                "same_text": bool(chunks.same_text[k]),
                 "role": bool(chunks.role[k]),
             }
         )
     return rows
 
 
-def _summary(student: Rendering, teacher: Rendering, chunks: Chunks, counts: Counter[str]) -> dict[str, Any]:
+def _summary(student: TokenizedText, teacher: TokenizedText, chunks: Chunks, counts: Counter[str]) -> dict[str, Any]:
     target_bytes = sum(s.end - s.start for s in student.segments)
-    covered = int(np.sum((chunks.byte_end - chunks.byte_start)[chunks.exact]))
+    covered = int(np.sum((chunks.byte_end - chunks.byte_start)[chunks.same_text]))
     tokens = len(student), len(teacher)
     size = max(len(student.source), 1), max(len(teacher.source), 1)
     return {
@@ -167,7 +172,7 @@ def summary_lines(view: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{n} {k}" for k, n in s["kinds"].items() if n) or "none"
     lines = [
         f"{s['chunks']} chunks ({kinds}); {s['exact_chunks']} exact.",
-        f"{s['covered_bytes']} of {s['target_bytes']} target bytes covered by exact chunks ({s['coverage']:.1%}).",
+        f"{s['covered_bytes']} of {s['target_bytes']} target bytes covered ({s['coverage']:.1%}).",
         f"student {s['student_tokens']} tokens, {s['student_tokens_per_byte']:.3f} per byte; "
         f"teacher {s['teacher_tokens']} tokens, {s['teacher_tokens_per_byte']:.3f} per byte.",
     ]

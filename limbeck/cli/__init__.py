@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """End one of several ranks, without tearing down the interpreter: a thread of gloo that lets go of its last tensor
     meanwhile would abort a process whose work is done, and its launcher would call the run failed."""
+    # os._exit calls none of these and drops what is buffered
     atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
@@ -53,6 +54,7 @@ def _run(arguments: list[str] | None) -> NoReturn:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
+    # both are read when the libraries are imported, which commands do later
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
@@ -76,7 +78,7 @@ def _run(arguments: list[str] | None) -> NoReturn:
     except _Terminated:
         print("limbeck: ended by SIGTERM", file=sys.stderr)
         raise SystemExit(ExitCode.TERMINATED) from None
-    except (MemoryError, OSError, RuntimeError) as error:
+    except Exception as error:
         line = _of_the_machine(error)
         if debug or line is None:
             raise
@@ -85,6 +87,7 @@ def _run(arguments: list[str] | None) -> NoReturn:
     raise SystemExit(ExitCode.DONE)
 
 
+# no Exception: an `except Exception` on the way would swallow it
 class _Terminated(BaseException):
     """SIGTERM came."""
 
@@ -95,15 +98,16 @@ def _terminable() -> Iterator[None]:
 
     One of several ranks ends at once, as it may be waiting for another for ever.
     """
+    # only the main thread may set a handler; one that somebody else has set stays
     alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 and threading.current_thread() is threading.main_thread()
     if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    own = os.getpid()
+    pid = os.getpid()
 
     def leave(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.getpid() != own:
+        if os.getpid() != pid:
             # a forked worker, which has nothing of its own to remove
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -118,8 +122,16 @@ def _terminable() -> Iterator[None]:
 
 def _of_the_machine(error: BaseException) -> str | None:
     """One sentence about memory or a file that this machine refuses; None for a fault of another kind."""
+    from limbeck.utils.files import is_disk_full
+
+    if is_disk_full(error):
+        where = getattr(error, "filename", None)
+        what = "a file" if where is None else repr(str(where))
+        return f"{what} cannot be written ({one_line(error, 200)}); free some space or write elsewhere"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{str(error.filename)!r} cannot be used: {error.strerror}"
+        # of a renaming, the name that was wanted
+        return f"{str(error.filename2 or error.filename)!r} cannot be used: {error.strerror}"
+    # by name, as torch need not be there; its allocator for the CPU raises a plain RuntimeError
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in str(error):
         why = one_line(error, 200)
         return f"memory ran out ({why}); use smaller batches, shorter sequences or a smaller model"
@@ -170,6 +182,7 @@ def application() -> typer.Typer:
         schema,
         traces,
         train,
+        write,
     )
 
     app = typer.Typer(
@@ -199,6 +212,7 @@ def application() -> typer.Typer:
     app.command("doctor")(doctor.doctor_command)
     app.command("project")(project.project_command)
     app.command("eval")(evaluate.eval_command)
+    app.command("write")(write.write_command)
     app.command("report")(report.report_command)
     app.command("export")(export.export_command)
     app.command("plan")(plan.plan_command)

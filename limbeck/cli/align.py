@@ -54,6 +54,7 @@ def align_command(
     Where do both models disagree? limbeck align ./small ./large --data train.jsonl --score --html page.html
     """
     student, teacher, text = _sort_words(words or [], student, teacher)
+    # an empty text is one that was given
     if sum(bool(x) or x == "" for x in (text, file, messages, data)) != 1:
         raise ConfigError("give exactly one of a text, --file, --messages or --data.")
     conversation, tools = _read_messages(messages) if messages else (None, None)
@@ -83,17 +84,22 @@ def align_command(
     if json_output:
         print_json(view)
         return
+    _print_view(view, names, notes)
+    if html:
+        typer.echo(f"page: {html}")
+
+
+def _print_view(view: dict[str, Any], names: tuple[str, str], notes: list[str]) -> None:
+    """Rows or one alignment on the terminal, and what a reader should know about them."""
     from rich.console import Console
 
     screen = Console(soft_wrap=False)
-    if data:
+    if "rows" in view:
         print_rows(view, screen)
     else:
         print_alignment(view, screen, names)
     for line in notes:
         screen.print(line, highlight=False, markup=False)
-    if html:
-        typer.echo(f"page: {html}")
 
 
 def _sort_words(words: list[str], student: str | None, teacher: str | None) -> tuple[str, str, str | None]:
@@ -119,10 +125,10 @@ def _view_rows(
     from limbeck.errors import TemplateError
 
     views: list[dict[str, Any]] = []
-    found = sample_rows(data, limit, text_key=text_key)
-    with display() as shown:
-        bar = shown.begin("aligning rows", len(found))
-        for row in found:
+    sampled = sample_rows(data, limit, text_key=text_key)
+    with display() as screen:
+        bar = screen.begin("aligning rows", len(sampled))
+        for row in sampled:
             try:
                 if row.messages is not None:
                     view = view_messages(student_tokenizer, teacher_tokenizer, row.messages, row.tools)
@@ -144,8 +150,8 @@ def _score(view: dict[str, Any], student: str, teacher: str, *, quiet: bool) -> 
     from limbeck.evaluation.chunks import ChunkScorer
 
     rows = [row for row in view.get("rows", [view]) if "problem" not in row]
-    with display(quiet=quiet) as shown:
-        bar = shown.begin("loading both models", len(rows))
+    with display(quiet=quiet) as screen:
+        bar = screen.begin("loading both models", len(rows))
         scorer = ChunkScorer(student, teacher)
         for number, row in enumerate(rows):
             bar.update(number, note="scoring")
@@ -158,6 +164,7 @@ def _read_text(text: str | None, file: Path | None) -> str:
     if file is None:
         return sys.stdin.read() if text == "-" else str(text)
     try:
+        # read_text would turn \r\n into \n, and other tokens would be shown than those of the file
         return file.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from error
@@ -194,12 +201,12 @@ def print_alignment(view: dict[str, Any], console: Console, names: tuple[str, st
     for number, chunk in enumerate(view["chunks"]):
         kind = "" if chunk["kind"] == "1:1" else chunk["kind"]
         if not chunk["exact"]:
-            kind = f"{chunk['kind']} not exact"
-        style = "red" if not chunk["exact"] else "yellow" if kind else "dim"
+            kind = f"{chunk['kind']} {'added space' if chunk['same_text'] else 'not exact'}"
+        style = "red" if not chunk["same_text"] else "yellow" if kind else "dim"
         table.add_row(
             str(number),
-            _coloured(chunk["student_tokens"], chunk["exact"]),
-            _coloured(chunk["teacher_tokens"], chunk["exact"]),
+            _coloured(chunk["student_tokens"], chunk["same_text"]),
+            _coloured(chunk["teacher_tokens"], chunk["same_text"]),
             Text(kind, style=style),
             *(_figures(chunk) if scored else ()),
         )

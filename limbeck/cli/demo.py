@@ -32,9 +32,9 @@ def demo_command(
     from limbeck.report.run_page import write_report
 
     folder = _chosen(out, steps, documents)
-    with display(lines=True) as shown:
+    with display(lines=True) as screen:
         try:
-            result = run_demo(folder, steps=steps, documents=documents, say=shown.say)
+            result = run_demo(folder, steps=steps, documents=documents, say=screen.say)
         except StoppedEarly as stopped:
             interrupted = stopped.exit_code == ExitCode.INTERRUPTED
             line = f"the demo in {folder} was stopped before its end; run the same command again to go on"
@@ -85,5 +85,5 @@ def _print_demo(result: dict[str, Any]) -> None:
 
 def _line(text: str, most: int = 90) -> str:
     """Text of a model on one line; its control characters do not reach the terminal."""
-    shown = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-    return shown if len(shown) <= most else shown[:most] + "..."
+    printable = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return printable if len(printable) <= most else printable[:most] + "..."

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import limbeck
-from limbeck.cli.options import JsonOption, console, print_json
+from limbeck.cli.options import JsonOption, console, print_json, print_names
 from limbeck.errors import ConfigError
 
 
@@ -34,30 +34,31 @@ def docs_command(
             _print_page(text)
     else:
         titles = {name: _title(path.read_text(encoding="utf-8")) for name, path in pages.items()}
-        _print_table(titles, "pages", json_output)
+        print_names(titles, "pages", as_json=json_output)
 
 
 def find_pages() -> dict[str, Path]:
     """Every page by its name: those inside the package, or of the checkout that it is imported from."""
     package = Path(limbeck.__file__).parent
     for folder in (package / "docs", package.parent / "docs"):
-        found = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.md"))}
-        if "index" in found:
-            return found
+        pages = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.md"))}
+        # beside an installed package docs/ may be somebody else's
+        if "index" in pages:
+            return pages
     raise ConfigError("the documentation is not part of this installation; it lies in docs/ of the source")
 
 
 def search_pages(pages: dict[str, Path], word: str) -> list[tuple[str, str, str]]:
     """(page, heading, line) of every line that holds ``word``, whatever its case."""
-    found = []
+    hits = []
     for name, path in pages.items():
         heading = ""
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("#"):
                 heading = line.lstrip("# ")
             if word.casefold() in line.casefold():
-                found.append((name, heading, line.strip()))
-    return found
+                hits.append((name, heading, line.strip()))
+    return hits
 
 
 def _page(pages: dict[str, Path], name: str) -> Path:
@@ -72,8 +73,8 @@ def _page(pages: dict[str, Path], name: str) -> Path:
 
 
 def _title(text: str) -> str:
-    found = re.search(r"^# +(.*)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    heading = re.search(r"^# +(.*)$", text, re.MULTILINE)
+    return heading[1] if heading else ""
 
 
 def _print_page(text: str) -> None:
@@ -87,29 +88,15 @@ def _print_page(text: str) -> None:
         typer.echo(text, nl=False)
 
 
-def _print_found(found: list[tuple[str, str, str]], word: str, json_output: bool) -> None:
+def _print_found(hits: list[tuple[str, str, str]], word: str, json_output: bool) -> None:
     if json_output:
-        print_json({"found": [{"page": name, "heading": heading, "line": line} for name, heading, line in found]})
+        print_json({"found": [{"page": name, "heading": heading, "line": line} for name, heading, line in hits]})
         return
-    if not found:
+    if not hits:
         raise ConfigError(f"no page holds {word!r}")
     last = ""
-    for name, heading, line in found:
+    for name, heading, line in hits:
         if name != last:
             typer.secho(name, bold=True)
             last = name
         typer.echo(f"  {heading}: {line}" if heading and heading not in line else f"  {line}")
-
-
-def _print_table(rows: dict[str, str], key: str, json_output: bool) -> None:
-    if json_output:
-        print_json({key: rows})
-        return
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, what in rows.items():
-        table.add_row(name, what)
-    console().print(table)

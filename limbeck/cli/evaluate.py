@@ -15,7 +15,7 @@ from limbeck.errors import ConfigError
 
 
 class EvalMode(str, Enum):
-    """What the records of a file are."""
+    """Kind of a file's records."""
 
     auto = "auto"
     text = "text"
@@ -25,8 +25,8 @@ class EvalMode(str, Enum):
     answers = "answers"
 
 
-class Begin(str, Enum):
-    """Whether texts stand behind a model's begin token."""
+class Bos(str, Enum):
+    """Whether texts stand behind a model's BOS token."""
 
     auto = "auto"
     expected = "expected"
@@ -62,7 +62,9 @@ def eval_command(
     stride: Annotated[
         int | None, typer.Option(help="Tokens a window moves on in long documents (default: half the context).")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 8192,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of one forward pass (default: what memory takes).")
+    ] = None,
     max_documents: Annotated[int | None, typer.Option(help="Read this many documents of each file.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="Read about this many bytes of each file.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run folder: best, latest or a step.")] = "best",
@@ -74,8 +76,8 @@ def eval_command(
         bool, typer.Option("--allow-missing", help="Take random numbers for weights that a model's folder lacks.")
     ] = False,
     bos: Annotated[
-        Begin, typer.Option(help="Begin token: as the tokenizer does, or as the weights expect (by a short text).")
-    ] = Begin.auto,
+        Bos, typer.Option(help="BOS token: as the tokenizer does, or as the weights expect (by a short text).")
+    ] = Bos.auto,
     traces: Annotated[
         list[Path] | None,
         typer.Option("--traces", help="Agent traces: log p of failed messages and of better ones; repeatable."),
@@ -86,6 +88,10 @@ def eval_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     chat_template: Annotated[
         str | None, typer.Option(help="Template (.jinja) for models without tool calls in theirs; with --traces.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option("--task", help="YAML with tasks: name, data, verifier; how many problems are solved; repeatable."),
     ] = None,
     lm_eval: Annotated[
         list[str] | None, typer.Option("--lm-eval", help="Also run this task of the lm-eval harness; repeatable.")
@@ -102,8 +108,10 @@ def eval_command(
     from limbeck.evaluation.files import evaluate
 
     models, data = split_arguments(models, data or [])
-    if not data and not lm_eval and not traces:
-        raise ConfigError("there is nothing to evaluate on; give --data FILE, --traces FILE or --lm-eval TASK.")
+    if not data and not lm_eval and not traces and not task:
+        raise ConfigError(
+            "there is nothing to evaluate on; give --data FILE, --task FILE, --traces FILE or --lm-eval TASK."
+        )
     options = EvalOptions(
         mode=mode.value,
         text_key=text_key,
@@ -124,37 +132,44 @@ def eval_command(
     if lm_eval:
         from limbeck.evaluation.harness import check_harness
 
+        # before long work: the harness itself comes last
         check_harness(lm_eval, lm_eval_include)
     result: dict[str, Any] = {"models": {spec: {} for spec in models}}
     _silence_other_bars()
-    with display() as shown:
+    with display() as screen:
 
         def begin(model: str, file: str, documents: int) -> Callable[[float], None]:
-            return shown.begin(f"{Path(model).name}  {Path(file).name}", documents).advance
+            return screen.begin(f"{Path(model).name}  {Path(file).name}", documents).advance
 
         if data:
             result = evaluate(models, data, options, begin)
         if traces:
-            from limbeck.evaluation.traces import evaluate_traces
-            from limbeck.traces.files import find_files
+            result["traces"] = _traces(models, traces, options, begin, chat_template=chat_template, generate=generate)
+        if task:
+            from limbeck.evaluation.tasks import evaluate_tasks, read_tasks
 
-            result["traces"] = evaluate_traces(
-                models,
-                find_files(traces),
-                options,
-                chat_template=chat_template,
-                generate=generate,
-                max_new_tokens=max_new_tokens,
-                begin=begin,
-            )
+            tasks = [one for path in task for one in read_tasks(path)]
+            result["tasks"] = evaluate_tasks(models, tasks, options)
         if lm_eval:
             result["lm_eval"] = _harness(models, lm_eval, lm_eval_include, options)
+    _print(result, json_output=json_output)
+
+
+def _traces(models: list[str], paths: list[Path], options: Any, begin: Any, **choices: Any) -> dict[str, Any]:
+    from limbeck.evaluation.traces import evaluate_traces
+    from limbeck.traces.files import find_files
+
+    files = find_files(paths)
+    return evaluate_traces(models, files, options, max_new_tokens=options.max_new_tokens, begin=begin, **choices)
+
+
+def _print(result: dict[str, Any], *, json_output: bool) -> None:
     if json_output:
         print_json(result)
-    else:
-        from limbeck.cli.evaluation_tables import print_evaluation
+        return
+    from limbeck.cli.evaluation_tables import print_evaluation
 
-        print_evaluation(result, console())
+    print_evaluation(result, console())
 
 
 def _silence_other_bars() -> None:
@@ -168,13 +183,14 @@ def split_arguments(models: list[str], data: list[str]) -> tuple[list[str], list
 
     def is_data(name: str) -> bool:
         path = Path(name).expanduser()
+        # a .gguf file is a model
         return name.startswith("hf:") or glob.has_magic(name) or (path.is_file() and path.suffix != ".gguf")
 
-    found = [name for name in models if is_data(name)] if data else []
-    left = [name for name in models if name not in found]
+    files = [name for name in models if is_data(name)] if data else []
+    left = [name for name in models if name not in files]
     if not left:
-        raise ConfigError(f"no model is given, only data files ({', '.join(found[:3])}); write the models first.")
-    return left, [*data, *found]
+        raise ConfigError(f"no model is given, only data files ({', '.join(files[:3])}); write the models first.")
+    return left, [*data, *files]
 
 
 def _harness(models: list[str], tasks: list[str], include: Path | None, options: Any) -> dict[str, Any]:

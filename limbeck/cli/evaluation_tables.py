@@ -31,7 +31,7 @@ _TRACE_FIGURES: dict[str, tuple[str, bool | None]] = {
 }
 """How probable messages of traces are: title, and whether more is better."""
 _SCORED = {"chat": " (assistant)", "choice": " (right answers)", "pairs": " (chosen)", "answers": " (right answers)"}
-"""What of a file the bits per byte are about, where that is not all of it."""
+"""Part of a file that the bits per byte are about, where that is not all of it."""
 
 
 def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
@@ -45,14 +45,34 @@ def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
     figures = _figure_table(models, names, files)
     if figures is not None:
         console.print(figures)
+    if "tasks" in result:
+        print_tasks(result["tasks"], names, console)
     if "traces" in result:
         print_traces(result["traces"], names, console)
     if "lm_eval" in result:
         console.print(_harness_table(result["lm_eval"], names))
     for note in notes(models, names, files):
         console.print(note, style="dim", highlight=False)
-    for warning in begin_warnings(result.get("loaded", {})):
+    for warning in bos_warnings(result.get("loaded", {})):
         console.print(warning, style="yellow", highlight=False, markup=False)
+
+
+def print_tasks(result: Mapping[str, Any], names: Mapping[str, str], console: Console) -> None:
+    """Problems solved, by task and model, and what tells each model from the first on the same problems."""
+    table = Table(title="problems solved")
+    table.add_column("task")
+    for spec in result["scores"]:
+        table.add_column(names.get(spec, spec), justify="right")
+    for task, others in result["pairs"].items():
+        scores = [of_model[task] for of_model in result["scores"].values()]
+        cells = [f"{one['score']:.1%} ± {one['standard_error']:.1%}" for one in scores]
+        table.add_row(f"{task} ({scores[0]['problems']})", *cells)
+        for spec, pair in others.items():
+            name = names.get(spec, spec).replace("\n", " ")
+            gain = f"{pair['difference']:+.1%} ± {pair['standard_error']:.1%}"
+            line = f"{task}, {name} less the first: {gain}, p = {pair['p']:.3g} (McNemar)"
+            console.print(line, style="dim", highlight=False)
+    console.print(table)
 
 
 def _model_name(short: str, result: Mapping[str, Any], spec: str) -> str:
@@ -71,6 +91,7 @@ def _table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
 
 def _row(values: list[float | None], digits: int, higher: bool) -> list[Text]:
     """Values as text; the best one bold where there is something to compare."""
+    # as shown: values that look the same are equally good
     known = [round(v, digits) for v in values if v is not None]
     best = (max(known) if higher else min(known)) if len(values) > 1 and known else None
     cells = []
@@ -97,6 +118,7 @@ def _bpb_table(models: Mapping[str, Any], names: Mapping[str, str], files: Mappi
 def _overall(by_file: Mapping[str, Mapping[str, Any]]) -> float | None:
     rows = [row for row in by_file.values() if row["bpb"] is not None]
     total = sum(row["bytes"] for row in rows)
+    # all bits over all bytes: in a mean of the files' figures a small file would count as much as a large one
     return sum(row["bpb"] * row["bytes"] for row in rows) / total if total else None
 
 
@@ -111,21 +133,21 @@ def _figure_table(models: Mapping[str, Any], names: Mapping[str, str], files: Ma
     return table if table.row_count else None
 
 
-def _harness_table(found: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+def _harness_table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
     table = _table("lm-eval", ["task", "figure"], names.values())
-    first = next(iter(found.values()))
+    first = next(iter(results.values()))
     for task, figures in first.items():
         label = task
         for figure in figures:
             if "stderr" not in figure:
-                values = [found[spec].get(task, {}).get(figure) for spec in names]
+                values = [results[spec].get(task, {}).get(figure) for spec in names]
                 table.add_row(Text(label), Text(figure), *_row(values, 4, higher=True))
                 label = ""
     return table
 
 
 def notes(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[str, str]) -> list[str]:
-    """What a reader must know to compare the figures: unequal bytes, lossy tokens, what was left out."""
+    """Notes without which the figures would mislead: unequal bytes, lossy tokens, what was left out."""
     out = []
     for file, short in files.items():
         sizes = {names[spec].replace("\n", " "): models[spec][file]["bytes"] for spec in names}
@@ -134,26 +156,26 @@ def notes(models: Mapping[str, Any], names: Mapping[str, str], files: Mapping[st
             listed = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
             out.append(
                 f"{short}: models were scored on different numbers of bytes ({listed}); a document's first token has "
-                "no predictor where the tokenizer sets no begin token."
+                "no predictor where the tokenizer sets no BOS token."
             )
         for spec in names:
-            dropped = models[spec][file].get("dropped")
-            if dropped:
-                listed = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+            skipped = models[spec][file].get("skipped")
+            if skipped:
+                listed = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
                 out.append(f"{short}, {names[spec]}: {listed}.".replace("\n", " "))
     return out
 
 
-def begin_warnings(loaded: Mapping[str, Any]) -> list[str]:
+def bos_warnings(loaded: Mapping[str, Any]) -> list[str]:
     """One line for every model whose texts began otherwise than it expects, or than its tokenizer begins them."""
     out = []
     for spec, details in loaded.items():
-        begin = details.get("begin")
-        if begin is None:
+        bos = details.get("bos")
+        if bos is None:
             continue
-        how, does = ("behind its begin token", "sets none") if begin["expected"] else ("without", "sets one")
-        said = f"a plain text has {begin['bits']}; its tokenizer {does}"
-        if begin["followed"]:
+        how, does = ("behind its BOS token", "sets none") if bos["expected"] else ("without", "sets one")
+        said = f"a plain text has {bos['bits']}; its tokenizer {does}"
+        if bos["followed"]:
             out.append(f"{spec} was scored {how}, as its weights expect: {said}.")
         else:
             advice = "so its figures are too high; add --bos expected"
@@ -177,9 +199,9 @@ def print_traces(result: Mapping[str, Any], names: Mapping[str, str], console: C
         console.print(_behaviour(result, models, names))
     console.print(_places(result, models, names))
     for model in models:
-        dropped = result[model]["dropped"]
-        if dropped:
-            listed = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+        skipped = result[model]["skipped"]
+        if skipped:
+            listed = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
             console.print(f"{names.get(model, model)}: left out {listed}.".replace("\n", " "), style="dim")
 
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limbeck.cli.options import JsonOption, OverridesArgument, RunFileArgument, console, print_json
+from limbeck.cli.options import (
+    JsonOption,
+    OverridesArgument,
+    RunFileArgument,
+    console,
+    distillation_of,
+    print_json,
+    read_run_file,
+)
 from limbeck.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,9 +28,13 @@ def plan_command(
     run_file: RunFileArgument,
     overrides: OverridesArgument = None,
     gpus: Annotated[int, typer.Option("--gpus", "-g", help="Devices of the run.", min=1)] = 1,
-    memory: Annotated[float, typer.Option("--memory", "-m", help="GiB of each device.", min=1)] = 80.0,
+    memory: Annotated[
+        float | None, typer.Option("--memory", "-m", help="GiB of each device (default: this machine's, or 80).", min=1)
+    ] = None,
     tokens: Annotated[float, typer.Option(help="Training tokens of the whole run, for time and cost.", min=0)] = 0.0,
-    tflops: Annotated[float, typer.Option(help="Peak of a device in the run's precision.", min=0.1)] = 989.0,
+    tflops: Annotated[
+        float | None, typer.Option(help="Peak of a device in the run's precision (default: 989).", min=0.1)
+    ] = None,
     utilisation: Annotated[float, typer.Option(help="Share of the peak that is reached.", min=0.01, max=1)] = 0.4,
     per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 8,
     node_link: Annotated[float, typer.Option(help="GB/s of a device to others in its node.", min=0.1)] = 450.0,
@@ -35,15 +47,16 @@ def plan_command(
 
     Example: limbeck plan llama_from_qwen --gpus 8 --memory 80
     """
-    from limbeck.algorithms.config import MasterConfig
-    from limbeck.algorithms.workload import workload_of
-    from limbeck.config import load_config, resolve
-    from limbeck.distributed.planner import Machine, fitting, plan
+    run_file_and_settings = read_run_file(run_file, overrides)
+    from limbeck.distributed.planner import fitting, plan
+    from limbeck.tools.machine import assumed_machine
+    from limbeck.tools.workload import workload_of
 
-    config = resolve(MasterConfig, load_config(run_file, overrides or []))
-    machine = Machine(
-        memory=memory * _GIB,
-        flops=tflops * 1e12,
+    config = distillation_of(run_file_and_settings)
+    machine, device = assumed_machine(
+        memory,
+        tflops,
+        gpus=gpus,
         utilisation=utilisation,
         devices_per_node=per_node,
         node_link=node_link * 1e9,
@@ -53,7 +66,7 @@ def plan_command(
     work = workload_of(config)
     estimates = plan(work, gpus, machine)
     best = fitting(estimates)
-    result = describe(work, estimates, machine, gpus, tokens)
+    result = {"device": device, **describe(work, estimates, machine, gpus, tokens)}
     if json_output:
         print_json(result)
     else:
@@ -128,9 +141,7 @@ def print_plan(estimates: list[Estimate], result: dict[str, Any], show: int) -> 
     """The plan as a table of the best layouts, and what to set."""
     from rich.table import Table
 
-    table = Table(
-        title=f"GiB per device, {result['gpus']} devices of {result['memory_gib']:g} GiB", title_justify="left"
-    )
+    table = Table(title=f"GiB per device, {result['gpus']} x {result['device']}", title_justify="left")
     out = console()
     parts = list(dict.fromkeys(name for e in estimates for name in e.memory))
     # what memory holds takes a column each; a narrow terminal gets those of the best layout below the table

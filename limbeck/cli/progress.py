@@ -22,8 +22,8 @@ def display(*, lines: bool = False, quiet: bool = False) -> Iterator[Progress]:
     """
     terminal = Console(stderr=True)
     if quiet:
-        with showing(Quiet() if lines else Silent()) as shown:
-            yield shown
+        with showing(Quiet() if lines else Silent()) as screen:
+            yield screen
         return
     if not terminal.is_terminal:
         yield Lines() if lines else Silent()
@@ -35,8 +35,8 @@ def display(*, lines: bool = False, quiet: bool = False) -> Iterator[Progress]:
     bar = BarColumn(bar_width=None, table_column=Column(min_width=1, ratio=1))
     columns = (text("description"), bar, text("fields[count]"), text("fields[note]"), _Waiting())
     bars = RichBars(*columns, console=terminal, transient=True, expand=True, refresh_per_second=4)
-    with bars, showing(_Terminal(bars)) as shown:
-        yield shown
+    with bars, showing(_Terminal(bars)) as screen:
+        yield screen
 
 
 class _Waiting(ProgressColumn):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from limbeck.cli.options import JsonOption, console, print_json
+from limbeck.cli.options import JsonOption, print_names
 from limbeck.errors import ConfigError
 
 recipes_app = typer.Typer(
@@ -26,18 +26,8 @@ def list_command(json_output: JsonOption = False) -> None:
     """
     from limbeck.config import recipe_names
 
-    found = {name: describe(_text(name)) for name in recipe_names()}
-    if json_output:
-        print_json({"recipes": found})
-        return
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, what in found.items():
-        table.add_row(name, what)
-    console().print(table)
+    recipes = {name: describe(_text(name)) for name in recipe_names()}
+    print_names(recipes, "recipes", as_json=json_output)
 
 
 @recipes_app.command("show")
@@ -73,7 +63,7 @@ def copy_command(
 
 
 def describe(text: str) -> str:
-    """What a run file is for: the first line of the comment that it begins with."""
+    """Purpose of a run file: the first line of the comment that it begins with."""
     return text.partition("\n")[0].lstrip("# ")
 
 

@@ -45,6 +45,7 @@ def report_command(
     from limbeck.utils.files import refuse_inputs
 
     if out is not None:
+        # a page is no input: an earlier one may be replaced
         refuse_inputs(out, [file for run in runs for file in run.glob("*") if file.suffix != ".html"])
     page = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("report.html"))
     if json_output:

@@ -21,7 +21,7 @@ def schema_command(
 
     Example: limbeck schema -o run.schema.json
     """
-    from limbeck.algorithms.schema import json_schema, reference
+    from limbeck.tools.schema import json_schema, reference
     from limbeck.utils.files import write_atomic
 
     text = reference() if markdown else json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"

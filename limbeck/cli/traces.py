@@ -1,4 +1,4 @@
-"""``limbeck traces ...``: agent logs to canonical traces, secrets, error sites, preference pairs, and a page of all."""
+"""``limbeck traces ...``: agent logs to canonical traces, secrets, failed calls, preference pairs, a page of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from limbeck.errors import PartlyDone, TraceError, one_line
 if TYPE_CHECKING:
     from limbeck.traces import ComposerDataCollator
     from limbeck.traces.endpoint import Budget
+    from limbeck.traces.failed_calls import FailedCall
     from limbeck.traces.files import IngestStats
     from limbeck.traces.hints import HintGenerator
     from limbeck.traces.judge import EndpointJudge
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
     from limbeck.traces.redact import Redactor
     from limbeck.traces.replay import Proposer, Replayer
     from limbeck.traces.schema import Trace
-    from limbeck.traces.sites import Site
     from limbeck.utils.files import JsonCache
 
+# lazy, so that an @ inside the URL stays there
 _MODEL_AT_URL = r"(?P<model>.+?)@(?P<url>https?://.+)"
 
 traces_app = typer.Typer(
-    help="Agent logs: canonical traces, error sites, preference pairs.\n\nExample: limbeck traces ingest logs/*.jsonl",
+    help="Agent logs: canonical traces, failed calls, preference pairs.\n\nExample: limbeck traces ingest logs/*.jsonl",
     no_args_is_help=True,
 )
 
@@ -64,19 +66,24 @@ SystemOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option(
-        "--format", "-f", help="Log format, such as claude_code or openai_chat; detected from the content if absent."
-    ),
+    typer.Option("--format", "-f", help="Log format, such as claude_code or openai_chat; default: by its content."),
 ]
 RedactOption = Annotated[bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and passwords out.")]
 PiiOption = Annotated[
-    bool, typer.Option("--redact-pii", help="Also e-mail addresses, names in home paths, phone and card numbers.")
+    bool,
+    typer.Option(
+        "--redact-pii",
+        help="Also e-mail addresses, names in home paths, phone, card, IBAN and social security numbers.",
+    ),
 ]
 RulesOption = Annotated[
     list[Path] | None,
     typer.Option("--redact-rules", help="YAML file with patterns of your own, beside the kept ones; repeatable."),
 ]
 ReasoningOption = Annotated[bool, typer.Option("--strip-reasoning", help="Take hidden reasoning out of all messages.")]
+AllFailuresOption = Annotated[
+    bool, typer.Option("--all-failures", help="Count checks that found something and interruptions as mistakes.")
+]
 DetectorsOption = Annotated[
     DetectorSet, typer.Option("--detectors", help="extended: also failures that the log states without a flag.")
 ]
@@ -106,22 +113,24 @@ def ingest_command(
     Example: limbeck traces ingest session.jsonl airline.jsonl -o traces.jsonl
     """
     from limbeck.cli.progress import display
-    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, find_files, ingest
     from limbeck.utils.files import JsonCache, Output
 
     stats = IngestStats()
-    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
+    logs, inputs = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     redactor = _redactor(redact_pii, redact_rules)
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
+    reading = LogReadingConfig(format=format, detectors=detectors.value, redact=redact, strip_reasoning=strip_reasoning)
+    options = IngestOptions(reading, redactor, **_lacking(tools, system))
     scorer = None
     if judge is not None:
+        # a judge may repeat a secret of the trace, and its answers stay on disk
         answers = None if cache is None else JsonCache(cache, redactor.value if redact else None)
         scorer = _endpoint(judge, api_key_env, answers)
         if scorer is None:
             raise TraceError(f"--judge {judge!r} is not understood: expected MODEL@http://host:port/v1")
-    with Output(out, [*found, *given]) as output, display() as shown:
-        bar = shown.begin("traces")
-        for trace in ingest(found, options, stats):
+    with Output(out, [*logs, *inputs]) as output, display() as progress:
+        bar = progress.begin("traces")
+        for trace in ingest(logs, options, stats):
             output.line((trace if scorer is None else scorer.scored(trace)).to_json())
             bar.advance()
     if scorer is not None:
@@ -137,7 +146,8 @@ def ingest_command(
     if stats.traces and not stats.rewarded:
         note("no trace has a reward, so the policy channel is off for them; --judge MODEL@URL scores whole traces")
     _warn(stats.log)
-    _require_traces(stats, found)
+    # last: one file of no known format is an error, and what the others gave is written by now
+    _require_traces(stats, logs)
 
 
 @traces_app.command("secrets")
@@ -155,15 +165,15 @@ def secrets_command(
     from rich.markup import escape
     from rich.table import Table
 
-    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, find_files, ingest
 
     stats = IngestStats()
-    found = find_files(files)
+    logs = find_files(files)
     redactor = _redactor(redact_pii, redact_rules)
     hits: list[dict[str, Any]] = []
-    for trace in ingest(found, IngestOptions(format, redact=False), stats):
+    for trace in ingest(logs, IngestOptions(LogReadingConfig(format=format, redact=False)), stats):
         for message, hit in redactor.hits(trace):
-            hits.append({"trace": trace.id, "message": message, "kind": hit.kind, "secret": hit.preview})
+            hits.append({"trace": redactor.id(trace.id), "message": message, "kind": hit.kind, "secret": hit.preview})
     if json_output:
         print_json({"traces": stats.traces, "hits": hits})
     else:
@@ -174,13 +184,14 @@ def secrets_command(
             table.add_row(*(escape("-" if cell is None else str(cell)) for cell in row.values()))
         console().print(table if hits else f"no secret in {stats.traces} traces")
     _warn(stats.log)
-    _require_traces(stats, found)
+    _require_traces(stats, logs)
 
 
-@traces_app.command("sites")
-def sites_command(
+@traces_app.command("sites", hidden=True)
+@traces_app.command("errors")
+def errors_command(
     files: FilesArgument,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write error sites, one per line.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write failed calls, one per line.")] = None,
     format: FormatOption = None,
     recovery_weight: Annotated[
         float, typer.Option(min=0.0, help="Weight of the message that put it right, as a second target.")
@@ -198,9 +209,7 @@ def sites_command(
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the judge's answers.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the judge's key.")] = "OPENAI_API_KEY",
-    all_failures: Annotated[
-        bool, typer.Option("--all-failures", help="Count checks that found something and interruptions as mistakes.")
-    ] = False,
+    all_failures: AllFailuresOption = False,
     redact: RedactOption = True,
     redact_pii: PiiOption = False,
     redact_rules: RulesOption = None,
@@ -212,40 +221,44 @@ def sites_command(
 ) -> None:
     """Find the messages whose tool calls failed and write a hint for each.
 
-    Example: limbeck traces sites traces.jsonl -o sites.jsonl
+    Example: limbeck traces errors traces.jsonl -o errors.jsonl
     """
     from limbeck.cli.progress import display
-    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
+    from limbeck.traces.failed_calls import FailedCallFinder
+    from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, find_files, ingest
     from limbeck.traces.hints import LayeredHints
-    from limbeck.traces.sites import SiteFinder
     from limbeck.utils.files import JsonCache, Output
 
     stats = IngestStats()
-    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
+    logs, inputs = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     redactor = _redactor(redact_pii, redact_rules)
     clean: Callable[[Any], Any] = redactor.value if redact else lambda value: value
     answers = None if cache is None else JsonCache(cache, clean)
     generators = _generators(hints, hook, judge, answers, api_key_env)
-    finder = SiteFinder(LayeredHints(generators), recovery_weight, all_failures=all_failures)
-    options = IngestOptions(format, redact, strip_reasoning, detectors.value, redactor, **_lacking(tools, system))
-    with Output(out, [*found, *given]) as output, display() as shown:
-        bar = shown.begin("traces")
-        for trace in ingest(found, options, stats):
-            for site in finder.find(trace):
-                row = clean(site.model_dump(mode="json", exclude_defaults=True))
+    finder = FailedCallFinder(LayeredHints(generators), recovery_weight, all_failures=all_failures)
+    reading = LogReadingConfig(format=format, detectors=detectors.value, redact=redact, strip_reasoning=strip_reasoning)
+    options = IngestOptions(reading, redactor, **_lacking(tools, system))
+    with Output(out, [*logs, *inputs]) as output, display() as progress:
+        bar = progress.begin("traces")
+        for trace in ingest(logs, options, stats):
+            for failed_call in finder.find(trace):
+                # the trace is clean already; the hint of a hook or a judge is not
+                row = clean(failed_call.model_dump(mode="json", exclude_defaults=True))
                 output.line(json.dumps(row, ensure_ascii=False))
             bar.advance()
     summary = finder.summary()
     if json_output:
         print_json(summary)
     else:
-        _print_counts(f"{summary['sites']} error sites in {stats.traces} traces", "error kind", summary["by_kind"])
+        _print_counts(
+            f"{summary['failed_calls']} failed calls in {stats.traces} traces", "error kind", summary["by_kind"]
+        )
         _print_counts("hints", "source", summary["by_hint_source"])
-        _print_counts("dropped", "reason", summary["dropped"])
+        _print_counts("skipped", "reason", summary["skipped"])
     for problem, count in finder.hints.problems.most_common():
         note(f"hint not usable, {count} times: {problem}")
     _warn(stats.log)
-    _require_traces(stats, found)
+    _require_traces(stats, logs)
 
 
 @traces_app.command("pairs")
@@ -260,6 +273,7 @@ def pairs_command(
     states: Annotated[States, typer.Option("--at", help="errors: messages whose calls failed; all: every one.")] = (
         States.errors
     ),
+    all_failures: AllFailuresOption = False,
     quorum: Annotated[
         int | None, typer.Option(min=1, help="Equal answers that it takes (default: a majority).")
     ] = None,
@@ -291,11 +305,11 @@ def pairs_command(
 
     from limbeck.cli.progress import display
     from limbeck.traces.endpoint import Budget
-    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, find_files, ingest
     from limbeck.traces.replay import Replayer, assistant_targets, error_targets
     from limbeck.utils.files import JsonCache, Output
 
-    found, given = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
+    logs, inputs = find_files(files), [path for path in (tools, system, *(redact_rules or [])) if path]
     budget = Budget(max_cost)
     settings: dict[str, Any] = {
         "api_key_env": api_key_env,
@@ -312,11 +326,11 @@ def pairs_command(
     teachers = [_teacher(spec, settings, answers, budget) for spec in teacher]
     replayer = Replayer(teachers, quorum, not keep_reasoning, redactor=redactor if redact else None)
     stats = IngestStats()
-    targets = error_targets if states is States.errors else assistant_targets
-    options = IngestOptions(format, redact, redactor=redactor, **_lacking(tools, system))
-    traces = ingest(found, options, stats)
-    with Output(out, [*found, *given]) as output, display() as shown:
-        asyncio.run(_replay(replayer, traces, targets, output.line, shown.begin("pairs").advance))
+    targets = partial(error_targets, all_failures=all_failures) if states is States.errors else assistant_targets
+    options = IngestOptions(LogReadingConfig(format=format, redact=redact), redactor, **_lacking(tools, system))
+    traces = ingest(logs, options, stats)
+    with Output(out, [*logs, *inputs]) as output, display() as progress:
+        asyncio.run(_replay(replayer, traces, targets, output.line, progress.begin("pairs").advance))
         silent = _silent_teachers(replayer)
     summary = {
         **replayer.summary(),
@@ -329,7 +343,7 @@ def pairs_command(
     else:
         _print_pairs(summary)
     _warn(stats.log)
-    _require_traces(stats, found)
+    _require_traces(stats, logs)
     if silent:
         raise PartlyDone(f"{len(silent)} of {len(teachers)} teachers never answered: {', '.join(silent)}")
 
@@ -344,7 +358,12 @@ def view_command(
     ] = None,
     teacher: Annotated[str | None, typer.Option(help="Tokenizer of a hinted teacher of another family.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="Template (.jinja) of the student.")] = None,
-    sites: Annotated[Path | None, typer.Option(help="Site file; by default sites and hints are found here.")] = None,
+    failed_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--errors", "--sites", help="File of `traces errors`; by default failed calls and hints are found here."
+        ),
+    ] = None,
     run: Annotated[
         Path | None, typer.Option(help="Run folder: log-probabilities at its start and at its best checkpoint.")
     ] = None,
@@ -362,29 +381,31 @@ def view_command(
     Example: limbeck traces view session.jsonl --student ./SmolLM2-135M-Instruct -o traces.html
     """
     from limbeck.report.trace_page import TraceView
-    from limbeck.traces.files import IngestOptions, IngestStats, find_files, ingest
+    from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, find_files, ingest
     from limbeck.utils.files import refuse_inputs
 
-    found = find_files(files)
-    refuse_inputs(out, found)
+    logs = find_files(files)
+    refuse_inputs(out, logs)
     stats = IngestStats()
-    options = IngestOptions(format, redact, False, detectors.value, _redactor(redact_pii, redact_rules))
-    traces = list(ingest(found, options, stats))
-    _require_traces(stats, found)
-    shown = sorted(traces, key=lambda trace: -sum(m.is_error for _, m in trace.new_messages()))[:most]
+    reading = LogReadingConfig(format=format, detectors=detectors.value, redact=redact)
+    options = IngestOptions(reading, _redactor(redact_pii, redact_rules))
+    traces = list(ingest(logs, options, stats))
+    if not traces:
+        _require_traces(stats, logs)
+    chosen = sorted(traces, key=lambda trace: -sum(m.is_error for _, m in trace.new_messages()))[:most]
     reader = student or (None if run is None else str(run))
     collator, names = _view_collator(reader, teacher, chat_template, max_seq_len)
     view = TraceView(
-        shown,
+        chosen,
         collator,
-        None if sites is None else _by_trace(sites),
-        {} if run is None else _view_scores(run, found, max_seq_len),
+        None if failed_calls is None else _by_trace(failed_calls),
+        {} if run is None else _view_scores(run, logs, max_seq_len),
         names,
-        [f"{len(traces) - len(shown):,} further traces are not shown."] if len(shown) < len(traces) else [],
+        [f"{len(traces) - len(chosen):,} further traces are not shown."] if len(chosen) < len(traces) else [],
     )
-    page = view.page(", ".join(path.name for path in found[:3])).write(out)
+    page = view.page(", ".join(path.name for path in logs[:3])).write(out)
     if json_output:
-        print_json({"page": str(page), "traces": len(shown)})
+        print_json({"page": str(page), "traces": len(chosen)})
     else:
         typer.echo(f"page: {page}")
     _warn(stats.log)
@@ -392,6 +413,8 @@ def view_command(
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
+    # last: one file of no known format is an error, and the page of the others is written by now
+    _require_traces(stats, logs)
 
 
 def _view_collator(
@@ -404,12 +427,12 @@ def _view_collator(
     from limbeck.tokens.tokenizer import read_template
     from limbeck.traces import CollatorConfig, ComposerDataCollator
 
-    own = _view_tokenizer(student)
+    student_tokenizer = _view_tokenizer(student)
     other = None if teacher is None else _view_tokenizer(teacher)
     if chat_template is not None:
-        own.chat_template = read_template(chat_template)
+        student_tokenizer.chat_template = read_template(chat_template)
     config = CollatorConfig(max_seq_len=limit, enable_replay_dpo=False)
-    collator = ComposerDataCollator(own, config, teacher_tokenizer=other)
+    collator = ComposerDataCollator(student_tokenizer, config, teacher_tokenizer=other)
     return collator, (Path(student).name, Path(teacher or student).name)
 
 
@@ -433,17 +456,17 @@ def _view_scores(run: Path, files: list[Path], limit: int) -> dict[str, Any]:
     if not start.is_dir():
         note(f"{run} has no checkpoints/step_0 (distillation.save_start), so the page shows the end of the run alone")
     models = {"before": str(start), "after": str(run)} if start.is_dir() else {"after": str(run)}
-    found = evaluate_traces(list(models.values()), files, EvalOptions(context=limit))
-    return {name: found[spec]["rows"] for name, spec in models.items()}
+    scores = evaluate_traces(list(models.values()), files, EvalOptions(context=limit))
+    return {name: scores[spec]["rows"] for name, spec in models.items()}
 
 
-def _by_trace(path: Path) -> dict[str, list[Site]]:
-    from limbeck.traces.files import read_sites
+def _by_trace(path: Path) -> dict[str, list[FailedCall]]:
+    from limbeck.traces.files import read_failed_calls
 
-    found: dict[str, list[Site]] = {}
-    for site in read_sites(path):
-        found.setdefault(site.trace_id, []).append(site)
-    return found
+    by_trace: dict[str, list[FailedCall]] = {}
+    for failed_call in read_failed_calls(path):
+        by_trace.setdefault(failed_call.trace_id, []).append(failed_call)
+    return by_trace
 
 
 async def _replay(
@@ -460,6 +483,7 @@ async def _replay(
             write(json.dumps(pair.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False))
             advance()
     finally:
+        # inside the loop that their connections belong to
         for teacher in replayer.teachers:
             if isinstance(teacher, EndpointProposer):
                 await teacher.close()
@@ -469,38 +493,33 @@ async def _replay(
 
 
 def _load_function(spec: str, option: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; the user's own code, imported on request."""
-    import importlib
+    """The function that ``module:function`` names: the user's code, of the environment or the working folder."""
+    from limbeck.utils.plugins import load_object
 
-    module, _, name = spec.partition(":")
-    if not module or not name:
-        raise TraceError(f"{option} {spec!r} is no function: expected module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise TraceError(f"{option} {spec!r} cannot be imported: {error}") from error
+    function = load_object(spec, option)
     if not callable(function):
         raise TraceError(f"{option} {spec!r} is a {type(function).__name__}: expected a function")
     return function
 
 
 def _redactor(pii: bool, rules: list[Path] | None) -> Redactor:
-    from limbeck.traces.redact import Redactor, read_rules
+    from limbeck.traces.redact import Redactor
+    from limbeck.traces.secret_rules import read_rules
 
     return Redactor(pii=pii, rules=[read_rules(path) for path in rules or []])
 
 
 def _lacking(tools: Path | None, system: Path | None) -> dict[str, Any]:
-    """What a user gives for logs that lack it, as settings of ``IngestOptions``."""
+    """Tools and system prompt that a user gives for logs that lack them, as settings of ``IngestOptions``."""
     from limbeck.traces.files import read_tools
 
-    found: dict[str, Any] = {} if tools is None else {"tools": read_tools(tools)}
+    settings: dict[str, Any] = {} if tools is None else {"tools": read_tools(tools)}
     if system is not None:
         try:
-            found["system"] = system.read_text(encoding="utf-8")
+            settings["system"] = system.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TraceError(f"the system prompt {str(system)!r} cannot be read: {one_line(error)}") from error
-    return found
+    return settings
 
 
 def _generators(
@@ -590,9 +609,9 @@ _SHOWN_PLACES = 10
 
 def _warn(log: ReadLog) -> None:
     """Places of what was skipped, and what a user may want to know besides."""
-    noteworthy = [place for place in log.places if ": event_" not in place]
-    for place in noteworthy[:_SHOWN_PLACES]:
-        note(f"skipped {place}")
+    noteworthy = [location for location in log.places if ": event_" not in location]
+    for location in noteworthy[:_SHOWN_PLACES]:
+        note(f"skipped {location}")
     if len(noteworthy) > _SHOWN_PLACES:
         note("further places are not shown; the counts are complete")
     for version, count in log.versions.most_common():
@@ -636,7 +655,7 @@ def _print_ingest(stats: IngestStats) -> None:
 
 
 def _print_pairs(summary: Mapping[str, Any]) -> None:
-    states = {"states": summary["states"], "pairs": summary["pairs"], **summary["dropped"]}
+    states = {"states": summary["states"], "pairs": summary["pairs"], **summary["skipped"]}
     _print_counts("preference pairs", "outcome", states)
     _print_counts("answers", "teacher", summary["answers"])
     _print_counts("failures", "teacher: reason", summary["failures"])

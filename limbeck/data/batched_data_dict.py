@@ -48,7 +48,7 @@ class RowEntry(Sized, Protocol):
     """An entry of a batch that is neither tensor nor list and cuts its rows itself: a `ChunkLayout`, media."""
 
     def slice(self, indices: list[int], /) -> Any:
-        """The rows at these places, in that order."""
+        """The rows with these numbers, in that order."""
         ...
 
 
@@ -84,6 +84,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """
 
     ADDITIONAL_OPTIONAL_KEY_TENSORS: ClassVar[list[str]] = ["token_type_ids"]
+    sequence_length_round: int = 1
 
     @property
     def size(self) -> int:
@@ -164,7 +165,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(start, start + base + (rank < extra))
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Undo a reordering in place: row i goes back to place ``reordered_indices[i]``."""
+        """Undo a reordering in place: row i goes back to row ``reordered_indices[i]``."""
         size = self.size
         if sorted(int(i) for i in reordered_indices) != list(range(size)):
             raise DataError(
@@ -194,14 +195,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def get_multimodal_dict(self, as_tensors: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
         """Multimodal model arguments by name; empty for text."""
-        found: dict[str, Any] = {}
+        media: dict[str, Any] = {}
         for key in self.get_multimodal_keys():
             value = self.data[key]
             if isinstance(value, torch.Tensor):
-                found[key] = value if device is None else value.to(device)
+                media[key] = value if device is None else value.to(device)
             else:
-                found[key] = value.as_tensor(device=device) if as_tensors else value
-        return found
+                media[key] = value.as_tensor(device=device) if as_tensors else value
+        return media
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
         """Fixed micro-batches in order; the last one may be smaller."""
@@ -213,8 +214,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, args: DynamicBatchingArgs | None = None
     ) -> Iterator[BatchedDataDict]:
-        """Micro-batches by token budget; without ``args`` those planned by :meth:`shard_by_batch_size`."""
-        return self._iterate(self._planned() if args is None else self.plan_dynamic_batches(args))
+        """Micro-batches by token budget, as wide as their longest row; without ``args`` those planned by
+        :meth:`shard_by_batch_size`."""
+        bins = self._planned() if args is None else self.plan_dynamic_batches(args)
+        round_to = self.sequence_length_round if args is None else args.get("sequence_length_round", 1)
+        return (self.select_indices(items)._narrowed(round_to) for items in bins)
 
     def make_microbatch_iterator_for_packable_sequences(
         self, args: SequencePackingArgs | None = None
@@ -311,12 +315,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                     rows[shard].extend(start + item for item in items)
                     begin += len(items)
                 plans[shard].append(local)
-        made = []
+        shard_batches = []
         for part, plan in zip(rows, plans, strict=True):
             shard_data = SlicedDataDict(self.select_indices(part).data)
             shard_data.microbatch_bins = plan
-            made.append(shard_data)
-        return made, [row for part in rows for row in part]
+            if dynamic is not None:
+                shard_data.sequence_length_round = dynamic.get("sequence_length_round", 1)
+            shard_batches.append(shard_data)
+        return shard_batches, [row for part in rows for row in part]
 
     def _lengths(
         self, key: str | Sequence[str] | None, budgets: int | Sequence[int] | None
@@ -332,6 +338,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if len(rooms) == 1:
             rooms = rooms * len(keys)
         return np.stack(columns, axis=1), rooms
+
+    def _narrowed(self, round_to: int) -> Self:
+        """Without the columns behind the longest row; tensors along a teacher's sequence or along chunks stay."""
+        if "input_ids" not in self.data or "input_lengths" not in self.data or not self.size:
+            return self
+        full, longest = self.data["input_ids"].shape[1], int(self.data["input_lengths"].max())
+        width = min(-(-max(longest, 1) // round_to) * round_to, full)
+        for key, value in self.data.items():
+            # the width alone does not tell: a teacher's sequence or the chunks may happen to be as wide
+            along = not (key.startswith("teacher_") or "_teacher_" in key or "pair_" in key)
+            if along and isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == full:
+                self.data[key] = value[:, :width]
+        return self
 
     def _planned(self) -> Bins:
         raise DataError(
@@ -369,6 +388,7 @@ class SlicedDataDict(BatchedDataDict):
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
         batch.microbatch_bins = [self.microbatch_bins[batch_idx]]
+        batch.sequence_length_round = self.sequence_length_round
         return batch
 
     def _planned(self) -> Bins:
@@ -386,6 +406,7 @@ def _rows(key: str, value: Any) -> int:
         if value.ndim == 0:
             raise DataError(f"The batch entry {key!r} is a scalar tensor; dim 0 must be the samples.")
         return value.shape[0]
+    # texts and mappings have a length, too, but not of rows
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sized):
         raise DataError(
             f"The batch entry {key!r} is a {type(value).__name__}; give a tensor or a list of one per sample."

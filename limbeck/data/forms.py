@@ -15,20 +15,15 @@ from limbeck.errors import DataError
 Row = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "function"), "tool"),
 }
+"""Role of each ``from`` of a ShareGPT turn. A ``call`` is an assistant's turn that is nothing but calls: agent logs
+have them (``limbeck.traces``), conversations for training store calls as OpenAI does."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +94,13 @@ def _sharegpt(row: Row) -> Messages:
             messages.append(dict(turn))
             continue
         who = turn.get("from")
-        if who not in _SHAREGPT_ROLES:
-            known = ", ".join(_SHAREGPT_ROLES)
+        role = SHAREGPT_ROLES.get(who) if isinstance(who, str) else None
+        if role is None or role == "call":
+            known = ", ".join(name for name, role in SHAREGPT_ROLES.items() if role != "call")
             raise BadRecord("bad_message", f"turn {number} of 'conversations' is from {who!r}; known are {known}")
         if not isinstance(turn.get("value"), str):
             raise BadRecord("bad_message", f"turn {number} of 'conversations' has no text as its 'value'")
-        messages.append({"role": _SHAREGPT_ROLES[who], "content": turn["value"]})
+        messages.append({"role": role, "content": turn["value"]})
     return messages
 
 
@@ -125,14 +121,14 @@ def chat_form(keys: Collection[str], where: str) -> ChatForm | None:
     """The form that has all of its keys among ``keys``; None where none has. Two of them are a DataError."""
     if _NO_CONVERSATION & set(keys):
         return None
-    found = [form for form in FORMS if set(form.needed) <= set(keys)]
-    if len(found) > 1:
-        both = " and ".join(f"{form.name} ({form.keys})" for form in found)
+    matching = [form for form in FORMS if set(form.needed) <= set(keys)]
+    if len(matching) > 1:
+        both = " and ".join(f"{form.name} ({form.keys})" for form in matching)
         raise DataError(
             f"{where} has the keys of more than one form of chat data: {both}; leave one of them out, or store "
             "conversations as 'messages'"
         )
-    return found[0] if found else None
+    return matching[0] if matching else None
 
 
 def detect(keys: Collection[str], text_key: str, messages_key: str, where: str) -> tuple[str, ChatForm | None]:

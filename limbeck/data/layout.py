@@ -7,7 +7,7 @@ packed batches alike, and only rows named in a layout ever reach a head.
 An alignment has three shapes. An aligner gives `Chunks` of one sample; a batch holds the chunks of all its samples as
 one `ChunkLayout` per teacher, under `chunks_<i>`, which is cut with its rows; a loss cuts what a micro-batch has of it
 into the `ChunkBlock`s of its row blocks. Batches may hold the published `alignment_*` keys instead, never both: the
-first one to ask (`Loss.annotate`) makes the layout of them, and `with_alignments` is the way back.
+first one to ask (`Loss.prepare_batch`) makes the layout of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limbeck.align import AlignmentBatch, Chunks
+from limbeck.align import Chunks
 from limbeck.errors import LossError
 
 BatchT = TypeVar("BatchT", bound=MutableMapping[str, Any])
@@ -39,6 +39,7 @@ class TokenLayout:
     rows_E: Tensor
     ids_E: Tensor
     weight_E: Tensor
+    # -2: to be found; -1 is what no tokens give
     max_row: int = -2
     max_id: int = -2
 
@@ -73,6 +74,7 @@ class ChunkLayout:
         student_count_C, teacher_count_C: tokens of each chunk, at least 1.
         student_last_C, teacher_last_C: the token before each chunk; -1 where it begins its sample.
         exact_C: both sides' bytes are the text's; None once `usable` has chosen.
+        same_text_C: exact, but for a space that a tokenizer writes in front by itself; None once `usable` has chosen.
         weight_C: what the chunk's sample counts; None: all 1.
         max_student_row, max_student_id, max_teacher_row, max_teacher_id: of a placed layout, as plain integers, so that
             range checks do not wait for a device.
@@ -89,6 +91,7 @@ class ChunkLayout:
     teacher_count_C: Tensor
     teacher_last_C: Tensor
     exact_C: Tensor | None = None
+    same_text_C: Tensor | None = None
     weight_C: Tensor | None = None
     max_student_row: int = -1
     max_student_id: int = -1
@@ -120,6 +123,7 @@ class ChunkLayout:
     @cached_property
     def student_chunk_M(self) -> Tensor:
         """The chunk of each student token, non-decreasing."""
+        # output_size: without it the host waits for a device to tell the sum
         return torch.repeat_interleave(self.student_count_C, output_size=self.student_rows_M.numel())
 
     @cached_property
@@ -131,7 +135,8 @@ class ChunkLayout:
 
     @classmethod
     def of_chunks(cls, samples: Sequence[Chunks], student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> ChunkLayout:
-        """What an aligner found in each sample of a batch with these ids."""
+        """Chunks that an aligner found in each sample of a batch with these ids."""
+        # an empty one in front, for a batch may have no samples, and numpy joins no empty list
         parts = [Chunks.concatenate([]), *samples]
         every = Chunks(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Chunks)))
         sample_C = torch.repeat_interleave(torch.tensor([len(chunks) for chunks in samples], dtype=torch.int64))
@@ -141,7 +146,7 @@ class ChunkLayout:
         )
         return cls._gathered(
             sample_C,
-            torch.from_numpy(every.exact),
+            (torch.from_numpy(every.exact), torch.from_numpy(every.same_text)),
             (_members(*student), student[1], student_ids_BT),
             (_members(*teacher), teacher[1], teacher_ids_BT),
         )
@@ -150,7 +155,7 @@ class ChunkLayout:
     def of_alignment(
         cls, batch: Mapping[str, Any], prefix: str, student_ids_BT: Tensor, teacher_ids_BT: Tensor
     ) -> ChunkLayout:
-        """What the published keys say, see `limbeck.align.AlignmentBatch`: all tokens of one label are a chunk,
+        """Chunks by the published keys, see `limbeck.align.AlignmentBatch`: all tokens of one label are a chunk,
         wherever they stand. Pairs that are not valid or have no token on one side are none."""
         names = ("pair_valid", "pair_is_correct", "student_chunk_id", "teacher_chunk_id")
         missing = [prefix + name for name in names if prefix + name not in batch]
@@ -159,6 +164,7 @@ class ChunkLayout:
         valid_BP, exact_BP, *labels = (batch[prefix + name].cpu() for name in names)
         samples, pairs = valid_BP.shape
         student, teacher = (_labelled(label_BT, pairs) for label_BT in labels)
+        same_BP = batch[f"{prefix}pair_same_text"].cpu() if f"{prefix}pair_same_text" in batch else exact_BP
         keep = valid_BP.reshape(-1).bool()
         for pair, _ in (student, teacher):
             keep = keep & (torch.bincount(pair, minlength=samples * pairs) > 0)
@@ -170,57 +176,36 @@ class ChunkLayout:
         number = torch.full((samples * pairs,), -1)
         number[kept] = torch.arange(kept.numel())
 
-        def side(pair: Tensor, at: Tensor, ids_BT: Tensor) -> _Side:
+        def side(pair: Tensor, position: Tensor, ids_BT: Tensor) -> _Side:
             order = number[pair].argsort(stable=True)
             order = order[number[pair[order]] >= 0]
-            return at[order], torch.bincount(number[pair[order]], minlength=kept.numel()), ids_BT
+            return position[order], torch.bincount(number[pair[order]], minlength=kept.numel()), ids_BT
 
-        return cls._gathered(
-            sample_C, exact_BP.reshape(-1).bool()[kept], side(*student, student_ids_BT), side(*teacher, teacher_ids_BT)
-        )
+        exact_C, same_C = (flag_BP.reshape(-1).bool()[kept] for flag_BP in (exact_BP, same_BP))
+        sides = side(*student, student_ids_BT), side(*teacher, teacher_ids_BT)
+        return cls._gathered(sample_C, (exact_C, same_C), *sides)
 
     @classmethod
     def of_positions(cls, ids_BT: Tensor, token_mask_BT: Tensor) -> ChunkLayout:
         """For a teacher that reads the student's own ids: every supervised token is a chunk of one token."""
         sample_C, at_C = (token_mask_BT.cpu() > 0).nonzero(as_tuple=True)
         side = (at_C, torch.ones_like(at_C), ids_BT)
-        return cls._gathered(sample_C, torch.ones_like(at_C, dtype=torch.bool), side, side)
+        exact_C = torch.ones_like(at_C, dtype=torch.bool)
+        return cls._gathered(sample_C, (exact_C, exact_C), side, side)
 
     @classmethod
-    def _gathered(cls, sample_C: Tensor, exact_C: Tensor, student: _Side, teacher: _Side) -> ChunkLayout:
-        """From both sides' (position of each token in its sample, tokens of each chunk, ids `[B, T]`)."""
+    def _gathered(cls, sample_C: Tensor, agree_C: tuple[Tensor, Tensor], student: _Side, teacher: _Side) -> ChunkLayout:
+        """From `exact_C` and `same_text_C`, and both sides' (position of each token in its sample, tokens of each
+        chunk, ids `[B, T]`)."""
 
-        def side(at: Tensor, count_C: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def side(position: Tensor, count_C: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             ids_BT = ids_BT.cpu()
-            sample = sample_C[torch.repeat_interleave(count_C, output_size=at.numel())]
-            before_C = at[_starts(count_C)] - 1
+            sample = sample_C[torch.repeat_interleave(count_C, output_size=position.numel())]
+            before_C = position[_starts(count_C)] - 1
             last_C = ids_BT[sample_C, before_C.clamp(min=0)].masked_fill(before_C < 0, -1)
-            return at - 1, ids_BT[sample, at], count_C, last_C
+            return position - 1, ids_BT[sample, position], count_C, last_C
 
-        return cls(student[2].shape[0], sample_C, *side(*student), *side(*teacher), exact_C)
-
-    def alignment(self, student_width: int, teacher_width: int) -> AlignmentBatch:
-        """The published form of a layout that is neither placed nor `usable` yet, for ids of these widths."""
-        if self.exact_C is None:
-            raise LossError("only the chunks that carry loss are left of this layout; take the collator's")
-        number_C = torch.arange(self.num_chunks) - _starts(self.chunks_B)[self.sample_C]
-        pairs = max(int(self.chunks_B.max()) if self.num_samples else 0, 1)
-        valid_BP = torch.arange(pairs) < self.chunks_B[:, None]
-        exact_BP = torch.zeros_like(valid_BP)
-        exact_BP[self.sample_C, number_C] = self.exact_C
-        single_C = self.exact_C & (self.student_count_C == 1) & (self.teacher_count_C == 1)
-
-        def side(rows: Tensor, chunk: Tensor, width: int) -> tuple[Tensor, Tensor]:
-            """(whether each token is one half of an exact 1:1 chunk, its label)."""
-            at = self.sample_C[chunk], rows + 1
-            single_BT = torch.zeros(self.num_samples, width, dtype=torch.bool).index_put_(at, single_C[chunk])
-            return single_BT, torch.full((self.num_samples, width), -1).index_put_(at, number_C[chunk])
-
-        student_single, student_label = side(self.student_rows_M, self.student_chunk_M, student_width)
-        teacher_single, teacher_label = side(self.teacher_rows_Q, self.teacher_chunk_Q, teacher_width)
-        return AlignmentBatch(
-            valid_BP, exact_BP, student_single, teacher_single, student_label, teacher_label, self.chunks_B
-        )
+        return cls(student[2].shape[0], sample_C, *side(*student), *side(*teacher), *agree_C)
 
     def names(self, student_ids_BT: Tensor, teacher_ids_BT: Tensor) -> bool:
         """Whether a layout that is not placed names the tokens of these ids."""
@@ -235,10 +220,17 @@ class ChunkLayout:
     # ---- choosing and cutting ----
 
     def usable(
-        self, student_lengths_B: Tensor, teacher_lengths_B: Tensor, sample_mask_B: Tensor, *, allow_inexact: bool
+        self,
+        student_lengths_B: Tensor,
+        teacher_lengths_B: Tensor,
+        sample_mask_B: Tensor,
+        *,
+        allow_inexact: bool,
+        by_text: bool = False,
     ) -> ChunkLayout:
         """The chunks that carry loss: every token on both sides has a predictor and lies inside its sample, the bytes
-        agree (unless `allow_inexact`), and the sample counts (mask above 0), by as much as its mask says."""
+        agree (unless `allow_inexact`; with `by_text` the text alone), and the sample counts (mask above 0), by as much
+        as its mask says."""
         if self.exact_C is None:
             return self
         mask_B = sample_mask_B.cpu().float()
@@ -252,24 +244,25 @@ class ChunkLayout:
             keep_C = keep_C & (low_C >= 0) & (high_C + 1 < _pick(lengths_B.cpu(), self.sample_C))
             ends.append((low_C, high_C))
         if not allow_inexact:
-            keep_C = keep_C & self.exact_C
+            keep_C = keep_C & (self.same_text_C if by_text and self.same_text_C is not None else self.exact_C)
         chunks = keep_C.nonzero().squeeze(1)
         sample_C, low_C, high_C = (_pick(values_C, chunks) for values_C in (self.sample_C, *ends[0]))
         if bool(((low_C[1:] <= high_C[:-1]) & (sample_C.diff() == 0)).any()):
             raise LossError("chunks overlap on the student side; chunk ids must not decrease along a sample")
         weighted = bool(((mask_B > 0) & (mask_B != 1)).any())
-        return replace(self.take(chunks), exact_C=None, weight_C=_pick(mask_B, sample_C) if weighted else None)
+        weight_C = _pick(mask_B, sample_C) if weighted else None
+        return replace(self.take(chunks), exact_C=None, same_text_C=None, weight_C=weight_C)
 
     def slice(self, rows: Sequence[int]) -> ChunkLayout:
         """The samples at these rows of the batch, in that order; repeats are allowed. Neighbours are a view."""
-        at, end_B = torch.as_tensor(rows, dtype=torch.int64), self.chunks_B.cumsum(0)
-        if at.numel() and bool((at >= 0).all() & (at.diff() == 1).all()):
-            first, last = int(at[0]), int(at[-1])
-            found = self.range(int(end_B[first] - self.chunks_B[first]), int(end_B[last]))
-            return replace(found, num_samples=at.numel(), sample_C=found.sample_C - first)
-        counts = self.chunks_B[at]
-        found = self.take(_members((end_B - self.chunks_B)[at], counts))
-        return replace(found, num_samples=at.numel(), sample_C=torch.repeat_interleave(counts))
+        row, end_B = torch.as_tensor(rows, dtype=torch.int64), self.chunks_B.cumsum(0)
+        if row.numel() and bool((row >= 0).all() & (row.diff() == 1).all()):
+            first, last = int(row[0]), int(row[-1])
+            layout = self.range(int(end_B[first] - self.chunks_B[first]), int(end_B[last]))
+            return replace(layout, num_samples=row.numel(), sample_C=layout.sample_C - first)
+        counts = self.chunks_B[row]
+        layout = self.take(_members((end_B - self.chunks_B)[row], counts))
+        return replace(layout, num_samples=row.numel(), sample_C=torch.repeat_interleave(counts))
 
     def range(self, start: int, end: int) -> ChunkLayout:
         """Chunks `start:end`, as a view; the samples keep their numbers."""
@@ -300,6 +293,7 @@ class ChunkLayout:
             teacher_count_C=_pick(self.teacher_count_C, chunks),
             teacher_last_C=_pick(self.teacher_last_C, chunks),
             exact_C=None if self.exact_C is None else _pick(self.exact_C, chunks),
+            same_text_C=None if self.same_text_C is None else _pick(self.same_text_C, chunks),
             weight_C=None if self.weight_C is None else _pick(self.weight_C, chunks),
         )
 
@@ -311,8 +305,8 @@ class ChunkLayout:
     def concat(cls, parts: Sequence[ChunkLayout]) -> ChunkLayout:
         """The samples of several layouts, one after the other."""
         names = [f.name for f in fields(cls) if f.name.startswith(("student_", "teacher_"))]
+        names += [name for name in ("exact_C", "same_text_C") if all(getattr(p, name) is not None for p in parts)]
         joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        exact = [part.exact_C for part in parts if part.exact_C is not None]
         if any(part.weight_C is not None for part in parts):
             every = [torch.ones(part.num_chunks) if part.weight_C is None else part.weight_C for part in parts]
             joined["weight_C"] = torch.cat(every)
@@ -321,7 +315,6 @@ class ChunkLayout:
         return cls(
             num_samples=int(sizes.sum()),
             sample_C=torch.cat([part.sample_C + before for part, before in samples]),
-            exact_C=torch.cat(exact) if len(exact) == len(parts) else None,
             **joined,
         )
 
@@ -331,27 +324,27 @@ class ChunkLayout:
         starts = student_row_start_B.cpu()
         if bool((starts.diff() < 0).any()):
             order = starts.argsort(stable=True)
-            found = self.slice(order.tolist())
-            found = replace(found, sample_C=order[found.sample_C])
+            layout = self.slice(order.tolist())
+            layout = replace(layout, sample_C=order[layout.sample_C])
         else:
-            found = self
-        student_rows_M = found.student_rows_M + _pick(_pick(starts, found.sample_C), found.student_chunk_M)
-        teacher_start_C = _pick(teacher_row_start_B.cpu(), found.sample_C)
-        teacher_rows_Q = found.teacher_rows_Q + _pick(teacher_start_C, found.teacher_chunk_Q)
+            layout = self
+        student_rows_M = layout.student_rows_M + _pick(_pick(starts, layout.sample_C), layout.student_chunk_M)
+        teacher_start_C = _pick(teacher_row_start_B.cpu(), layout.sample_C)
+        teacher_rows_Q = layout.teacher_rows_Q + _pick(teacher_start_C, layout.teacher_chunk_Q)
         return replace(
-            found,
+            layout,
             student_rows_M=student_rows_M,
             teacher_rows_Q=teacher_rows_Q,
             max_student_row=_max(student_rows_M),
-            max_student_id=_max(found.student_ids_M),
+            max_student_id=_max(layout.student_ids_M),
             max_teacher_row=_max(teacher_rows_Q),
-            max_teacher_id=_max(found.teacher_ids_Q),
+            max_teacher_id=_max(layout.teacher_ids_Q),
         )
 
 
 _Range = slice
 _Side = tuple[Tensor, Tensor, Tensor]
-"""Of one side: position of each token in its sample, tokens of each chunk, ids `[B, T]`."""
+"""One side: position of each token in its sample, tokens of each chunk, ids `[B, T]`."""
 
 
 def _starts(count: Tensor) -> Tensor:
@@ -365,20 +358,20 @@ def _members(first: Tensor, count: Tensor) -> Tensor:
     return _pick(first - _starts(count), group) + torch.arange(group.numel(), device=group.device)
 
 
-def _pick(values: Tensor, at: Tensor | _Range) -> Tensor:
+def _pick(values: Tensor, index: Tensor | _Range) -> Tensor:
     """`values[at]`; by the operator that is four times as fast where `at` is a list."""
-    return values[at] if isinstance(at, _Range) else values.index_select(0, at)
+    return values[index] if isinstance(index, _Range) else values.index_select(0, index)
 
 
 def _labelled(label_BT: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """(`sample * pairs + label`, position) of all tokens that have a label, along each sample."""
-    sample, at = (label_BT >= 0).nonzero(as_tuple=True)
-    label = label_BT[sample, at]
+    sample, position = (label_BT >= 0).nonzero(as_tuple=True)
+    label = label_BT[sample, position]
     if label.numel() and int(label.max()) >= pairs:
         raise LossError(
             f"chunk id {int(label.max())} is out of range for an alignment of {pairs} chunks; align this batch again"
         )
-    return sample * pairs + label, at
+    return sample * pairs + label, position
 
 
 def _supervised(lengths: Tensor, token_mask: Tensor) -> Tensor:
@@ -444,7 +437,7 @@ def aligned_chunks(batch: Mapping[str, Any], teacher: int) -> ChunkLayout | None
 
 
 def teacher_chunks(
-    batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool
+    batch: Mapping[str, Any], teacher: int, *, same_vocabulary: bool, allow_inexact: bool, by_text: bool = False
 ) -> ChunkLayout:
     """The chunks of one teacher that carry loss, see `ChunkLayout.usable`; positions, each a chunk of one token, for a
     teacher that reads the student's own ids.
@@ -455,14 +448,15 @@ def teacher_chunks(
     if layout is not None and layout.exact_C is None:
         return layout
     prefix = _aligned_prefix(batch, teacher, same_vocabulary)
-    own = "" if prefix is None else prefix[0]
+    ids_prefix = "" if prefix is None else prefix[0]
     if layout is None:
         layout = ChunkLayout.of_positions(batch["input_ids"], batch["token_mask"])
     layout = layout.usable(
         batch["input_lengths"],
-        batch[f"{own}input_lengths"],
+        batch[f"{ids_prefix}input_lengths"],
         _sample_mask(batch, teacher),
         allow_inexact=allow_inexact,
+        by_text=by_text,
     )
     if same_vocabulary and not torch.equal(layout.student_ids_M, layout.teacher_ids_Q):
         raise LossError(
@@ -481,17 +475,6 @@ def with_chunks(batch: BatchT, layouts: Sequence[ChunkLayout]) -> BatchT:
     return out
 
 
-def with_alignments(batch: BatchT) -> BatchT:
-    """A collated batch with the published `alignment_*` keys in place of its layouts."""
-    out = copy(batch)
-    for key in [key for key in batch if key.startswith("chunks_")]:
-        teacher = key.removeprefix("chunks_")
-        widths = batch["input_ids"].shape[1], batch[f"teacher_{teacher}_input_ids"].shape[1]
-        published = out.pop(key).alignment(*widths)
-        out.update(published.as_dict(f"alignment_{teacher}_") | (published.as_dict() if teacher == "0" else {}))
-    return out
-
-
 def _aligned_prefix(batch: Mapping[str, Any], teacher: int, same_vocabulary: bool) -> tuple[str, str] | None:
     """`teacher_prefix`, which only a teacher of the student's vocabulary may lack."""
     prefix = teacher_prefix(batch, teacher)
@@ -506,12 +489,12 @@ def _aligned_prefix(batch: Mapping[str, Any], teacher: int, same_vocabulary: boo
 def _sample_mask(batch: Mapping[str, Any], teacher: int) -> Tensor:
     """`[B]`: rows that count and of which this teacher has a signal."""
     mask: Tensor = batch["sample_mask"]
-    own = f"teacher_{teacher}_sample_mask"
-    return mask * batch[own] if own in batch else mask
+    key = f"teacher_{teacher}_sample_mask"
+    return mask * batch[key] if key in batch else mask
 
 
 def count_chunks(batch: Mapping[str, Any], teacher: int, layout: ChunkLayout) -> Tensor:
-    """What the chunks of a batch count together, float64; their number where every sample counts 1."""
+    """Weight of all chunks of a batch, float64; their number where every sample counts 1."""
     return (layout.chunks_B * _sample_mask(batch, teacher).cpu().double().clamp(min=0)).sum()
 
 

@@ -63,6 +63,7 @@ class ShardSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
+        # a resumed run sets the epoch that it stands in, and must keep its place there
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
@@ -101,6 +102,7 @@ class ShardSampler(Sampler[int]):
 
     def order(self, epoch: int) -> np.ndarray:
         """int64 indices of this rank in ``epoch``."""
+        # a pair, not a sum: epoch 1 of seed 0 must not be epoch 0 of seed 1
         shuffled = np.random.default_rng([self.seed, epoch])
         whole = shuffled.permutation(self.length) if self.shuffle else np.arange(self.length)
         total = self._per_rank * self.world
@@ -179,11 +181,12 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         try:
             yield from super().__iter__()
         except LimbeckError as error:
-            told = _LAST_OF_TRACEBACK.search(str(error))
-            if told is None:
+            message = _LAST_OF_TRACEBACK.search(str(error))
+            if message is None:
                 raise
-            raise type(error)(told[1].strip()) from error
+            raise type(error)(message[1].strip()) from error
         except RuntimeError as error:
+            # torch has no class of its own for a worker that was killed
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
@@ -220,7 +223,8 @@ def make_loader(
     rank, world = data_rank_and_world(layout)
     if records % world:
         raise ConfigError(
-            f"distillation.num_prompts_per_step is {records}, which {world} processes cannot share evenly"
+            f"distillation.num_prompts_per_step is {records}, which {world} processes cannot share evenly; make it a "
+            f"multiple of {world}"
         )
     batch = records // world
     sampler = ShardSampler(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -123,11 +124,11 @@ class BatchingConfig(BaseModel):
     enabled: bool = False
     """Switch it on; ``dynamic_batching`` and ``sequence_packing`` exclude each other."""
     train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one training micro-batch, padding included; needed where this is enabled."""
+    """Most tokens of one training micro-batch, padding included; null: found from the device's memory."""
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
     """The same where a model only scores; default: ``train_mb_tokens``."""
     teacher_mb_tokens: int | list[int] | None = None
-    """The same for teachers, one number or one per teacher; default: ``train_mb_tokens``."""
+    """The same for teachers, one number or one per teacher; default: ``train_mb_tokens``, or found like it."""
     sequence_length_round: int = Field(default=1, ge=1)
     """Lengths are rounded up to a multiple of this, so that shapes repeat (kernels, ``compile``)."""
 
@@ -135,7 +136,7 @@ class BatchingConfig(BaseModel):
 class PackingConfig(BatchingConfig):
     """Several samples in one sequence, attention within each of them."""
 
-    algorithm: str = Field(default=ALGORITHM, json_schema_extra=FREE)
+    algorithm: str = ALGORITHM
     """Other names than first-fit decreasing are read and mean it."""
 
 
@@ -146,9 +147,10 @@ class MicrobatchConfig(BaseModel):
 
     dtensor_cfg: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     """How the model lies over devices: FSDP, tensor and context parallel."""
-    dynamic_batching: BatchingConfig = BatchingConfig()
+    # no loss depends on how rows share passes, but for the rounding of sums
+    dynamic_batching: BatchingConfig = Field(default=BatchingConfig(), json_schema_extra=FREE)
     """Micro-batches of rows of similar length, up to a budget of tokens."""
-    sequence_packing: PackingConfig = PackingConfig()
+    sequence_packing: PackingConfig = Field(default=PackingConfig(), json_schema_extra=FREE)
     """Micro-batches of several samples in one row; attention stays within each sample."""
 
     @property
@@ -186,15 +188,23 @@ def teacher_prefixes(data: Mapping[str, Any]) -> list[str]:
 
 
 def plan_microbatches(
-    data: BatchedDataDict, cfg: Config, mbs: int, *, tokens_key: str = "train_mb_tokens", rows_together: int = 1
+    data: BatchedDataDict,
+    cfg: Config,
+    mbs: int,
+    *,
+    tokens_key: str = "train_mb_tokens",
+    group_size: int = 1,
+    longer_alone: bool = False,
 ) -> Bins:
     """Row indices of each micro-batch of ``data``; the same for student and teachers, whose budgets all hold.
 
-    ``rows_together``: neighbours that must share a micro-batch; where rows are counted, ``mbs`` is a multiple of it.
+    ``group_size``: neighbours that must share a micro-batch; where rows are counted, ``mbs`` is a multiple of it.
+    ``longer_alone``: rows that exceed a budget have micro-batches of their own instead of being refused.
     """
     config = microbatch_config(cfg)
     budgets = config.budgets
     if isinstance(data, SlicedDataDict) and data.microbatch_bins is not None and budgets is not None:
+        # a part that was dealt out with its plan: other ranks' parts have as many micro-batches
         return data._planned()
     if budgets is None:
         if mbs < 1:
@@ -205,8 +215,8 @@ def plan_microbatches(
     if budget is None:
         raise ConfigError(f"{name}.{tokens_key} is not set; give the number of tokens per micro-batch.")
     prefixes = teacher_prefixes(data)
-    given = section.teacher_mb_tokens
-    teachers = given if isinstance(given, list) else [given or budget] * len(prefixes)
+    teacher_budget = section.teacher_mb_tokens
+    teachers = teacher_budget if isinstance(teacher_budget, list) else [teacher_budget or budget] * len(prefixes)
     if len(teachers) != len(prefixes):
         raise ConfigError(
             f"{name}.teacher_mb_tokens has {len(teachers)} numbers for the {len(prefixes)} teachers that have "
@@ -214,13 +224,22 @@ def plan_microbatches(
         )
     rooms = [budget, *teachers]
     keys = [f"{prefix}input_lengths" for prefix in ["", *prefixes]]
-    if rows_together > 1:
-        room = {key: _room_together(data[key].reshape(-1, rows_together), packed=config.packed) for key in keys}
+    if group_size > 1:
+        room = {key: _room_of_groups(data[key].reshape(-1, group_size), packed=config.packed) for key in keys}
         groups: BatchedDataDict = BatchedDataDict(
+            # teachers are known by the keys of their ids; what stands there is not read
             {**room, **{f"{prefix}input_ids": room[keys[0]] for prefix in prefixes}}
         )
-        plan = plan_microbatches(groups, config, mbs, tokens_key=tokens_key)
-        return [[group * rows_together + n for group in items for n in range(rows_together)] for items in plan]
+        plan = plan_microbatches(groups, config, mbs, tokens_key=tokens_key, longer_alone=longer_alone)
+        return [[group * group_size + n for group in items for n in range(group_size)] for items in plan]
+    if longer_alone:
+        lengths = torch.stack([torch.as_tensor(data[key]).cpu() for key in keys])
+        fits = (lengths <= torch.tensor(rooms)[:, None]).all(0)
+        rest: BatchedDataDict = BatchedDataDict({key: length[fits] for key, length in zip(keys, lengths, strict=True)})
+        rest.update({f"{prefix}input_ids": rest[keys[0]] for prefix in prefixes})
+        plan = plan_microbatches(rest, config, mbs, tokens_key=tokens_key) if bool(fits.any()) else []
+        short_rows = fits.nonzero()[:, 0].tolist()
+        return [[row] for row in (~fits).nonzero()[:, 0].tolist()] + [[short_rows[i] for i in items] for items in plan]
     if isinstance(section, PackingConfig):
         return data.plan_packed_batches(
             {"max_tokens_per_microbatch": rooms, "input_lengths_key": keys, "algorithm": section.algorithm}
@@ -231,7 +250,7 @@ def plan_microbatches(
     )
 
 
-def _room_together(lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
+def _room_of_groups(lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
     """Tokens ``[G]`` that groups of rows ``[G, n]`` take: packed one after the other, otherwise each padded to the
     longest."""
     return lengths.sum(1) if packed else lengths.shape[1] * lengths.max(1).values
@@ -282,7 +301,7 @@ def get_microbatch_iterator(
     key_prefix: str = "",
     device: torch.device | str | None = None,
     tokens_key: str = "train_mb_tokens",
-    rows_together: int = 1,
+    group_size: int = 1,
 ) -> tuple[Iterator[ProcessedMicrobatch], int]:
     """Micro-batches of this rank's ``data`` by the strategy that ``cfg`` enables, and how many there are.
 
@@ -300,25 +319,102 @@ def get_microbatch_iterator(
         tokenizer: gives the padding id.
         cp_size: context-parallel size.
         tokens_key: the budget to use, e.g. ``"logprob_mb_tokens"`` for scoring.
-        rows_together: neighbouring rows that must share a micro-batch.
+        group_size: neighbouring rows that must share a micro-batch.
     """
-    config = microbatch_config(cfg)
-    bins = plan_microbatches(data, config, mbs, tokens_key=tokens_key, rows_together=rows_together)
-    # data-parallel ranks before their first micro-batch: one number each, since all must take as many
-    total = int(Comm.of(dp_mesh).max(torch.tensor(len(bins))))
-
-    def raw_batches() -> Iterator[BatchedDataDict]:
-        for items in bins:
-            yield data.select_indices(items)
-        if total > len(bins):
-            dummy = make_dummy_batch(data)
-            for _ in range(total - len(bins)):
-                yield dummy
-
-    processed = make_processed_microbatch_iterator(
-        raw_batches(), tokenizer, config, cp_size, key_prefix=key_prefix, device=device
+    microbatches = Microbatches(
+        data,
+        microbatch_config(cfg),
+        mbs,
+        Comm.of(dp_mesh),
+        tokenizer,
+        cp_size,
+        key_prefix=key_prefix,
+        device=device,
+        tokens_key=tokens_key,
+        group_size=group_size,
     )
-    return processed, total
+    return iter(microbatches), microbatches.total
+
+
+class Microbatches:
+    """The micro-batches of one rank's rows, each made when it is taken; what is left can be planned anew.
+
+    For the arguments see :func:`get_microbatch_iterator` and :func:`plan_microbatches`.
+
+    Attributes:
+        total: how many there are, those that were taken already among them; the largest number over ``ranks`` until a
+            plan is made anew.
+        tag: of the micro-batch that was taken last, see ``again``.
+    """
+
+    def __init__(
+        self,
+        data: BatchedDataDict,
+        cfg: MicrobatchConfig,
+        mbs: int,
+        ranks: Comm,
+        tokenizer: object,
+        cp_size: int = 1,
+        *,
+        key_prefix: str = "",
+        device: torch.device | str | None = None,
+        tokens_key: str = "train_mb_tokens",
+        group_size: int = 1,
+        longer_alone: bool = False,
+    ) -> None:
+        self._data, self._cfg, self._mbs = data, cfg, mbs
+        self._group_size, self._longer_alone = group_size, longer_alone
+        self._tokenizer, self._cp_size, self._tokens_key = tokenizer, cp_size, tokens_key
+        self._prefix, self._device = key_prefix, device
+        bins = self._plan(data)
+        # data-parallel ranks before their first micro-batch: one number each, since all must take as many
+        self.total = int(ranks.max(torch.tensor(len(bins))))
+        self._fillers = self.total - len(bins)
+        self._waiting: deque[tuple[list[int], Any]] = deque((items, None) for items in bins)
+        self._taken: list[int] = []
+        self._done = 0
+        self.tag: Any = None
+
+    def __iter__(self) -> Iterator[ProcessedMicrobatch]:
+        while self._waiting:
+            self._taken, self.tag = self._waiting.popleft()
+            yield self._processed(self._data.select_indices(self._taken))
+            self._done += 1
+        self.tag = None
+        dummy = make_dummy_batch(self._data) if self._fillers else None
+        for _ in range(self._fillers):
+            assert dummy is not None
+            yield self._processed(dummy)
+
+    def again(self, cfg: MicrobatchConfig, tag: Any = None) -> None:
+        """Plan the micro-batch that was taken last once more, and those that are left, by other budgets; no row moves
+        to a micro-batch of other rows. ``tag``: for the parts of the one that was taken."""
+        self._cfg = cfg
+        # the one that was taken last is not done: `__iter__` counts it, or what took its place, once it goes on
+        self._done -= 1
+        left = [(self._taken, tag), *self._waiting]
+        self._waiting = deque((part, mark) for items, mark in left for part in self._parts(items))
+        self.total = self._done + 1 + len(self._waiting) + self._fillers
+
+    def _plan(self, rows: BatchedDataDict) -> Bins:
+        return plan_microbatches(
+            rows,
+            self._cfg,
+            self._mbs,
+            tokens_key=self._tokens_key,
+            group_size=self._group_size,
+            longer_alone=self._longer_alone,
+        )
+
+    def _parts(self, items: list[int]) -> Bins:
+        rows: BatchedDataDict = BatchedDataDict(self._data.select_indices(items).data)
+        return [[items[i] for i in part] for part in self._plan(rows)]
+
+    def _processed(self, rows: BatchedDataDict) -> ProcessedMicrobatch:
+        microbatches = make_processed_microbatch_iterator(
+            [rows], self._tokenizer, self._cfg, self._cp_size, key_prefix=self._prefix, device=self._device
+        )
+        return next(microbatches)
 
 
 def process_microbatch(
@@ -343,10 +439,12 @@ def process_microbatch(
     vlm_kwargs = _multimodal(mb, key_prefix, device)
     if cp_size < 1:
         raise ConfigError(f"A context-parallel size of {cp_size} is not usable; give 1 or more.")
-    if vlm_kwargs and (enable_seq_packing or cp_size > 1):
-        other = "sequence packing" if enable_seq_packing else f"context parallelism (size {cp_size})"
-        raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
     config = microbatch_config(cfg)
+    split = config.dtensor_cfg.sequence_parallel and config.dtensor_cfg.tensor_parallel_size > 1
+    if vlm_kwargs and (enable_seq_packing or cp_size > 1 or split):
+        other = "sequence packing" if enable_seq_packing else f"context parallelism (size {cp_size})"
+        other = "sequence parallelism" if split else other
+        raise ConfigError(f"Multimodal inputs {sorted(vlm_kwargs)} do not go with {other}; switch it off.")
     multiple = _length_multiple(config.dtensor_cfg, cp_size)
     pad_id = _pad_id(tokenizer)
     if enable_seq_packing:
@@ -370,9 +468,22 @@ def process_microbatch(
 class CountingLoss(Protocol):
     """A loss with denominators of its own, as every `limbeck.losses.contract.Loss` has."""
 
-    def counts(self, batch: Any, /) -> Mapping[str, torch.Tensor]:
+    def denominators(self, batch: Any, /) -> Mapping[str, torch.Tensor]:
         """This rank's part of what the losses of a global batch are divided by."""
         ...
+
+
+def check_sequence_dim(data: BatchedDataDict, *, skip_keys: Iterable[str] | None = None) -> tuple[int, int]:
+    """The sequence dimension, which is 1, and its size: that of ``input_ids``. A tensor of two or more dimensions with
+    another size there is refused, except for ``skip_keys``."""
+    size, skipped = int(data["input_ids"].shape[1]), set(skip_keys or ())
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and key not in skipped and value.shape[1] != size:
+            raise DataError(
+                f"the batch entry {key!r} is {value.shape[1]} wide, but input_ids are {size}; what does not lie along "
+                "the student's sequence must be one of XTOKEN_NON_STUDENT_SEQ_KEYS, or of skip_keys"
+            )
+    return 1, size
 
 
 def process_global_batch(
@@ -395,11 +506,11 @@ def process_global_batch(
     Returns:
         ``batch``; ``global_valid_seqs`` (rows that count); ``global_valid_toks`` (supervised tokens that have a
         predictor, so a row's first token is none; without ``token_mask`` all of a row's tokens are supervised);
-        ``counts`` where the loss has them.
+        ``counts``, where the loss has denominators of its own.
     """
     batch = data.get_batch(batch_idx, batch_size)
     local = valid_counts(batch)
-    extra = loss_fn.counts(batch) if isinstance(loss_fn, CountingLoss) else {}
+    extra = loss_fn.denominators(batch) if isinstance(loss_fn, CountingLoss) else {}
     values = {**local, **{name: torch.as_tensor(extra[name]) for name in sorted(extra)}}
     # data-parallel ranks, once per global batch: a few numbers, by which every rank divides its losses
     summed = Comm.of(dp_group).sum_named(values)
@@ -415,6 +526,7 @@ def valid_counts(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         raise DataError(f"The batch has no 'sample_mask', which the loss is normalised with; it has {sorted(batch)}.")
     sample_mask = batch["sample_mask"]
     token_mask = batch["token_mask"] if "token_mask" in batch else _real_tokens(batch)
+    # float64 holds counts exactly; a row's first token has no predictor
     valid_toks = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum(dtype=torch.float64)
     return {"global_valid_seqs": sample_mask.sum(dtype=torch.float64), "global_valid_toks": valid_toks}
 
@@ -435,6 +547,7 @@ def make_dummy_batch(data: BatchedDataDict) -> DummyBatch:
     size = data.size
     if size and keys:
         cost = torch.stack([torch.as_tensor(data[key]).cpu() for key in keys])
+        # a row that is empty on some side comes last: a forward pass needs a token
         cost = torch.where((cost > 0).all(dim=0), cost.sum(dim=0), torch.iinfo(torch.long).max)
         row = DummyBatch(data.select_indices([int(cost.argmin())]).data)
     else:
@@ -500,7 +613,8 @@ class _Ends(Protocol):
 
 
 def _pad_id(tokenizer: object) -> int:
-    """What rows are filled up with, to which nothing attends: the tokenizer's padding, else its end token, else 0."""
+    """Token that rows are filled up with, to which nothing attends: the tokenizer's padding, else its end token, else
+    0."""
     if isinstance(tokenizer, _Pads) and tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
     if isinstance(tokenizer, _Ends) and tokenizer.eos_token_id is not None:

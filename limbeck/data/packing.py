@@ -30,7 +30,7 @@ def check_algorithm(name: str) -> None:
     """Refuse a name that no packing algorithm ever had. Those of earlier versions mean the one there is, which the log
     says once."""
     if name.lower() in _EARLIER:
-        log.warning("Sequences are packed by %s; the algorithm %s is gone.", ALGORITHM, name.lower())
+        log.warning("Sequences are packed by %s; the algorithm %s was removed.", ALGORITHM, name.lower())
     elif name.lower() != ALGORITHM:
         raise ConfigError(f"The packing algorithm {name!r} is not known; leave it out, or give {ALGORITHM!r}.")
 
@@ -68,7 +68,6 @@ def pack(
     lengths: Any,
     capacities: int | Sequence[int],
     *,
-    min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Bins:
     """Bins of sequences by first-fit decreasing: longest first, each into the first bin with room. Every sequence is in
@@ -77,7 +76,6 @@ def pack(
     Args:
         lengths: ``[N]`` or ``[N, D]`` token counts, one column per model.
         capacities: tokens per bin, one number per model.
-        min_bin_count: at least this many bins (bins are split, never left empty).
         bin_count_multiple: the number of bins is a multiple of this, so that data-parallel ranks get equally many.
 
     Returns:
@@ -94,7 +92,7 @@ def pack(
             free[number] = room
         bins[number].append(int(item))
         free[number] -= sizes[item]
-    return _enough(bins, sizes / room, min_bin_count, bin_count_multiple)
+    return _enough(bins, sizes / room, bin_count_multiple)
 
 
 def decreasing_order(sizes: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -102,15 +100,14 @@ def decreasing_order(sizes: np.ndarray, room: np.ndarray) -> np.ndarray:
     return np.argsort(-(sizes / room).max(axis=1), kind="stable")
 
 
-def _enough(bins: Bins, shares: np.ndarray, min_bin_count: int | None, bin_count_multiple: int | None) -> Bins:
+def _enough(bins: Bins, shares: np.ndarray, bin_count_multiple: int | None) -> Bins:
     """As many bins as are asked for, indices ascending; none where there is no sequence."""
-    for name, value in (("min_bin_count", min_bin_count), ("bin_count_multiple", bin_count_multiple)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; give a positive number or None.")
+    if bin_count_multiple is not None and bin_count_multiple < 1:
+        raise ConfigError(f"bin_count_multiple is {bin_count_multiple}; give a positive number or None.")
     if not bins:
         return []
     multiple = bin_count_multiple or 1
-    count = -(-max(len(bins), min_bin_count or 1) // multiple) * multiple
+    count = -(-len(bins) // multiple) * multiple
     return [sorted(items) for items in split_to_count(bins, shares, count)]
 
 
@@ -136,9 +133,9 @@ def split_to_count(bins: Bins, shares: np.ndarray, count: int) -> Bins:
             weight[side] += float(load[item])
         bins[number] = halves[0]
         bins.append(halves[1])
-        for place in (number, len(bins) - 1):
-            if len(bins[place]) > 1:
-                heapq.heappush(heap, (-float(load[bins[place]].sum()), place))
+        for half in (number, len(bins) - 1):
+            if len(bins[half]) > 1:
+                heapq.heappush(heap, (-float(load[bins[half]].sum()), half))
     return bins
 
 
@@ -147,7 +144,6 @@ def batch_by_tokens(
     capacities: int | Sequence[int],
     *,
     round_to: int = 1,
-    min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Bins:
     """Token-budget (dynamic) batching: rows of similar length whose *padded* rectangle stays within the budget.
@@ -176,4 +172,4 @@ def batch_by_tokens(
         else:
             bins.append([int(item)])
             longest = rounded[item]
-    return _enough(bins, sizes / room, min_bin_count, bin_count_multiple)
+    return _enough(bins, sizes / room, bin_count_multiple)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import hashlib
 import json
 import logging
-import lzma
 import os
 import re
 import tempfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from limbeck.data.spans import LINE_BLOCK, Lines, Paragraphs, Scanner, Whole, find_spans
-from limbeck.errors import DataError, one_line
+from limbeck.errors import ConfigError, DataError, one_line
 from limbeck.utils.files import cache_dir as cache_folder
 from limbeck.utils.files import package_file
+from limbeck.utils.hub import HubId, data_commit, parse_id
+from limbeck.utils.jsonl import COMPRESSED, check_expansion, open_bytes
 
 OPEN_FILES = 128
 """Data files that a process keeps open at most."""
@@ -123,8 +121,8 @@ class SpanIndex:
         for (starts, ends), newlines in find_spans(self._file.path, self._scanner(), self._limit):
             if len(newlines):
                 first = int(newlines[0]) // LINE_BLOCK
-                found = np.bincount(newlines // LINE_BLOCK - first)
-                per_block[first : first + len(found)] += found
+                counts = np.bincount(newlines // LINE_BLOCK - first)
+                per_block[first : first + len(counts)] += counts
             yield np.stack([starts, ends - starts], axis=1).reshape(-1)
         yield np.cumsum(per_block) - per_block
 
@@ -154,9 +152,9 @@ class SpanIndex:
         """Line, from 1, at which a record begins."""
         start, _ = self.span(number)
         block = start // LINE_BLOCK
-        place = 2 * self._count + block
-        here = self._file.read(block * LINE_BLOCK, start - block * LINE_BLOCK).count(b"\n")
-        return int(self._read(place, place + 1)[0]) + here + 1
+        word = 2 * self._count + block
+        lines_before = self._file.read(block * LINE_BLOCK, start - block * LINE_BLOCK).count(b"\n")
+        return int(self._read(word, word + 1)[0]) + lines_before + 1
 
 
 class _Spans:
@@ -194,6 +192,7 @@ class JsonlReader(_Spans):
     def row(self, number: int) -> dict[str, Any]:
         raw = self._bytes(number)
         try:
+            # only at the beginning of a file is U+FEFF a mark; elsewhere it is text
             line = raw.decode("utf-8-sig" if self._index.span(number)[0] == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise BadRecord("invalid_utf8", f"byte {error.start} of the line is not valid UTF-8") from None
@@ -222,6 +221,7 @@ def _lines_of(plain: str, path: str, cache_dir: str | None) -> str:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} starts as a JSON array but cannot be read as one: {error}.") from error
         with open(target, "w", encoding="utf-8") as out:
+            # escaped: half a surrogate pair is no UTF-8, and costs its own record alone when that is read
             out.writelines(json.dumps(value) + "\n" for value in values)
 
     return cached_copy(plain, "lines", cache_dir, fill)
@@ -284,6 +284,7 @@ class ArrowReader:
             if source is None:
                 raise pa.ArrowInvalid("the file is empty")
             try:
+                # both formats go by the same names
                 table = pa.ipc.open_file(source).read_all()
             except pa.ArrowInvalid:
                 source.seek(0)
@@ -291,7 +292,7 @@ class ArrowReader:
             names = table.column_names
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path} is not a readable Arrow file: {one_line(error)}.") from error
-        self._table = table.select(self._columns(names))
+        self._table = table.select(_of_one_each(self._columns(names), names, self.path))
         return self._table
 
     def __len__(self) -> int:
@@ -314,7 +315,16 @@ class ArrowReader:
             raise BadRecord("invalid_utf8", f"byte {error.start} of the value is not valid UTF-8") from None
 
     def __getstate__(self) -> dict[str, Any]:
+        # every process maps the file for itself: pickled, the table would be copied
         return {**self.__dict__, "_table": None}
+
+
+def _of_one_each(wanted: list[str], names: Sequence[str], path: str) -> list[str]:
+    """The wanted columns; ``DataError`` where a table has two of a name, of which nobody knows which is meant."""
+    twice = sorted({name for name in wanted if list(names).count(name) > 1})
+    if twice:
+        raise DataError(f"{path} has more than one column {twice[0]!r}; rename all but one of them.")
+    return wanted
 
 
 def parquet_as_arrow(path: str, columns: Columns, cache_dir: str | None) -> str:
@@ -323,37 +333,71 @@ def parquet_as_arrow(path: str, columns: Columns, cache_dir: str | None) -> str:
     import pyarrow.parquet as pq
 
     try:
-        names = columns(pq.read_schema(path).names)
+        there = pq.read_schema(path).names
+        names = _of_one_each(columns(there), there, path)
     except (pa.ArrowException, MemoryError) as error:
         raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
 
     def fill(target: str) -> None:
         try:
             with pq.ParquetFile(path) as source:
+                facts, wanted = source.metadata, {column.split(".")[0] for column in names}
+                groups = [facts.row_group(group) for group in range(facts.num_row_groups)]
+                parts = (group.column(column) for group in groups for column in range(group.num_columns))
+                # what the file says of itself, before any of it is unpacked; and below, what it came to
+                check_expansion(
+                    path, sum(c.total_uncompressed_size for c in parts if c.path_in_schema.split(".")[0] in wanted)
+                )
                 schema = pa.schema([source.schema_arrow.field(name) for name in names])
                 with pa.OSFile(target, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                     for batch in source.iter_batches(batch_size=1024, columns=names):
                         writer.write_batch(batch.select(names))
+                        check_expansion(path, sink.tell())
         except (pa.ArrowException, MemoryError) as error:
             raise DataError(f"{path} is not a readable parquet file: {one_line(error)}.") from error
 
     return cached_copy(path, f"arrow:{','.join(names)}", cache_dir, fill)
 
 
+def hub_source(spec: str) -> HubId:
+    """The data set that ``hf:owner/name`` or ``hf:owner/name@revision`` names."""
+    hub_id = parse_id(spec.removeprefix(HUB_PREFIX), "dataset")
+    if hub_id is None:
+        raise DataError(
+            f"{spec!r} names no data set of the hub; give {HUB_PREFIX}owner/name or a revision of it (@NAME)"
+        )
+    return hub_id
+
+
 def _hub_data(spec: str, subset: str | None, split: str) -> Any:
-    name = spec.removeprefix(HUB_PREFIX)
+    source = hub_source(spec)
     try:
         import datasets
     except ImportError:
         raise DataError(f"Reading {spec} needs the datasets package; install it with pip install datasets.") from None
     try:
-        data = datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().split("\n")[0].rstrip(".")
+        commit, reached = data_commit(source)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    with ExitStack() as stack:
+        if not reached:
+            # without this the package would ask the hub again, for half a minute
+            stack.callback(setattr, datasets.config, "HF_HUB_OFFLINE", datasets.config.HF_HUB_OFFLINE)
+            datasets.config.HF_HUB_OFFLINE = True
+        try:
+            # the address, since a folder here may have the name
+            data = datasets.load_dataset(f"hf://datasets/{source.repo}", subset, split=split, revision=commit)
+        except Exception as error:  # the package's own, the client's, and those of whatever reads a file
+            first = one_line(error).partition("\n")[0].rstrip(".")
+            raise DataError(
+                f"The data set {spec!r} (split {split!r}) cannot be loaded from the hub: {first}; "
+                "check subset, split and the network, or give local files."
+            ) from error
+    # the package's cache knows no revisions: it gives the newest that it has
+    if not reached and not all(commit in file["filename"] for file in data.cache_files):
         raise DataError(
-            f"The data set {name!r} (split {split!r}) cannot be loaded from the hub: {first}; "
-            "check the name and the network, or give local files."
-        ) from error
+            f"{spec!r}: of this revision no split {split!r} was fetched before, and the hub is not reached."
+        )
     return data
 
 
@@ -459,7 +503,6 @@ FORMATS = {
     "arrow": (".arrow", ".feather", ".ipc"),
     "text": (".txt", ".text", ".md", ".rst", ".py", ".tex", ".html", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go"),
 }
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 HUB_PREFIX = "hf:"
 _COPY_BLOCK = 1 << 20
 
@@ -489,12 +532,12 @@ def _plain_name(path: str) -> str:
 
 def expand(specs: str | list[str], *, tell: bool = False) -> list[str]:
     """Files (and hub ids) named by paths, globs and folders, in a fixed order, each once; ``tell``: warn of others."""
-    found: list[str] = []
+    files: list[str] = []
     for spec in [specs] if isinstance(specs, str) else specs:
-        found.extend(_expand_one(os.path.expanduser(package_file(spec))))
-    unique = list(dict.fromkeys(found))
-    if tell and len(unique) < len(found):
-        twice = ", ".join(name for name, times in Counter(found).items() if times > 1)
+        files.extend(_expand_one(os.path.expanduser(package_file(spec))))
+    unique = list(dict.fromkeys(files))
+    if tell and len(unique) < len(files):
+        twice = ", ".join(name for name, times in Counter(files).items() if times > 1)
         log.warning("data files that are named more than once are read once: %s", twice)
     if not unique:
         raise DataError("No data file is given; set data.train to a file, a glob, a folder or hf:owner/name.")
@@ -507,8 +550,8 @@ def _expand_one(spec: str) -> list[str]:
     if os.path.isdir(spec):
         suffixes = tuple(suffix for group in FORMATS.values() for suffix in group)
         # A saved `datasets` folder keeps its own state beside the data.
-        own = {"state.json", "dataset_info.json", "dataset_dict.json"}
-        files = sorted(str(p) for p in Path(spec).rglob("*") if p.is_file() and p.name not in own)
+        bookkeeping = {"state.json", "dataset_info.json", "dataset_dict.json"}
+        files = sorted(str(p) for p in Path(spec).rglob("*") if p.is_file() and p.name not in bookkeeping)
         files = [path for path in files if _plain_name(path).endswith(suffixes)]
         if not files:
             raise DataError(f"The folder {spec} holds no data file ({', '.join(suffixes[:6])}, ...).")
@@ -558,31 +601,18 @@ def unpacked(path: str, cache_dir: str | None) -> str:
         return path
 
     def fill(target: str) -> None:
-        try:
-            with _open_compressed(path) as packed, open(target, "wb") as plain:
-                while block := packed.read(_COPY_BLOCK):
-                    plain.write(block)
-        except (EOFError, zlib.error, lzma.LZMAError, ValueError, OSError) as error:
-            # Decoders raise OSError without a number; one with a number is the disk's.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise DataError(f"{path} is not a whole compressed file: {error}; fetch it again.") from error
+        with open(target, "wb") as plain:
+            # blocks out of a generator: an error of writing is none of reading
+            for block in _blocks(path):
+                plain.write(block)
 
     return cached_copy(path, "plain", cache_dir, fill)
 
 
-@contextmanager
-def _open_compressed(path: str) -> Iterator[IO[bytes]]:
-    suffix = path.lower()[path.rindex(".") :]
-    if suffix == ".zst":
-        import pyarrow as pa
-
-        with pa.input_stream(path, compression="zstd") as stream:
-            yield stream
-        return
-    opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
-    with opener(path, "rb") as stream:
-        yield stream
+def _blocks(path: str) -> Iterator[bytes]:
+    with open_bytes(path) as packed:
+        while block := packed.read(_COPY_BLOCK):
+            yield block
 
 
 class RandomAccessFile:
@@ -599,6 +629,7 @@ class RandomAccessFile:
         file = _descriptor(self)
         parts: list[bytes] = []
         while length > 0:
+            # Linux reads less than 2 GiB at a time
             part = os.pread(file.number, min(length, 1 << 30), start)
             if not part:
                 raise DataError(f"{self.path} has become shorter since it was indexed; leave data alone during a run.")

@@ -45,8 +45,8 @@ def sample_rows(
     rows: list[Row] = []
     for path, share in zip(files, shares.tolist(), strict=True):
         reader = open_reader(path, format="auto", columns=list, text_key=text_key, cache_dir=None, text_limit=max_bytes)
-        places = np.unique(np.linspace(0, len(reader) - 1, min(share, len(reader))).round().astype(int))
-        rows += [_row(reader, int(place), text_key, messages_key, max_bytes) for place in places]
+        numbers = np.unique(np.linspace(0, len(reader) - 1, min(share, len(reader))).round().astype(int))
+        rows += [_row(reader, int(number), text_key, messages_key, max_bytes) for number in numbers]
     if not rows:
         raise DataError(f"{files[0]} has no record; give a file with texts or conversations.")
     return rows
@@ -57,7 +57,7 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
     try:
         record = reader.row(number)
     except BadRecord as error:
-        raise DataError(f"{source}: {error}; mend the file.") from None
+        raise DataError(f"{source}: {error}; correct the file.") from None
     if isinstance(record.get(text_key), str):
         return Row(source, text=_first_bytes(record[text_key], max_bytes))
     messages = record.get(messages_key)
@@ -68,7 +68,7 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
         try:
             return Row(source, messages=tuple(form.convert(record)), tools=record.get("tools"))
         except BadRecord as error:
-            raise DataError(f"{source}: {error}; mend the file.") from None
+            raise DataError(f"{source}: {error}; correct the file.") from None
     raise DataError(
         f"{source} has neither a text under {text_key!r} nor a conversation under {messages_key!r}, but "
         f"{', '.join(map(repr, list(record)[:8])) or 'nothing'}; name the column with --text-key."
@@ -76,6 +76,8 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
 
 
 def _first_bytes(text: str, limit: int) -> str:
+    # no character has more than four bytes
     if len(text) * 4 <= limit:
         return text
+    # replace: half a surrogate pair; ignore: a character that the cut goes through
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")

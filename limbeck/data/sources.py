@@ -22,10 +22,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from limbeck.config import FREE, resolve
 from limbeck.data.forms import chat_form, detect
-from limbeck.data.readers import HUB_PREFIX, BadRecord, Reader, expand, format_of, from_json, keys_of, open_reader
+from limbeck.data.readers import (
+    HUB_PREFIX,
+    BadRecord,
+    Reader,
+    expand,
+    format_of,
+    from_json,
+    hub_source,
+    keys_of,
+    open_reader,
+)
 from limbeck.data.spans import split_spans
 from limbeck.errors import ConfigError, DataError
+from limbeck.tokens.chat.teacher_context import Context, ContextForm
 from limbeck.utils.files import Stamp, short_names, stamp_files
+from limbeck.utils.hub import data_commit
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +63,11 @@ class ReadingConfig(BaseModel):
     """Key of the conversation in chat records."""
     tools_key: str | None = "tools"
     """Key of a conversation's tools; null: they are not read."""
+    teacher_context_key: str | None = "teacher_context"
+    """Key of what teachers read in front of a record and the student does not: text, or messages; null: not read."""
+    teacher_key: str | None = "teacher"
+    """Key of the name of a record's only teacher, among ``teachers`` that have names; a record without it has all of
+    them. null: not read."""
     format: Literal["auto", "jsonl", "parquet", "arrow", "text"] = "auto"
     """``auto`` goes by the file name."""
     split_documents: Literal["file", "blank_lines"] = "file"
@@ -61,7 +78,7 @@ class ReadingConfig(BaseModel):
     """Longest record in UTF-8 bytes; see ``long_documents``. Default: where a run splits texts, 8 bytes for each token
     of the shortest context; 1 MiB elsewhere."""
     long_documents: Literal["split", "cut", "skip", "error"] = "split"
-    """What happens to a longer document, and to one that is longer than a context. ``split``: nothing is lost, it
+    """Treatment of a longer document, and of one that is longer than a context. ``split``: nothing is lost, it
     becomes several records and rows, cut at a line end, else before a space. ``cut``: it is split into records, and
     what does not fit the context is left out. ``skip`` leaves all of it out, ``error`` stops. A conversation cannot be
     split: over ``max_document_bytes`` it is left out, over the context it is cut."""
@@ -92,7 +109,7 @@ class ReadingConfig(BaseModel):
         return self.mode != "chat" and self.long_documents in ("split", "cut")
 
     def identity(self) -> str:
-        """Everything that changes records, in the form that the fingerprints of stored runs were made with."""
+        """Everything that changes records."""
         values = {name: getattr(self, name) for name in ReadingConfig.model_fields} | {"cache_dir": None}
         values["max_document_bytes"] = self.most_bytes
         if self.long_documents == "cut":
@@ -105,9 +122,12 @@ class DataConfig(ReadingConfig):
     """The ``data`` section of a run file: what is read, in which order, and how long rows may be."""
 
     train: str | list[str]
-    """Files, globs, folders, or ``hf:owner/name`` for a data set on the hub."""
+    """Files, globs, folders, or ``hf:owner/name`` (``hf:owner/name@revision``) for a data set on the hub."""
     validation: str | list[str] | None = None
     """The same for validation; without it nothing is validated."""
+    holdout: float = Field(default=0.0, ge=0, le=0.5)
+    """Share of the documents of ``train`` that are validated on instead of learnt from; drawn once, the same in every
+    run over the same files. 0: none."""
     hub_validation_split: str = "validation"
     """``hf:`` data: the split to validate on."""
 
@@ -123,25 +143,26 @@ class DataConfig(ReadingConfig):
     """Longest sequence in tokens; default, and never more: each model's ``max_total_sequence_length``."""
     max_teacher_seq_length: int | list[int] | None = None
     """The same for teachers alone, one number or one per teacher; default: ``max_input_seq_length``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_alignment_cache(cls, values: Any) -> Any:
-        """Run folders of earlier versions hold the key without a value; one with a value asks for what is gone."""
-        if not isinstance(values, dict) or "alignment_cache" not in values:
-            return values
-        if values["alignment_cache"] is not None:
-            raise ValueError(
-                "alignment_cache is gone: loader processes (num_workers) tokenize and align ahead of the training "
-                "step; remove the key"
-            )
-        return {key: value for key, value in values.items() if key != "alignment_cache"}
+    teacher_context_as: ContextForm = "system"
+    """Place of a record's ``teacher_context`` in a conversation where it is text: part of the instructions, of the
+    first ``user`` message (for templates without a system role), or a ``hint`` directly before the last answer."""
 
     def reading(self, split: Literal["train", "validation"]) -> ReadingConfig:
         """How the records of one part are read."""
         shared = {name: getattr(self, name) for name in ReadingConfig.model_fields}
         hub_split = self.hub_split if split == "train" else self.hub_validation_split
         return ReadingConfig.model_construct(**{**shared, "mode": self.detected_mode(), "hub_split": hub_split})
+
+    @model_validator(mode="after")
+    def _one_validation(self) -> DataConfig:
+        if self.holdout and self.validation:
+            raise ValueError(f"validation and holdout {self.holdout:g} are both given; use one of them")
+        return self
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self.validation) or self.holdout > 0
 
     def detected_mode(self) -> Literal["text", "chat"]:
         """``mode``; where it is ``auto``, by the first record of the training data."""
@@ -152,23 +173,36 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Records of one or several files, by index.
 
     A record is a dict: ``text`` (str or None), ``messages`` (list or None), ``tools``, ``idx``, ``loss_multiplier``,
-    ``source`` (``file:line``), and ``continues`` where the document goes on in the next record. With ``join_to_bytes``
-    it has ``documents`` instead: a list of such records, which :func:`flatten_documents` turns into rows of their own,
-    so that no attention crosses from one to the next.
+    ``source`` (``file:line``), ``teacher_context`` where it has one, and ``continues`` where the document goes on in
+    the next record. With ``join_to_bytes`` it has ``documents`` instead: a list of such records, which
+    :func:`flatten_documents` turns into rows of their own, so that no attention crosses from one to the next.
 
     A record that is found bad when it is read (``on_bad_record="skip"`` with ``check_records="on_read"``) comes back
-    with ``loss_multiplier`` 0 and a ``skip_reason``; :func:`count_skipped` adds them up, in whichever process.
+    with ``loss_multiplier`` 0 and a ``skip_reason``, which is counted in whichever process.
+
+    Args:
+        part: one of the two parts of the documents, and the share that is held out of the other.
+        reference: keys of stored records that are kept under ``reference``, for whoever compares answers with them;
+            None: all.
 
     Attributes:
         skipped: records left out, by reason, as far as this process has seen them.
     """
 
-    def __init__(self, paths: str | list[str], options: ReadingConfig | Mapping[str, Any] | None = None) -> None:
-        given = resolve(ReadingConfig, options or {})
+    def __init__(
+        self,
+        paths: str | list[str],
+        options: ReadingConfig | Mapping[str, Any] | None = None,
+        *,
+        part: tuple[Literal["train", "validation"], float] | None = None,
+        reference: Collection[str] | None = (),
+    ) -> None:
+        self._part, self._reference = part, reference
+        reading = resolve(ReadingConfig, options or {})
         self.paths = expand(paths, tell=True)
-        self.options = given.model_copy(update={"mode": detect_mode(self.paths[0], given)})
+        self.options = reading.model_copy(update={"mode": detect_mode(self.paths[0], reading)})
         self.skipped: Counter[str] = Counter()
-        self._long: tuple[int, bytes, list[tuple[int, int]]] | None = None
+        self._long: tuple[int, bytes, list[tuple[int, int]], Record] | None = None
 
     def __len__(self) -> int:
         return len(self._index.groups) if self._index.groups is not None else self._index.count
@@ -199,6 +233,8 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def fingerprint(self) -> str:
         """Changes when a file, its order or an option that changes records does; saved with a run's position."""
         digest = hashlib.sha256(self.options.identity().encode())
+        if self._part is not None:
+            digest.update(repr(self._part).encode())
         for path, reader in zip(self.paths, self._readers, strict=True):
             digest.update(json.dumps([path.rsplit("/", 1)[-1], len(reader)]).encode())
             for sizes in reader.sizes():
@@ -220,8 +256,11 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {names[path]: int(size) for path, size in zip(self.paths, sizes, strict=True) if size}
 
     def stamps(self) -> list[Stamp]:
-        """What tells the files on this machine from others of their names; see ``stamp_files``."""
-        return stamp_files([path for path in self.paths if not path.startswith(HUB_PREFIX)])
+        """Stamp that tells the files from others of their names; see ``stamp_files``. Of a data set on the hub its
+        commit."""
+        hub = [hub_source(path) for path in self.paths if path.startswith(HUB_PREFIX)]
+        here = stamp_files([path for path in self.paths if not path.startswith(HUB_PREFIX)])
+        return [*here, *(Stamp(f"{HUB_PREFIX}{source}", 0, 0, data_commit(source)[0]) for source in hub)]
 
     def prepare(self) -> RecordDataset:
         """Index (and check) now instead of at the first access; call it before workers are forked."""
@@ -239,7 +278,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 open_reader(
                     path,
                     format=o.format,
-                    columns=partial(_columns, o, path),
+                    columns=partial(_columns, o, path, self._reference),
                     text_key=o.text_key,
                     cache_dir=o.cache_dir,
                     paragraphs=o.split_documents == "blank_lines",
@@ -274,10 +313,25 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if index.count == 0:
             why = f" (skipped: {dict(self.skipped)})" if self.skipped else ""
             raise DataError(f"There is no usable record in {_shorten(self.paths)}{why}.")
+        if self._part is not None:
+            index = self._select_part(index, *self._part)
         if self.options.join_to_bytes is not None:
             every = np.concatenate(list(self._sizes()))
             index.groups = _group(index.unit_sizes(every, self.options.most_bytes), self.options.join_to_bytes)
         return index
+
+    def _select_part(self, index: _Index, name: str, share: float) -> _Index:
+        """The held-out documents, or the others; all pieces of a document are in one part."""
+        documents = index.records(np.arange(index.count))
+        known = np.unique(documents)
+        if len(known) < 2:
+            raise DataError(
+                f"data.holdout is {share:g}, but {_shorten(self.paths)} holds one document; give data.validation, or "
+                "data.split_documents: blank_lines where its paragraphs are documents"
+            )
+        number = min(max(round(share * len(known)), 1), len(known) - 1)
+        held = np.random.default_rng(0).choice(known, number, replace=False)
+        return index.select(np.flatnonzero(np.isin(documents, held, invert=name == "train")))
 
     def _sizes(self) -> Iterator[np.ndarray]:
         """Bytes of all records, some at a time."""
@@ -295,6 +349,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 data = self._document(record)["text"].encode("utf-8")
             except BadRecord:
                 continue  # Handled like any other bad record when its turn comes.
+            # sizes by the index also count escapes and other keys: only now is it certain
             if len(data) <= self.options.most_bytes:
                 continue
             if self.options.splits:
@@ -309,7 +364,8 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return _Index.of_pieces(pieces)
 
     def _usable(self, index: _Index, unit: int) -> bool:
-        record, piece = index.at(unit)
+        record, piece = index.locate(unit)
+        # its document was tried with the first piece
         if piece > 0:
             return True
         try:
@@ -320,7 +376,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return True
 
     def _read(self, unit: int) -> Record:
-        number, piece = self._index.at(unit)
+        number, piece = self._index.locate(unit)
         try:
             record = self._document(number) if not self._index.is_split(unit) else self._piece(number, piece)
         except BadRecord as error:
@@ -331,11 +387,14 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _piece(self, number: int, piece: int) -> Record:
         """One piece of a long document; the last such document is kept, because its pieces are often asked in a row."""
         if self._long is None or self._long[0] != number:
-            data = self._document(number)["text"].encode("utf-8")
-            self._long = (number, data, split_spans(data, 0, len(data), self.options.most_bytes))
+            document = self._document(number)
+            data = document["text"].encode("utf-8")
+            context = {key: document[key] for key in (CONTEXT, TEACHER, REFERENCE) if key in document}
+            self._long = (number, data, split_spans(data, 0, len(data), self.options.most_bytes), context)
         start, end = self._long[2][piece]
         text = self._long[1][start:end].decode("utf-8")
-        return {"text": text, "messages": None, "tools": None, "continues": piece + 1 < len(self._long[2])}
+        fields = {**self._long[3], "text": text, "messages": None, "tools": None}
+        return {**fields, "continues": piece + 1 < len(self._long[2])}
 
     def _document(self, number: int) -> Record:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
@@ -346,16 +405,27 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise BadRecord(
                 "missing_key", f"the record has no {o.key!r}, only {', '.join(sorted(stored)) or 'no keys'}"
             )
+        context = checked_context(row, o.teacher_context_key, o.mode)
+        if o.teacher_key and row.get(o.teacher_key) is not None:
+            context[TEACHER] = row[o.teacher_key]
         if o.mode == "text":
-            found = {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None}
-            reader, place = self._readers[file], number - int(self._first[file])
-            return {**found, "continues": True} if reader.continues(place) else found
+            context |= self._kept(row)
+            document = {"text": checked_text(row[o.key], o.key), "messages": None, "tools": None, **context}
+            reader, line = self._readers[file], number - int(self._first[file])
+            return {**document, "continues": True} if reader.continues(line) else document
         messages = checked_messages(row[o.key], o.key)
         size = len(json.dumps(messages, ensure_ascii=False).encode("utf-8"))
         if size > o.most_bytes:
             raise BadRecord("too_long", f"the conversation has {size} bytes, more than max_document_bytes")
         tools = row.get(o.tools_key) if o.tools_key else None
-        return {"text": None, "messages": messages, "tools": _checked_tools(tools, str(o.tools_key))}
+        context |= self._kept({**row, "messages": messages})
+        return {"text": None, "messages": messages, "tools": _checked_tools(tools, str(o.tools_key)), **context}
+
+    def _kept(self, row: Mapping[str, Any]) -> Record:
+        if self._reference is None:
+            return {REFERENCE: dict(row)}
+        kept = {key: row[key] for key in self._reference if row.get(key) is not None}
+        return {REFERENCE: kept} if kept else {}
 
     def _location(self, number: int) -> str:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
@@ -369,7 +439,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
             stop = self.options.on_bad_record == "error" and not harmless
         if stop:
-            remedy = "raise data.max_document_bytes" if error.reason == "too_long" else "mend it"
+            remedy = "raise data.max_document_bytes" if error.reason == "too_long" else "correct it"
             option = "long_documents" if error.reason == "too_long" else "on_bad_record"
             raise DataError(f"{self._location(number)}: {error}; {remedy}, or set data.{option}=skip to leave it out.")
         if not self.skipped[error.reason]:
@@ -391,6 +461,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
     def __getstate__(self) -> dict[str, Any]:
+        # a copy of one document in pieces, which workers make themselves
         return {**self.__dict__, "_long": None}
 
 
@@ -421,7 +492,7 @@ class _Index:
             return _Index(len(units), units, np.zeros(len(units), dtype=np.int32), np.zeros(len(units), dtype=bool))
         return _Index(len(units), self._record[units], self._piece[units], self._split[units])
 
-    def at(self, unit: int) -> tuple[int, int]:
+    def locate(self, unit: int) -> tuple[int, int]:
         if self._record is None or self._piece is None:
             return unit, 0
         return int(self._record[unit]), int(self._piece[unit])
@@ -434,14 +505,16 @@ class _Index:
         return self._split is not None and bool(self._split[unit])
 
     def unit_sizes(self, sizes: np.ndarray, limit: int) -> np.ndarray:
-        found: np.ndarray = np.minimum(sizes if self._record is None else sizes[self._record], limit)
-        return found
+        unit_sizes: np.ndarray = np.minimum(sizes if self._record is None else sizes[self._record], limit)
+        return unit_sizes
 
 
 def detect_mode(path: str, options: ReadingConfig) -> Literal["text", "chat"]:
-    """What a file holds: as ``options`` say, or by the keys of its first record, which is then said in one line."""
+    """Form of a file's records: as ``options`` say, or by the keys of its first record, which is then said in one
+    line."""
     if options.mode != "auto":
         return options.mode
+    # for the cache's key: a file that has changed is looked at again
     changed = 0 if path.startswith(HUB_PREFIX) else os.stat(path).st_mtime_ns
     where = options.format, options.cache_dir, options.hub_subset, options.hub_split
     return _detect(path, changed, where, options.text_key, options.messages_key)
@@ -460,16 +533,17 @@ def _detect(
     return "chat"
 
 
-def _columns(options: ReadingConfig, path: str, names: Collection[str]) -> list[str]:
+def _columns(options: ReadingConfig, path: str, reference: Collection[str] | None, names: Collection[str]) -> list[str]:
     """Which of a columnar file's columns are read, the one whose bytes count first."""
     if options.key in names:
-        found = [options.key]
+        keys = [options.key]
     elif options.mode == "chat" and (form := chat_form(names, path)) is not None:
-        found = [*form.needed, *(name for name in form.optional if name in names)]
+        keys = [*form.needed, *(name for name in form.optional if name in names)]
     else:
         raise DataError(f"{path} has no column {options.key!r}; it has {', '.join(names) or 'none'}.")
-    tools = options.tools_key if options.mode == "chat" else None
-    return [*found, tools] if tools and tools in names and tools not in found else found
+    more = [options.teacher_context_key, options.teacher_key, options.tools_key if options.mode == "chat" else None]
+    more += names if reference is None else reference
+    return [*keys, *dict.fromkeys(key for key in more if key and key in names and key not in keys)]
 
 
 def _group(sizes: np.ndarray, limit: int) -> np.ndarray:
@@ -486,6 +560,12 @@ def _group(sizes: np.ndarray, limit: int) -> np.ndarray:
 
 PUBLISHED_KEY = "message_log"
 """Where a published record keeps its text or conversation: a list of messages with ``role`` and ``content``."""
+CONTEXT = "teacher_context"
+"""Where a record has what its teachers alone read, if it has any."""
+TEACHER = "teacher"
+"""Where a record names the only teacher that it is shown to."""
+REFERENCE = "reference"
+"""Where a record has what answers are compared with, where a run compares them."""
 
 
 def as_record(row: Mapping[str, Any], text_key: str = "text", messages_key: str = "messages") -> Mapping[str, Any]:
@@ -504,11 +584,11 @@ def as_record(row: Mapping[str, Any], text_key: str = "text", messages_key: str 
         # tensors are ids and masks of one tokenizer, which other models do not share
         log = [_without_tensors(message) if isinstance(message, Mapping) else message for message in log]
     messages = checked_messages(log, PUBLISHED_KEY)
-    found: dict[str, Any] = {**row, messages_key: messages}
+    record: dict[str, Any] = {**row, messages_key: messages}
     contents = [message.get("content", "") for message in messages]
     if all(isinstance(content, str) for content in contents):
-        found[text_key] = "".join(contents)
-    return found
+        record[text_key] = "".join(contents)
+    return record
 
 
 def _without_tensors(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -539,6 +619,7 @@ def checked_messages(value: Any, key: str) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRecord("bad_message", f"message {number} of {key!r} has no role")
     try:
+        # contents and arguments may nest: JSON reaches every text in them
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise BadRecord("invalid_unicode", f"{key!r} has half a surrogate pair") from None
@@ -546,6 +627,18 @@ def checked_messages(value: Any, key: str) -> list[dict[str, Any]]:
         raise BadRecord("wrong_type", f"{key!r} holds a value that JSON cannot hold ({error})") from None
     # Columnar files give every message the keys of all of them, with null where it has none.
     return [{name: part for name, part in message.items() if part is not None} for message in messages]
+
+
+def checked_context(row: Mapping[str, Any], key: str | None, mode: str) -> dict[str, Context]:
+    """A record's context for teachers under its own key; nothing where it is empty. Raises BadRecord."""
+    value = row.get(key) if key else None
+    if not value or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, str):
+        return {CONTEXT: checked_text(value, str(key))}
+    if mode == "text":
+        raise BadRecord("wrong_type", f"{key!r} is a {type(value).__name__}; in front of a text only text can stand")
+    return {CONTEXT: checked_messages(value, str(key))}
 
 
 def _checked_tools(value: Any, key: str) -> list[Any] | None:
@@ -560,22 +653,21 @@ def flatten_documents(records: Iterable[Record]) -> list[Record]:
     return [row for record in records for row in record.get("documents") or [record]]
 
 
-def count_skipped(records: Iterable[Record]) -> Counter[str]:
-    """Records that were left out, by reason; padding at the end of an epoch is not one of them."""
-    reasons = (row.get("skip_reason") for row in flatten_documents(records))
-    return Counter(reason for reason in reasons if reason and reason != "padding")
-
-
 def _shorten(paths: list[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def build_dataset(
-    cfg: DataConfig | Mapping[str, Any], split: Literal["train", "validation"] = "train"
+    cfg: DataConfig | Mapping[str, Any],
+    split: Literal["train", "validation"] = "train",
+    reference: Collection[str] | None = (),
 ) -> RecordDataset:
-    """The data set of a ``data`` section."""
+    """The data set of a ``data`` section; ``reference``: see :class:`RecordDataset`."""
     config = resolve(DataConfig, cfg)
+    if config.holdout:
+        part = (split, config.holdout)
+        return RecordDataset(config.train, config.reading("train"), part=part, reference=reference)
     paths = config.train if split == "train" else config.validation
     if not paths:
         raise ConfigError(f"data.{split} is not set; give a file, a glob, a folder or {HUB_PREFIX}owner/name.")
-    return RecordDataset(paths, config.reading(split))
+    return RecordDataset(paths, config.reading(split), reference=reference)

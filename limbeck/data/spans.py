@@ -82,8 +82,9 @@ class Lines(Scanner):
         starts = np.concatenate([[self.begin], newlines[:-1] + 1])
         keep = newlines > starts
         single = np.flatnonzero(newlines - starts == 1)
-        places = starts[single] - offset
-        keep[single] = np.where(places < 0, before, data[places]) != _RETURN
+        offsets = starts[single] - offset
+        # a line that began in the block before has its only byte there
+        keep[single] = np.where(offsets < 0, before, data[offsets]) != _RETURN
         self.begin = int(newlines[-1]) + 1
         return starts[keep], newlines[keep]
 
@@ -92,7 +93,7 @@ class Lines(Scanner):
 
 
 class Paragraphs(Scanner):
-    """What stands between blank lines: lines of spaces, tabs and carriage returns."""
+    """Stretches between blank lines: lines of spaces, tabs and carriage returns."""
 
     name = "paragraphs"
 
@@ -141,18 +142,18 @@ class Paragraphs(Scanner):
 
 
 def _is_blank(data: ByteArray) -> BoolArray:
-    found: BoolArray = (data == 32) | (data == 9) | (data == _RETURN)
-    return found
+    blank: BoolArray = (data == 32) | (data == 9) | (data == _RETURN)
+    return blank
 
 
 def _all_blank(data: ByteArray) -> bool:
     return bool(_is_blank(data).all())
 
 
-def _bytes_before(data: ByteArray, places: IntArray, last: int) -> npt.NDArray[np.int64]:
-    """The byte before each place; ``last`` stands before the block."""
-    found = data[places - 1].astype(np.int64)
-    return np.where(places == 0, last, found)
+def _bytes_before(data: ByteArray, offsets: IntArray, last: int) -> npt.NDArray[np.int64]:
+    """The byte before each offset; ``last`` stands before the block."""
+    before = data[offsets - 1].astype(np.int64)
+    return np.where(offsets == 0, last, before)
 
 
 def find_spans(path: str, scanner: Scanner, limit: int | None = None) -> Iterator[tuple[Spans, IntArray]]:
@@ -187,24 +188,26 @@ def _cut(path: str, spans: Spans, limit: int | None) -> Spans:
 
 
 def split_spans(data: bytes | mmap.mmap, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-    """Cut ``data[start:end]`` into spans of at most ``limit`` bytes, at the places that ``_place`` finds."""
+    """Cut ``data[start:end]`` into spans of at most ``limit`` bytes, where ``_cut_before`` says."""
     spans: list[tuple[int, int]] = []
     while end - start > limit:
-        cut = _place(data, start, start + limit)
+        cut = _cut_before(data, start, start + limit)
         spans.append((start, cut))
         start = cut
     spans.append((start, end))
     return spans
 
 
-def _place(data: bytes | mmap.mmap, start: int, latest: int) -> int:
+def _cut_before(data: bytes | mmap.mmap, start: int, latest: int) -> int:
     """Where to cut ``data`` between ``start`` and ``latest``, not far before ``latest``: at a line end, else before a
     space, else between two characters; never inside a UTF-8 sequence. Not after ``start`` where no character fits."""
     window = latest - (latest - start) // 4
-    if (at := data.rfind(b"\n", window, latest)) >= 0:
-        return at + 1
-    if (at := data.rfind(b" ", window, latest)) > start:
-        return at
+    if (position := data.rfind(b"\n", window, latest)) >= 0:
+        return position + 1
+    # a cut at `start` would be no progress
+    if (position := data.rfind(b" ", window, latest)) > start:
+        return position
+    # a character has three continuation bytes at most; text that is no UTF-8 is not searched further
     for _ in range(3):
         if data[latest] & 0xC0 != 0x80:
             break
@@ -225,13 +228,16 @@ def fitting_spans(data: bytes, ends: Sequence[IntArray], rooms: Sequence[int]) -
     spans: list[tuple[int, int]] = []
     start, size = 0, len(data)
     while size - start > 1:
-        left = [own[np.searchsorted(own, start, side="right") :] for own in ends]
-        needed = max(-(-len(own) // room) for own, room in zip(left, rooms, strict=True))
+        left = [stops[np.searchsorted(stops, start, side="right") :] for stops in ends]
+        needed = max(-(-len(stops) // room) for stops, room in zip(left, rooms, strict=True))
         if needed <= 1:
             break
         # the even share of what is left, as far as every side can hold it
-        reach = [int(own[room - 1]) for own, room in zip(left, rooms, strict=True) if len(own) >= room]
-        cut = _place(data, start, min(*reach, start + -(-(size - start) // needed)))
+        reach = [
+            int(token_ends[room - 1]) for token_ends, room in zip(left, rooms, strict=True) if len(token_ends) >= room
+        ]
+        cut = _cut_before(data, start, min(*reach, start + -(-(size - start) // needed)))
+        # at least one character, or the loop would not end
         cut = cut if cut > start else _next_character(data, start)
         if cut >= size:
             break

@@ -67,11 +67,13 @@ class VarlenKernel:
         options: dict[str, Any] = {"is_causal": True, "scale": scale}
         options = {name: value for name, value in options.items() if name in self.known}
         if self.takes_windows:
+            # torch counts the keys in front of a query, without its own
             options["window_size"] = (-1 if window is None else window - 1, 0)
         groups = query.shape[1] // key.shape[1]
         if "enable_gqa" in self.known:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
+            # versions without the option want as many heads on both sides
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out: Tensor = self.function(query, key, value, *cu_seqlens, *longest, **options)
         return out
@@ -101,10 +103,10 @@ class _GatherSequence(torch.autograd.Function):
     """Pieces `[.., T / n, ..]` of all ranks in the order of the sequence; gradients are summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, split: GatheredAttention, dim: int) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, split: GatheredAttention, dim: int) -> Tensor:
         ctx.split, ctx.dim = split, dim
         # context-parallel ranks, twice per layer and once at the end: T / n positions of keys, values, hidden states
-        halves = [half for part in split.comm.gather(own) for half in part.chunk(2, dim)]
+        halves = [half for part in split.comm.gather(mine) for half in part.chunk(2, dim)]
         # rank r brought pieces r and 2n - 1 - r
         return torch.cat(halves[0::2] + halves[1::2][::-1], dim)
 
@@ -277,7 +279,7 @@ def _by_kernel(
 
 
 def _keys_of(values: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
-    """What each span sees of keys or values `[B, H, T, D]`."""
+    """Part that each span sees of keys or values `[B, H, T, D]`."""
     if all(a.end == b.low for a, b in itertools.pairwise(spans)):
         # one split, whose gradient is one concatenation, where slices would each fill a whole sequence with zeros
         return torch.split(values[:, :, spans[0].low : spans[-1].end], [s.end - s.low for s in spans], 2)
@@ -299,6 +301,7 @@ def _by_span(
     queries = part.split([s.end - s.first for s in spans], 2)
     for span, some, keys, values in zip(spans, queries, _keys_of(key, spans), _keys_of(value, spans), strict=True):
         rows, columns = span.end - span.first, span.end - span.low
+        # queries stand at the end of their keys; `is_causal` would align the two at their beginnings
         mask: Any = causal_lower_right(rows, columns)
         if window is not None and columns > window:
             behind = torch.arange(span.first, span.end, device=part.device)[:, None]

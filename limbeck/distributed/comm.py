@@ -34,6 +34,7 @@ def init_distributed(backend: str = "auto", timeout: float | None = None) -> Com
         if backend == "auto":
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         if torch.cuda.is_available():
+            # before the group exists: NCCL works on the device that is current then
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend, timeout=None if timeout is None else timedelta(seconds=timeout))
     return Comm.world()
@@ -62,8 +63,10 @@ def _silent_ranks(patience: float) -> list[int]:
     world, store = Comm.world(), dist.distributed_c10d._get_default_store()
     names = [f"limbeck/waiting/{rank}" for rank in range(world.size)]
     try:
+        # or asking would wait as long as the collective has
         store.set_timeout(timedelta(seconds=patience))
         store.set(names[world.rank], "1")
+        # ranks time out one after another: those that do so a little later have answered, too
         time.sleep(patience)
         return [rank for rank, name in enumerate(names) if not store.check([name])]
     except RuntimeError:
@@ -159,6 +162,7 @@ class Comm:
             if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device.type == self.device.type:
                 self._sum_in_place(bucket[0])
                 continue
+            # every message has a latency of its own: hundreds of small gradients take longer apart than their bytes do
             flat = self._travelling(torch.cat([t.reshape(-1) for t in bucket]))
             self._sum_in_place(flat)
             for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
@@ -182,12 +186,12 @@ class Comm:
         """`x` of every rank, by rank, without gradient."""
         if self.size == 1:
             return [x]
-        own = self._travelling(x.detach())
-        parts = [torch.empty_like(own) for _ in range(self.size)]
+        mine = self._travelling(x.detach())
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         # Context-parallel ranks: keys and values of a layer and the last hidden states, [B, T / n, ...] from each;
         # tensor-parallel ranks: hidden states split along the sequence, candidates of a top-k; a teacher's ranks:
         # ids of each other's rows. All ranks use all parts.
-        dist.all_gather(parts, own, group=self._group)
+        dist.all_gather(parts, mine, group=self._group)
         return [part.to(x.device) for part in parts]
 
     @torch.no_grad()
@@ -210,14 +214,14 @@ class Comm:
         `into`: contiguous memory for what comes; not used where this rank is alone."""
         if self.size == 1:
             return rows
-        own = self._travelling(rows)
+        sent = self._travelling(rows)
         here = into is not None and into.device.type == self.device.type
-        out = into if into is not None and here else own.new_empty(sum(receive), *rows.shape[1:])
+        out = into if into is not None and here else sent.new_empty(sum(receive), *rows.shape[1:])
         # Tensor-parallel ranks, per block of n rows and direction. Plain losses: each student column travels to the
         # ranks that hold the teacher columns it maps to, n V_s / T (1 - 1/T) numbers; a reduce-scatter of partial sums
         # over the teacher's columns would move T times as much. Kernels: each rank's columns of a block's logits to
         # the rank that computes the block, as many numbers, and their gradient back.
-        dist.all_to_all_single(out, own, list(receive), list(send), group=self._group)
+        dist.all_to_all_single(out, sent, list(receive), list(send), group=self._group)
         if into is None:
             return out.to(rows.device)
         return into if here else into.copy_(out)
@@ -256,21 +260,24 @@ class Comm:
         size = int(self.broadcast_(torch.tensor(len(raw), device=self.device), source))
         if not size:
             return b""
+        # a bytearray can be written: what is received goes into this memory
         data = torch.frombuffer(bytearray(raw if self.rank == source else size), dtype=torch.uint8)
         return self.broadcast_(data, source).numpy().tobytes()
 
     def _gather_bytes(self, raw: bytes) -> list[bytes]:
         sizes = torch.cat(self.gather(torch.tensor([len(raw)], device=self.device))).tolist()
+        # `gather` wants one shape from all ranks, and no backend sends nothing
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
         return [t[:size].numpy().tobytes() for t, size in zip(self.gather(padded), sizes, strict=True)]
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """What every rank has for this one, by rank; `parts[r]` is what this one has for rank r."""
+        """Bytes that every rank has for this one, by rank; `parts[r]` is what this one has for rank r."""
         if self.size == 1:
             return list(parts)
         send = [len(part) for part in parts]
         receive = [int(sizes[self.rank]) for sizes in self.gather(torch.tensor(send, device=self.device))]
+        # frombuffer takes no empty buffer
         whole = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)[: sum(send)]
         # data-parallel ranks, once per on-policy step: the samples that change hands, some kilobytes each
         raw = self.all_to_all(whole, send, receive).cpu().numpy().tobytes()
@@ -288,15 +295,16 @@ class Comm:
 
     def all_names(self, names: Iterable[str]) -> list[str]:
         """Names that some rank has, sorted."""
-        own = sorted(names)
+        mine = sorted(names)
         if self.size == 1:
-            return own
+            return mine
         # a short digest settles the usual case, in which all ranks have the same
-        digest = zlib.crc32("/".join(own).encode())
+        digest = zlib.crc32("/".join(mine).encode())
+        # the maximum of -x is minus the minimum of x: one reduction tells whether all are equal
         highest, lowest = self.max(torch.tensor([digest, -digest], device=self.device)).tolist()
         if highest == -lowest:
-            return own
-        return sorted({name for raw in self._gather_bytes(json.dumps(own).encode()) for name in json.loads(raw)})
+            return mine
+        return sorted({name for raw in self._gather_bytes(json.dumps(mine).encode()) for name in json.loads(raw)})
 
     def sum_named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Scalars summed over the ranks in one reduction, in float64 on the way (exact for counts). A name that some
@@ -305,9 +313,9 @@ class Comm:
             return dict(values)
         names = self.all_names(values)
         zero = torch.zeros((), dtype=torch.float64)
-        own = [values.get(name, zero).detach().to(self.device, torch.float64) for name in names]
-        found = dict(zip(names, self.sum(torch.stack(own)) if own else (), strict=True))
-        return {name: value.to(values[name]) if name in values else value for name, value in found.items()}
+        mine = [values.get(name, zero).detach().to(self.device, torch.float64) for name in names]
+        sums = dict(zip(names, self.sum(torch.stack(mine)) if mine else (), strict=True))
+        return {name: value.to(values[name]) if name in values else value for name, value in sums.items()}
 
     # ---- errors ----
 
@@ -321,23 +329,23 @@ class Comm:
         error: Exception | None = None
         try:
             yield
-        except Exception as found:  # whatever it is, the others must not wait
-            if _TIMED_OUT.search(str(found)):
+        except Exception as raised:  # whatever it is, the others must not wait
+            if _TIMED_OUT.search(str(raised)):
                 raise  # nobody would answer
-            error = found
+            error = raised
         if self.size > 1:
             # the highest of numbers that fall with the rank: the first rank with an error
-            own = 0 if error is None else self.size - self.rank
-            worst = int(self.max(torch.tensor(own, device=self.device)))
+            mine = 0 if error is None else self.size - self.rank
+            worst = int(self.max(torch.tensor(mine, device=self.device)))
             if worst:
                 source = self.size - worst
-                told = self._broadcast_bytes(_packed(error), source)
-                error = error or _unpacked(told, f"rank {source}: ")
+                packed = self._broadcast_bytes(_packed(error), source)
+                error = error or _unpacked(packed, f"rank {source}: ")
         if error is not None:
             raise error
 
     def first_only(self, work: Callable[[], bytes]) -> bytes:
-        """What `work` gives on the first rank, on all of them.
+        """Answer of `work` on the first rank, handed to all of them.
 
         An error of that rank is one of all: the others raise one of its kind (`LimbeckError` if it is not ours) with
         its text.
@@ -347,6 +355,7 @@ class Comm:
         answer = b""
         if self.rank == 0:
             try:
+                # the sign travels with the answer: the others cannot know whether an error or a result comes
                 answer = _GOOD + work()
             except Exception as error:  # whatever it is, the others must not wait for an answer
                 self._broadcast_bytes(_BAD + _packed(error))

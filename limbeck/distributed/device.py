@@ -53,14 +53,67 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def memory_free(device: torch.device) -> int:
-    """Bytes that a process could take now: of the accelerator, or of main memory."""
+    """Bytes that a process could take now: of the accelerator, or of main memory and its control group's part."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        # not MemFree: pages of files are given up when memory is asked for
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+        free = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    return min([free, *_group_free(Path("/sys/fs/cgroup"))])
+
+
+_GROUP_FILES = (
+    # version 2 of control groups, then version 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _group_free(root: Path) -> Iterator[int]:
+    """Bytes that the control group of a container leaves, pages of files that it would give up included; nothing where
+    it sets no limit."""
+    for limit, used, pages in _GROUP_FILES:
+        try:
+            most, now = (root / limit).read_text().strip(), int((root / used).read_text())
+            lines = [line.split() for line in (root / limit).with_name("memory.stat").read_text().splitlines()]
+        except (OSError, ValueError):
+            continue
+        # version 2 writes `max` where there is no limit
+        if most.isdigit():
+            yield max(int(most) - now + sum(int(n) for name, n in lines if name == pages), 0)
+
+
+def memory_total(device: torch.device) -> int:
+    """Bytes of the accelerator, or of main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+
+
+def memory_room(device: torch.device) -> tuple[int, int]:
+    """Bytes that this process could hold at most, what others leave of the memory, and those that it holds now."""
+    if device.type == "cuda":
+        held = int(torch.cuda.memory_allocated(device))
+        # what the allocator keeps for later is this process's too
+        return memory_free(device) + int(torch.cuda.memory_reserved(device)), held
+    held = memory_in_use(device)
+    return memory_free(device) + held, held
+
+
+def memory_peak(device: torch.device) -> int:
+    """Bytes that this process has held at most; on CUDA since `forget_peak`."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin the peak of a CUDA device anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def to_device(tree: _Tree, device: torch.device | str) -> _Tree:
@@ -71,9 +124,9 @@ def to_device(tree: _Tree, device: torch.device | str) -> _Tree:
     whatever is no tensor is shared with the original.
     """
     target = torch.device(device)
-    found = {id(t): t for t in _tensors(tree) if not _is_on(t, target)}
+    elsewhere = {id(t): t for t in _tensors(tree) if not _is_on(t, target)}
     new: dict[int, Tensor] = {}
-    pinned = {key: t for key, t in found.items() if target.type == "cuda" and t.device.type == "cpu"}
+    pinned = {key: t for key, t in elsewhere.items() if target.type == "cuda" and t.device.type == "cpu"}
     for dtype in dict.fromkeys(t.dtype for t in pinned.values()):
         same = {key: t for key, t in pinned.items() if t.dtype == dtype}
         if len(same) == 1:
@@ -81,9 +134,10 @@ def to_device(tree: _Tree, device: torch.device | str) -> _Tree:
             new[key] = _sent(only, target).contiguous()
             continue
         flat, sizes = joined(list(same.values()), pin_memory=True)
+        # every second part is a gap
         pieces = _sent(flat, target).split(sizes)[::2]
         new |= {key: piece.view(t.shape) for (key, t), piece in zip(same.items(), pieces, strict=True)}
-    new |= {key: t.to(target) for key, t in found.items() if key not in new}
+    new |= {key: t.to(target) for key, t in elsewhere.items() if key not in new}
     return _rebuilt(tree, new) if new else tree
 
 
@@ -129,11 +183,13 @@ def _rebuilt(node: Any, new: dict[int, Tensor]) -> Any:
         return new.get(id(node), node)
     if isinstance(node, dict):
         return {key: _rebuilt(item, new) for key, item in node.items()}
+    # before other tuples: a named one takes its items one by one
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*(_rebuilt(item, new) for item in node))
     if isinstance(node, list | tuple):
         return type(node)(_rebuilt(item, new) for item in node)
     if is_dataclass(node) and not isinstance(node, type):
+        # `replace` refuses fields that are no arguments
         values = {f.name: getattr(node, f.name) for f in fields(node) if f.init}
         moved = {k: v for k, v in values.items() if isinstance(v, Tensor | dict | list | tuple) or is_dataclass(v)}
         return replace(node, **{k: _rebuilt(v, new) for k, v in moved.items()})

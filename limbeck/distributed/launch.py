@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from limbeck.distributed.comm import leave_distributed
-from limbeck.errors import ConfigError, LimbeckError
+from limbeck.errors import ConfigError, LimbeckError, one_line
 
 
 class ClusterConfig(BaseModel):
@@ -85,6 +86,19 @@ def load_ray() -> Any:
         ) from error
 
 
+def check_address(address: str | None, patience: float = 5.0) -> None:
+    """Refuse the address of a cluster that does not answer: Ray itself tries for minutes, and again."""
+    named = address or os.environ.get("RAY_ADDRESS") or ""
+    host, _, port = named.removeprefix("ray://").rpartition(":")
+    # "auto" and the like are looked up by Ray
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=patience).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"the Ray cluster {named!r} does not answer: {one_line(error, 200)}") from error
+
+
 @contextmanager
 def connected(cluster: Any) -> Iterator[Any]:
     """Ray, connected to the cluster of a run file; one that was started here ends with the block."""
@@ -103,12 +117,16 @@ def _connect(ray: Any, address: str | None) -> None:
     kwargs: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
     if address is None and not os.environ.get("RAY_ADDRESS"):
         kwargs["include_dashboard"] = False
+    named = address or os.environ.get("RAY_ADDRESS")
+    check_address(address)
     try:
         ray.init(address=address, **kwargs)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        line = " ".join(str(error).split())[:200]
+    except Exception as error:  # Ray has no class of its own for a start that takes longer than it waits
+        line = one_line(error, 200)
+        if named:
+            raise ConfigError(f"the Ray cluster {named!r} cannot be joined: {line}") from error
         raise ConfigError(
-            f"the Ray cluster {address or os.environ.get('RAY_ADDRESS')!r} cannot be joined: {line}"
+            f"Ray cannot be started on this machine: {line}; try again, or give cluster.ray_address"
         ) from error
 
 
@@ -118,7 +136,8 @@ def number_of_workers(cluster: Any) -> int:
 
 
 def worker_resources(ray: Any, cluster: Any, workers: int) -> dict[str, float]:
-    """What each worker reserves; a cluster that cannot hold them all is an error, for Ray would wait for ever."""
+    """Resources that each worker reserves; a cluster that cannot hold them all is an error, for Ray would wait for
+    ever."""
     needs = {"CPU": float(cluster.cpus_per_worker)}
     if cluster.gpus_per_node or (cluster.gpus_per_node is None and ray.cluster_resources().get("GPU", 0) >= workers):
         needs["GPU"] = 1.0
@@ -133,7 +152,7 @@ def worker_resources(ray: Any, cluster: Any, workers: int) -> dict[str, float]:
 
 
 class Outcome:
-    """An actor that remembers the one line with which a run ended on purpose; restarts cannot mend such an end."""
+    """An actor that remembers the one line with which a run ended on purpose; a restart would end the same way."""
 
     def __init__(self) -> None:
         self._found: tuple[str, str] | None = None
@@ -158,11 +177,13 @@ def run_on_ray(run: Callable[[Any], Any], config: Any) -> None:
 
         workers = number_of_workers(cluster)
         needs = worker_resources(ray, cluster, workers)
+        # reserves nothing: a core for it could be one that the workers need, for which Ray would wait
         outcome = ray.remote(num_cpus=0)(Outcome).remote()
         folder = Path(config.logger.log_dir).absolute()
         trainer = TorchTrainer(
             _work,
             train_loop_config={**_payload(run, config), "outcome": outcome},
+            # Ray takes whole seconds
             torch_config=TorchConfig(backend=_backend(cluster, "GPU" in needs), timeout_s=math.ceil(cluster.timeout)),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in needs, resources_per_worker=needs),
             run_config=RunConfig(
@@ -179,6 +200,7 @@ def run_on_ray(run: Callable[[Any], Any], config: Any) -> None:
             raise LimbeckError(
                 f"the Ray run failed more often than cluster.max_restarts={cluster.max_restarts} allows: {line}"
             ) from error
+        # workers that end on purpose return, which Ray takes for success
         _end_as_recorded(ray.get(outcome.get.remote()))
 
 
@@ -188,6 +210,7 @@ def _backend(cluster: Any, gpus: bool) -> str:
 
 def _payload(run: Callable[[Any], Any], config: Any) -> dict[str, Any]:
     data = config.model_dump(mode="json")
+    # in a worker the same function must not start Ray again
     data["cluster"]["launcher"] = "local"
     model = type(config)
     return {
@@ -203,10 +226,10 @@ def _named(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _end_as_recorded(found: tuple[str, str] | None) -> None:
+def _end_as_recorded(recorded: tuple[str, str] | None) -> None:
     """End as the workers did, where they ended by an error."""
-    if found is not None:
-        raise _named(found[0])(found[1])
+    if recorded is not None:
+        raise _named(recorded[0])(recorded[1])
 
 
 def _work(payload: dict[str, Any]) -> None:
@@ -215,6 +238,7 @@ def _work(payload: dict[str, Any]) -> None:
     import torch
     from ray.train import get_context
 
+    # Ray may have started this worker anew for a run that has ended on purpose
     if ray.get(payload["outcome"].get.remote()) is not None:
         return
     context = get_context()
@@ -233,17 +257,17 @@ def _work(payload: dict[str, Any]) -> None:
     try:
         _named(payload["run"])(_named(payload["model"]).model_validate(payload["config"]))
     except LimbeckError as error:
-        # an end on purpose: told to the driver, and this worker returns, for Ray would start a worker that fails again
+        # an end on purpose: the driver gets it, and this worker returns, for Ray would start a worker that fails again
         kind = type(error)
         ray.get(payload["outcome"].end.remote(f"{kind.__module__}:{kind.__qualname__}", str(error)))
         leave_distributed()
-    except RuntimeError:
+    except RuntimeError:  # what a collective raises when a peer has left
         if not _peer_ended(payload["outcome"]):
             raise
 
 
 def _peer_ended(outcome: Any, patience: float = 5.0) -> bool:
-    """Whether this worker only failed because a peer ended on purpose, which may be told a moment later."""
+    """Whether this worker only failed because a peer ended on purpose, which may be reported a moment later."""
     import ray
 
     deadline = time.monotonic() + patience

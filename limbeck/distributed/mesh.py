@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,8 +41,6 @@ class ParallelConfig(BaseModel):
     """Devices that share each layer's weights."""
     context_parallel_size: int = Field(default=1, ge=1)
     """Devices that share each sequence."""
-    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
-    """How ranks that share a sequence attend: ``auto`` and ``gather`` to gathered keys and values. ``ring`` is gone."""
     fsdp: bool = False
     """Shard parameters, gradients and optimizer state over the data- and context-parallel processes (FSDP2)."""
 
@@ -78,13 +76,8 @@ def mesh_shape_for(layout: ParallelConfig, world: int, *, name: str = "policy") 
     """Shape of the mesh of ``world`` processes: data parallelism takes what tensor and context parallelism leave.
 
     Raises:
-        ConfigError: the sizes do not divide the number of processes, or a way to attend is asked for that is gone.
+        ConfigError: the sizes do not divide the number of processes.
     """
-    if layout.context_parallel_attention == "ring":
-        raise ConfigError(
-            f"{name}: dtensor_cfg.context_parallel_attention is 'ring', which stood on private functions of torch and "
-            "was removed; set it to 'gather' (what 'auto' means) or leave it out"
-        )
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     if world % (tensor * context):
         raise ConfigError(
@@ -177,6 +170,7 @@ class ParallelDims:
     @classmethod
     def sharded(cls, shape: MeshShape, device_type: str) -> ParallelDims:
         """Parameters laid out over a mesh of this shape. Made once per shape; every process of the run must ask."""
+        # a process group that is closed and joined again is another one: meshes of the old one must not be found
         key = (device_type, shape, id(dist.group.WORLD))
         if key not in _DIMS:
             _DIMS[key] = cls._made(shape, device_type)

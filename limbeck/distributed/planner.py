@@ -1,7 +1,24 @@
-"""Memory and time of a run under every layout of N devices, from formulas (docs/scaling.md); nothing is loaded.
+"""Memory and time of a run under every layout of N devices, from formulas; nothing is loaded.
 
 Bytes per device are split as: parameters, gradients, optimizer, gathered copies, activations, head blocks, teachers,
 reserve. Time per step is the larger of arithmetic and data transfer per part, summed; it serves to compare layouts.
+
+P: parameters, of which P' are trained; L layers, h hidden size, f intermediate size, q and kv: width of queries and
+keys; V_s, V_t: vocabularies; t: tensor parallel, c: context parallel, S: shards (data x context under FSDP, otherwise
+1); b_p, b_c: bytes of a parameter and of the computation; T: tokens of a micro-batch.
+
+| part | bytes |
+|---|---|
+| parameters | P b_p / (t S) |
+| gradients | P' b_p / (t S) |
+| optimizer | 2 P' b_p / (t S) for Adam |
+| gathered copies under FSDP | (2 P/L b_c + V_s h (b_c + 4)) / t |
+| activations | L T/c b_c (5 h + (q + 2 kv + 4 f)/t); with checkpointing L T/c b_c h and one layer in full |
+| gathered keys and values | packed and c > 1: 2 T kv b_c / t per layer whose activations are kept |
+| head and loss | kernels: 128 KiB T/c; plain path: 5 x 4 x `block_rows` (V_s + V_t) / t |
+| live teacher | P_t b / (t S), two gathered layers and its head under FSDP, one layer's activations |
+| cached or served teacher | T x (12 + 6 k) bytes, or T x 2 h |
+| reserve | 1.5 GiB and 5% of the sum |
 """
 
 from __future__ import annotations
@@ -18,6 +35,10 @@ GIB = 1 << 30
 # path holds about five float32 blocks of both vocabularies, the kernels about 128 KiB per row whatever the vocabulary.
 _PLAIN_BLOCKS = 5
 _KERNEL_BYTES_PER_ROW = 1 << 17
+
+FULL = {"cpu": 2_048, "cuda": 32_768}
+"""Tokens of a micro-batch that keep a device as busy as more of them would, by its kind: on a CPU what caches hold, on
+an accelerator what hides the launches of a pass."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +104,16 @@ class TeacherMemory:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step computes. Token counts are the student's; bytes are per element; ``kernels``: whether head and loss
-    run in their kernels (a CUDA device, one live teacher, a mode that they cover)."""
+    """Sizes of one step. Token counts are the student's; bytes are per element; ``kernels``: whether head and loss
+    run in their kernels (a CUDA device, one live teacher, a mode that they cover). ``microbatch_found``: the tokens of
+    a micro-batch are the most that a run may choose."""
 
     student: ModelShape
     teachers: tuple[TeacherMemory, ...] = ()
     sequences_per_step: int = 32
     tokens_per_sequence: int = 2048
     microbatch_tokens: int = 2048
+    microbatch_found: bool = False
     block_rows: int = 512
     kernels: bool = False
     param_bytes: int = 4
@@ -225,7 +248,7 @@ def _gathered(work: Workload, layout: Layout) -> float:
 
 
 def _head_blocks(work: Workload, layout: Layout) -> float:
-    """What head and loss hold beside hidden states and the head's gradient."""
+    """Bytes that head and loss hold beside hidden states and the head's gradient."""
     if work.kernels and layout.mesh.tensor == 1:
         return _KERNEL_BYTES_PER_ROW * work.microbatch_tokens / layout.mesh.context
     teachers = [t.shape.vocab for t in work.teachers if t.kind == "live" and t.shape is not None]
@@ -254,6 +277,7 @@ def seconds_of(work: Workload, layout: Layout, machine: Machine) -> dict[str, fl
     mesh, s = layout.mesh, work.student
     tokens = work.tokens_per_step / mesh.data
     rate = machine.flops * machine.utilisation * mesh.tensor * mesh.context
+    # operations per parameter and token: 2 forward, 4 backward, and 2 for what is computed again
     passes = 8 if work.checkpointing else 6
     student = passes * s.parameters * tokens / rate
     # attention's own products: 12 h per token and earlier token, half of them masked
@@ -288,6 +312,7 @@ def _collectives(work: Workload, layout: Layout, microbatches: float) -> float:
     mesh, layers = layout.mesh, work.student.layers
     per_microbatch = (4 * layers if mesh.tensor > 1 else 0) + (3 * layers * (mesh.context - 1))
     if layout.sharded:
+        # gathered for the forward and the backward pass, and gradients reduced
         per_microbatch += 3 * layers
     return microbatches * per_microbatch + (mesh.data * mesh.context > 1)
 
@@ -300,6 +325,7 @@ def _sharding_bytes(work: Workload, layout: Layout, microbatches: float) -> floa
     share = (ways - 1) / ways / layout.mesh.tensor
     gradients = work.trained_parameters * work.param_bytes
     if not layout.sharded:
+        # an all-reduce moves what a reduce-scatter and an all-gather move
         return 2 * share * gradients
     weights = 2 * work.student.parameters * work.compute_bytes
     teachers = sum(t.weight_bytes for t in work.teachers if t.live and t.sharded)
@@ -355,20 +381,32 @@ def plan(work: Workload, devices: int, machine: Machine) -> list[Estimate]:
     )
     out = []
     for layout in layouts(devices):
-        found = _estimate(work, layout, machine)
-        if found.problem and layout.sharded and shared != work:
+        estimate = _estimate(work, layout, machine)
+        if estimate.problem and layout.sharded and shared != work:
             other = _estimate(shared, layout, machine)
-            found = min(found, other, key=lambda e: (bool(e.problem), e.total))
-        out.append(found)
+            estimate = min(estimate, other, key=lambda e: (bool(e.problem), e.total))
+        out.append(estimate)
     return sorted(out, key=lambda e: (bool(e.problem), e.step_seconds if not e.problem else e.total))
 
 
+def with_found_microbatch(work: Workload, layout: Layout, memory: float) -> Workload:
+    """The same with a micro-batch of as many tokens as find room, and of one sequence at least."""
+    least, tokens = work.tokens_per_sequence, work.microbatch_tokens
+    if not work.microbatch_found:
+        return work
+    tokens = max(min(tokens, work.tokens_per_step // layout.mesh.data), least)
+    while tokens > least and sum(memory_of(replace(work, microbatch_tokens=tokens), layout).values()) > memory:
+        tokens = max(tokens // 2, least)
+    return replace(work, microbatch_tokens=tokens)
+
+
 def _estimate(work: Workload, layout: Layout, machine: Machine) -> Estimate:
-    found = Estimate(layout, memory_of(work, layout), seconds_of(work, layout, machine), teachers=work.teachers)
-    found.problem = problem_of(work, layout, machine)
-    if not found.problem and found.total > machine.memory:
-        found.problem = f"needs {found.total / GIB:.1f} GiB of {machine.memory / GIB:.1f}"
-    return found
+    work = with_found_microbatch(work, layout, machine.memory)
+    estimate = Estimate(layout, memory_of(work, layout), seconds_of(work, layout, machine), teachers=work.teachers)
+    estimate.problem = problem_of(work, layout, machine)
+    if not estimate.problem and estimate.total > machine.memory:
+        estimate.problem = f"needs {estimate.total / GIB:.1f} GiB of {machine.memory / GIB:.1f}"
+    return estimate
 
 
 def fitting(estimates: Sequence[Estimate]) -> Estimate | None:

@@ -26,7 +26,7 @@ from limbeck.errors import ConfigError
 
 
 class Sharding(ABC):
-    """What the ranks of one model must do together around its forward and backward passes: `NoSharding` for a model
+    """Work that the ranks of one model do together around its forward and backward passes: `NoSharding` for a model
     that is whole in every process, `ShardedModel` for one on a mesh. Every rank of `dims` makes the same calls."""
 
     fsdp = False
@@ -170,6 +170,7 @@ class ShardedModel(Sharding):
     ) -> None:
         model, body, mesh = self.model, self.body, self.mesh
         ranks, device = self.dims.shape.tensor, mesh.device_type
+        # tied weights are cut once, as the embedding; the head, which never runs as a module, reads that afterwards
         tied = self._head.weight is model.get_input_embeddings().weight
         expected = probe(body, ranks, device) if ranks > 1 and source is None else None
         partial: set[str] = set()
@@ -177,6 +178,7 @@ class ShardedModel(Sharding):
             partial = TensorSplit(body, mesh[TENSOR], sequence=sequence).partial
             if not tied:
                 self._set_head(distribute_tensor(self._head.weight.detach(), mesh[TENSOR], [Shard(0)]))
+        # after tensor parallelism: FSDP shards the slices that this leaves, never the other way round
         if self.fsdp:
             self._shard(param_dtype, tied, cpu_offload)
         if tied:
@@ -187,10 +189,10 @@ class ShardedModel(Sharding):
             self._head.weight = model.get_input_embeddings().weight
         self._partial = {id(p) for name, p in body.named_parameters() if name in partial}
         if ranks > 1:
-            found = probe(body, ranks, device)
-            expected = source.expected(found) if source is not None else expected
+            outputs = probe(body, ranks, device)
+            expected = source.expected(outputs) if source is not None else expected
             assert expected is not None
-            check_probe(body, expected, found, exact=body.dtype == torch.float32 and param_dtype is None)
+            check_probe(body, expected, outputs, exact=body.dtype == torch.float32 and param_dtype is None)
         if source is not None:
             source.model = None
 
@@ -204,6 +206,7 @@ class ShardedModel(Sharding):
                 )
 
     def _shard(self, param_dtype: torch.dtype | None, tied: bool, cpu_offload: bool) -> None:
+        # gradients arrive divided by the counts of the global batch: bfloat16 loses the small ones when they are summed
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=None if param_dtype is None else torch.float32
         )
@@ -220,6 +223,7 @@ class ShardedModel(Sharding):
         }
         if narrow and cpu_offload:
             raise ConfigError(f"lora.r must be a multiple of {ranks} for shards in main memory; change it")
+        # from the inside out, as FSDP wants it: each takes the parameters that none inside of it has taken
         for module in (*self.body.layers, self.body):
             fully_shard(module, ignored_params=narrow, **options)
         if not tied:
@@ -306,7 +310,9 @@ class ShardedModel(Sharding):
             if p.grad is not None:
                 kinds.setdefault((*_split_over(p), p.device.type), []).append(_local(p.grad))
         total: Tensor | float = 0.0
+        # sorted: every kind is a collective, which all ranks must reach in one order
         for kind in sorted(kinds):
+            # float64 from here on: the square of a norm that float32 still holds may overflow it
             square = torch.stack([g.float().norm().double() for g in kinds[kind]]).square().sum()
             square = square.to(self.mesh.device_type)
             # one number per way of splitting: each rank has the squares of its shards
@@ -315,6 +321,7 @@ class ShardedModel(Sharding):
                     square = ranks.sum(square)
             total = total + square
         norm = torch.as_tensor(total).sqrt()
+        # always multiplied, also by 1: to ask whether the norm exceeds the limit would wait for the device
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         for grads in kinds.values():
             for grad in grads:
@@ -328,7 +335,9 @@ class ShardedModel(Sharding):
         out: dict[str, Tensor] = {}
         whole: dict[int, Tensor] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
+            # tied weights have two names and are gathered once
             if id(value) not in whole:
+                # every rank must ask for every weight, though only rank 0 keeps them
                 full = whole_tensor(value)
                 whole[id(value)] = full.cpu() if Comm.world().rank == 0 else full.new_empty(0)
             out[name] = whole[id(value)]
@@ -369,6 +378,7 @@ def _on_device(value: DTensor) -> DTensor:
         return value
     shape, stride = value.shape, value.stride()
     local = value.to_local().to(value.device_mesh.device_type)
+    # shape and stride are given, since uneven shards do not tell the size of the whole
     return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -422,11 +432,12 @@ class WholeWeights:
                 local.copy_(_piece(self._send(whole.get(name), p, device), p))
         # what no state dict holds: tables of rotary embeddings and the like
         for name, module in model.named_modules():
-            own = None if self.model is None else self.model.get_submodule(name)
+            layer = None if self.model is None else self.model.get_submodule(name)
+            # some versions of transformers keep such tables as plain attributes
             for store in ("_buffers", "__dict__"):
                 for key, value in list(getattr(module, store).items()):
                     if isinstance(value, Tensor):
-                        there = None if own is None else getattr(own, store)[key]
+                        there = None if layer is None else getattr(layer, store)[key]
                         getattr(module, store)[key] = _like(self._send(there, value, device), value)
 
     def expected(self, like: Tensor) -> Tensor:
@@ -449,6 +460,7 @@ def _piece(whole: Tensor, p: Tensor) -> Tensor:
         dim = getattr(p.placements[i], "dim", None)
         if dim is not None:
             parts = whole.chunk(p.device_mesh.size(i), dim)
+            # `chunk` may give fewer parts than there are ranks: the last ones have nothing
             whole = parts[coordinate[i]] if coordinate[i] < len(parts) else whole.narrow(dim, 0, 0)
     return whole
 

@@ -51,6 +51,7 @@ class TensorSplit:
         styles = dict(self._named(plan))
         parents = {path.rpartition(".")[0] for path in styles}
         self.partial = self._inside(plan, styles, parents)
+        # each rank looks up the ids that are its rows, and what the ranks have found is summed
         split: dict[str, Any] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
         for path, style in styles.items():
             split |= self._split(path, style)
@@ -68,7 +69,7 @@ class TensorSplit:
 
     def _inside(self, plan: Mapping[str, str], styles: Mapping[str, str], parents: set[str]) -> set[str]:
         """Parameters between column and row maps, such as norms of single heads, which see a rank's share only."""
-        found = set()
+        names = set()
         for name, p in self.body.named_parameters():
             parent = next((parent for parent in parents if name.startswith(f"{parent}.")), None)
             whole = parent is None or all(s in GATHERED for path, s in styles.items() if path.startswith(f"{parent}."))
@@ -81,8 +82,8 @@ class TensorSplit:
                     f"{type(self.body).__name__} has a parameter {name!r} that tensor parallelism does not know; set "
                     "tensor_parallel_size to 1"
                 )
-            found.add(name)
-        return found
+            names.add(name)
+        return names
 
     def _on_parts(self, styles: Mapping[str, str], parents: set[str]) -> set[str]:
         """Parameters that work on a part of the sequence: those between attention and MLP, and what follows a row-wise
@@ -118,6 +119,7 @@ class TensorSplit:
 def probe(body: Any, ranks: int, device: str) -> Tensor:
     """Hidden states of a few tokens, for `check_probe`."""
     rows = body.get_input_embeddings().weight.shape[0]
+    # as many for each rank, for sequences may be split; far apart, or all would lie in the first rank's embedding rows
     ids = torch.arange(8 * ranks, device=device)[None] * 7919 % rows
     hidden: Tensor = body(input_ids=ids, use_cache=False).last_hidden_state
     return hidden.float()
@@ -126,6 +128,7 @@ def probe(body: Any, ranks: int, device: str) -> Tensor:
 def check_probe(body: Any, whole: Tensor, split: Tensor, *, exact: bool) -> None:
     """A few tokens must give the same hidden states before and after: a wrong split computes without a word."""
     off = float((whole - split).abs().max() / whole.abs().max().clamp(min=1e-6))
+    # negated, so that NaN is refused too
     if not off <= (1e-3 if exact else 5e-2):
         raise ConfigError(
             f"{type(body).__name__} split over tensor-parallel ranks gives other hidden states (by {off:.2g}); set "

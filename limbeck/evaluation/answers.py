@@ -27,8 +27,8 @@ def is_answered(row: Row) -> bool:
 def answered(row: Row) -> Question:
     """Prompt and answer of a record as a question with one continuation; raises BadRecord."""
     if not is_answered(row):
-        found = ", ".join(sorted(row))
-        raise BadRecord("no_answer", f"a record must have the texts prompt and answer; this one has the keys {found}")
+        keys = ", ".join(sorted(row))
+        raise BadRecord("no_answer", f"a record must have the texts prompt and answer; this one has the keys {keys}")
     if not row["prompt"] or not row["answer"].strip():
         raise BadRecord("no_answer", "the prompt or the answer is empty")
     return Question((row["prompt"],), (row["answer"],), 0)
@@ -56,7 +56,7 @@ def score_answers(
 
     def windows() -> Iterator[Window]:
         for number, question in questions.items():
-            yield choice_window(model, question, 0, number, result.dropped)
+            yield choice_window(model, question, 0, number, result.skipped)
 
     for window, nats in score_windows(model.policy, windows(), batch_tokens):
         result.nats += nats
@@ -66,22 +66,23 @@ def score_answers(
     vocab = model.encoder.vocab
     config = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0, batch_size=WRITTEN_AT_A_TIME, stop=[LINE_END])
     ends = [token for token, role in vocab.roles.items() if is_end(role)]
-    prompts = [_prompt(model, question.prompts[0], room, result.dropped) for question in questions.values()]
+    prompts = [_prompt(model, question.prompts[0], room, result.skipped) for question in questions.values()]
     samples = LocalSampler(model.policy, config, ends, vocab).sample(prompts)
     right = 0
     for question, sample in zip(questions.values(), samples, strict=True):
         written = vocab.join(sample.ids_T.tolist()).decode("utf-8", "replace")
+        # one that the length cut off may go on: 19 may be the beginning of 191
         right += sample.ended and is_right(written, question.continuations[0])
         advance(0.5)
     n = len(questions)
     return {"exact": right / n, "ended": sum(sample.ended for sample in samples) / n, **result.summary()}
 
 
-def _prompt(model: EvalModel, text: str, room: int, dropped: Counter[str]) -> torch.Tensor:
+def _prompt(model: EvalModel, text: str, room: int, skipped: Counter[str]) -> torch.Tensor:
     """Ids of a prompt; one too long for the context loses its front, as a choice's does."""
     ids = model.text(text).ids
     if len(ids) > room:
-        dropped["truncated_prompts"] += 1
+        skipped["truncated_prompts"] += 1
         front = ids[:1] if model.bos_id is not None else ids[:0]
         return torch.cat([torch.from_numpy(front), torch.from_numpy(ids[-(room - len(front)) :])])
     return torch.from_numpy(ids)

@@ -1,7 +1,7 @@
 """Bits per byte of models on files: one figure that models with different tokenizers share.
 
 For every file: the sum of -log2 p over all supervised text tokens that have a predictor, divided by the bytes of the
-same tokens. A document's first token has no predictor (unless a begin token stands in front) and is left out of both
+same tokens. A document's first token has no predictor (unless a BOS token stands in front) and is left out of both
 sums.
 """
 
@@ -23,7 +23,7 @@ from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.evaluation.models import ModelSpec
 from limbeck.models.causal import setting
 from limbeck.models.policy import Policy
-from limbeck.tokens import ByteVocab, Rendering, TextEncoder, load_tokenizer
+from limbeck.tokens import ByteTokenizer, ByteVocab, TokenizedText, load_tokenizer
 from limbeck.tokens.chat import render_chat
 from limbeck.tokens.classes import TEXT_CLASSES, class_table
 
@@ -46,7 +46,7 @@ class EvalOptions:
         split_documents: of plain text files: one document per ``file``, or parted by ``blank_lines``.
         context: longest window in tokens; default: the model's own limit, at most 2,048.
         stride: tokens by which windows of a longer document move on; default: half the context.
-        batch_tokens: most tokens of one forward pass, padding included.
+        batch_tokens: most tokens of one forward pass, padding included; default: as many as the memory takes.
         max_documents, max_bytes: read no more than this of every file; the last document is cut to fit.
         checkpoint: of a run folder: ``best``, ``latest`` or a step.
         precision: ``float32``, ``bfloat16`` or ``float16``; default: float32 on a CPU, bfloat16 on an accelerator.
@@ -62,7 +62,7 @@ class EvalOptions:
     split_documents: Literal["file", "blank_lines"] = "file"
     context: int | None = None
     stride: int | None = None
-    batch_tokens: int = 8192
+    batch_tokens: int | None = None
     max_documents: int | None = None
     max_bytes: int | None = None
     checkpoint: str = "best"
@@ -83,13 +83,13 @@ class EvalOptions:
 
 @dataclass
 class FileResult:
-    """Sums over one file by one model; ``dropped`` counts what was left out or touched, by reason."""
+    """Sums over one file by one model; ``skipped`` counts what was left out or touched, by reason."""
 
     nats: float = 0.0
     bytes: int = 0
     tokens: int = 0
     documents: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
     classes: dict[str, list[float]] = field(default_factory=dict)
     """Nats, bytes, tokens and the mass on the class by class of token."""
 
@@ -98,13 +98,13 @@ class FileResult:
     ) -> None:
         """Count scored tokens by class; ``numbers``: class of every id; ``masses``: probability of a token's class."""
         for number in np.unique(numbers[ids]):
-            own = numbers[ids] == number
-            sums = (logprobs[own].sum(), vocab.byte_len[ids[own]].sum(), own.sum(), masses[own].sum())
+            mask = numbers[ids] == number
+            sums = (logprobs[mask].sum(), vocab.byte_len[ids[mask]].sum(), mask.sum(), masses[mask].sum())
             have = self.classes.setdefault(TEXT_CLASSES[number], [0.0, 0.0, 0.0, 0.0])
             have[:] = [a + float(b) for a, b in zip(have, sums, strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """``bpb``, ``bytes``, ``tokens``, ``documents`` and, where there are any, ``classes`` and ``dropped``."""
+        """``bpb``, ``bytes``, ``tokens``, ``documents`` and, where there are any, ``classes`` and ``skipped``."""
         out: dict[str, Any] = {
             "bpb": bits_per_byte(self.nats, self.bytes),
             "bytes": self.bytes,
@@ -123,8 +123,8 @@ class FileResult:
                 if name in self.classes
                 for nats, size, tokens, mass in [self.classes[name]]
             }
-        if self.dropped:
-            out["dropped"] = dict(self.dropped)
+        if self.skipped:
+            out["skipped"] = dict(self.skipped)
         return out
 
 
@@ -141,15 +141,16 @@ class EvalModel:
         device = pick_device(options.device)
         precision = options.precision or ("float32" if device.type == "cpu" else "bfloat16")
         self.tokenizer = load_tokenizer(source.tokenizer)
-        self.encoder = TextEncoder.for_tokenizer(self.tokenizer)
+        self.encoder = ByteTokenizer.of(self.tokenizer)
         self.classes = class_table(self.encoder.vocab)
-        # one forward pass per batch that is handed over: batches are formed here, by length
+        # where tokens are named, one forward pass per batch that is handed over, formed here by length
         settings = {
             "model_name": source.weights,
             "precision": precision,
             "logprob_batch_size": options.batch_tokens,
             "allow_missing": options.allow_missing,
         }
+        self._batch_tokens = options.batch_tokens
         self.policy = Policy(settings, self.tokenizer, name=source.spec, device=device, init_optimizer=False)
         self.context = options.context or min(self.limit(), DEFAULT_CONTEXT)
         self.stride = options.stride or self.context // 2
@@ -161,8 +162,13 @@ class EvalModel:
             )
         self.begin_texts(self.encoder.adds_bos)
 
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens that are handed over at a time."""
+        return self._batch_tokens or self.policy.budget.tokens(False)
+
     def begin_texts(self, bos: bool) -> None:
-        """Whether texts stand behind the begin token from now on; at first as the tokenizer makes them."""
+        """Whether texts stand behind the BOS token from now on; at first as the tokenizer makes them."""
         self.bos_id = self.encoder.bos_id if bos else None
 
     def limit(self) -> int:
@@ -173,13 +179,14 @@ class EvalModel:
 
     def head_classes(self) -> torch.Tensor:
         """Class of every id of the head, int64 ``[vocab_size]``; ids that are no tokens have one of their own."""
-        found = torch.full((self.policy.vocab_size,), len(TEXT_CLASSES))
-        known = torch.from_numpy(self.classes[: len(found)].astype(np.int64))
-        found[: len(known)] = known
-        return found
+        class_of_row = torch.full((self.policy.vocab_size,), len(TEXT_CLASSES))
+        # a head may be wider than its tokenizer (padded rows), and narrower
+        known = torch.from_numpy(self.classes[: len(class_of_row)].astype(np.int64))
+        class_of_row[: len(known)] = known
+        return class_of_row
 
-    def text(self, text: str) -> Rendering:
-        """A document, behind the begin token or not."""
+    def text(self, text: str) -> TokenizedText:
+        """A document, behind the BOS token or not."""
         return self.encoder.encode(text, bos=self.bos_id is not None)
 
 
@@ -189,6 +196,7 @@ def pick_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        # torch.device accepts devices that are not there; to allocate on one does not
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); give cpu.") from error
@@ -209,15 +217,16 @@ def score_documents(
     data = RecordDataset([path], reading).prepare()
     limit = min(len(data), options.max_documents or len(data))
     advance = begin(model.name, path, limit) if begin else unwatched
-    result = FileResult(dropped=Counter(data.skipped))
+    result = FileResult(skipped=Counter(data.skipped))
     windows = (
         window
         for rendering in _renderings(model, data, limit, options.max_bytes, result)
         for window in make_windows(rendering, model.context, model.stride, bos_id=model.bos_id)
     )
-    for window, logprobs, masses in score_tokens(model.policy, windows, options.batch_tokens, model.head_classes()):
+    for window, logprobs, masses in score_tokens(model.policy, windows, model.batch_tokens, model.head_classes()):
         result.nats += float(logprobs.sum())
         result.add_classes(model.encoder.vocab, model.classes, window.ids[window.scored], logprobs, masses)
+        # bytes of scored tokens alone, as the nats are: one without a predictor counts in neither
         result.bytes += window.size
         result.tokens += window.tokens
         advance(window.share)
@@ -228,7 +237,7 @@ def score_documents(
 
 def _renderings(
     model: EvalModel, data: RecordDataset, limit: int, max_bytes: int | None, result: FileResult
-) -> Iterator[Rendering]:
+) -> Iterator[TokenizedText]:
     left = max_bytes if max_bytes is not None else 1 << 62
     for position in range(limit):
         record = data[position]
@@ -243,16 +252,18 @@ def _renderings(
             rendering = model.text(text)
             left -= len(rendering.source)
         result.documents += 1
-        result.dropped.update(rendering.dropped)
-        if not rendering.target.any():
-            result.dropped["no_target"] += 1
+        result.skipped.update(rendering.skipped)
+        if not rendering.loss_mask.any():
+            result.skipped["no_target"] += 1
         yield rendering
 
 
 def _first_bytes(text: str, limit: int) -> str:
     """At most ``limit`` bytes of a text, whole characters only; the same cut for every model."""
+    # a character has at most 4 bytes; most texts need not be encoded for this
     if len(text) * 4 <= limit:
         return text
+    # ignore: the limit may lie inside a character
     return text.encode("utf-8")[:limit].decode("utf-8", "ignore")
 
 
@@ -272,7 +283,7 @@ _BATCHES_TO_SORT = 16
 
 
 class Scorer(Protocol):
-    """What scoring needs of a model; :class:`limbeck.models.policy.Policy` has it."""
+    """Part of a model that scoring needs; :class:`limbeck.models.policy.Policy` has it."""
 
     vocab_size: int
     name: str
@@ -287,7 +298,7 @@ class Window:
     """One row for the model.
 
     Attributes:
-        ids: ``[n]`` token ids, the begin token included.
+        ids: ``[n]`` token ids, the BOS token included.
         scored: ``[n]`` bool; tokens whose probability counts. Never the first: it has no predictor.
         size: bytes of the source that the scored tokens stand for.
         share: part of its document that this window completes, for progress; a document's shares add up to 1.
@@ -309,19 +320,20 @@ class Window:
         return int(self.scored.sum())
 
 
-def counted_tokens(rendering: Rendering) -> BoolArray:
+def counted_tokens(rendering: TokenizedText) -> BoolArray:
     """``[n]`` tokens that take part in bits per byte: supervised text with a predictor.
 
     Special tokens stand for no bytes, so they are context only; an unknown token stands for text that it lost.
     """
-    lengths = np.diff(rendering.ends, prepend=0)
-    counted = rendering.target & (~rendering.special | (lengths > 0))
+    lengths = np.diff(rendering.byte_ends, prepend=0)
+    counted = rendering.loss_mask & (~rendering.special | (lengths > 0))
+    # also where it is supervised: nothing predicts it
     counted[:1] = False
     return counted
 
 
 def make_windows(
-    rendering: Rendering,
+    rendering: TokenizedText,
     context: int,
     stride: int,
     *,
@@ -332,13 +344,13 @@ def make_windows(
     """Windows of at most ``context`` tokens over a rendering; every counted token is scored in exactly one.
 
     The first window scores all it holds. Each later one moves on by ``stride`` tokens and reads the tokens before them
-    again as context, behind a begin token of its own where ``bos_id`` is given (some models need one). Windows without
+    again as context, behind a BOS token of its own where ``bos_id`` is given (some models need one). Windows without
     a counted token are left out.
     """
     counted = counted_tokens(rendering) if counted is None else counted
     check_window(context, stride)
     n = len(rendering)
-    lengths = np.diff(rendering.ends, prepend=0)
+    lengths = np.diff(rendering.byte_ends, prepend=0)
     front = np.zeros(0, np.int64) if bos_id is None else np.array([bos_id], np.int64)
     windows = []
     done = 0
@@ -346,6 +358,7 @@ def make_windows(
         end = min(context if done == 0 else done + stride, n)
         start = 0 if done == 0 else max(end - (context - len(front)), 0)
         fresh = counted[start:end].copy()
+        # what an earlier window has scored is context here
         fresh[: done - start] = False
         ids = rendering.ids[start:end]
         if start > 0:
@@ -362,6 +375,7 @@ def check_window(context: int, stride: int) -> None:
     """Refuse a context and stride that would leave a token without anything before it."""
     if context < 4:
         raise ConfigError(f"a context of {context} tokens is too short to score text; give at least 4.")
+    # two places are not for fresh tokens: a BOS token's, and one of context
     if not 1 <= stride <= context - 2:
         raise ConfigError(
             f"a stride of {stride} tokens does not fit a context of {context}; give 1 to {context - 2}, so that every "
@@ -426,10 +440,11 @@ def _score_batch(model: Scorer, batch: list[Window], classes: torch.Tensor | Non
         )
     lengths = torch.tensor([len(window) for window in batch], dtype=torch.int64)
     data: BatchedDataDict = BatchedDataDict({"input_ids": torch.from_numpy(ids), "input_lengths": lengths})
-    found = model.get_logprobs(data) if classes is None else model.get_logprobs(data, classes=classes)
-    values = np.where(scored, found["logprobs"].cpu().double().numpy(), 0.0)
+    scores = model.get_logprobs(data) if classes is None else model.get_logprobs(data, classes=classes)
+    # first what is scored, then the check: what else the model says, behind a row's end for one, does not matter
+    values = np.where(scored, scores["logprobs"].cpu().double().numpy(), 0.0)
     if not np.isfinite(values).all():
         raise LossError(f"{model.name} gives a probability that is not finite; its weights are damaged.")
-    masses = np.ones_like(values) if classes is None else found["class_logprobs"].cpu().double().exp().numpy()
-    for window, own, mass, mask in zip(batch, values, masses, scored, strict=True):
-        yield window, own[mask], mass[mask]
+    masses = np.ones_like(values) if classes is None else scores["class_logprobs"].cpu().double().exp().numpy()
+    for window, logprobs, mass, mask in zip(batch, values, masses, scored, strict=True):
+        yield window, logprobs[mask], mass[mask]

@@ -141,7 +141,7 @@ class ChoiceFile:
             try:
                 yield number, parse(self._reader.row(number))
             except BadRecord as error:
-                raise DataError(f"{self._reader.location(number)}: {error}; mend or remove the line.") from None
+                raise DataError(f"{self._reader.location(number)}: {error}; correct or remove the line.") from None
 
 
 def score_choices(
@@ -149,30 +149,31 @@ def score_choices(
 ) -> dict[str, Any]:
     """``acc``, ``acc_norm``, ``documents``, and ``bpb``, ``bytes``, ``tokens`` of the right answers."""
     questions: dict[int, Question] = {}
-    dropped: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
 
     def windows() -> Iterator[Window]:
         for number, question in records.parsed(question_of):
             questions[number] = question
             for answer in range(len(question)):
-                yield choice_window(model, question, answer, (number, answer), dropped)
+                yield choice_window(model, question, answer, (number, answer), skipped)
 
     scores: dict[int, dict[int, tuple[float, Window]]] = defaultdict(dict)
     for window, nats in score_windows(model.policy, windows(), batch_tokens):
         number, answer = window.key
         scores[number][answer] = (nats, window)
         advance(window.share)
-    return _summary(questions, scores, dropped)
+    return _summary(questions, scores, skipped)
 
 
-def choice_window(model: EvalModel, question: Question, answer: int, key: Any, dropped: Counter[str]) -> Window:
+def choice_window(model: EvalModel, question: Question, answer: int, key: Any, skipped: Counter[str]) -> Window:
     """One answer behind its prompt; tokens that reach into the answer's bytes are scored.
 
     Prompt and answer are tokenized together, as text is in training. A prompt too long for the context loses its front.
     """
     prompt = question.prompts[answer]
     rendering = model.text(prompt + question.continuations[answer])
-    scored = (rendering.ends > len(prompt.encode("utf-8"))) & (~rendering.special)
+    # by bytes and by ends: a token that straddles the border belongs to the answer
+    scored = (rendering.byte_ends > len(prompt.encode("utf-8"))) & (~rendering.special)
     scored[:1] = False
     ids = rendering.ids
     if len(ids) > model.context:
@@ -180,19 +181,21 @@ def choice_window(model: EvalModel, question: Question, answer: int, key: Any, d
         keep = model.context - len(front)
         ids = np.concatenate([front, ids[-keep:]])
         scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
+        # an answer may fill the context by itself; its first token then has no predictor
         scored[:1] = False
-        dropped["truncated_prompts"] += 1
+        skipped["truncated_prompts"] += 1
     size = len(question.continuations[answer].encode("utf-8"))
     return Window(ids, scored, size, 1 / len(question), key)
 
 
 def _summary(
-    questions: dict[int, Question], scores: dict[int, dict[int, tuple[float, Window]]], dropped: Counter[str]
+    questions: dict[int, Question], scores: dict[int, dict[int, tuple[float, Window]]], skipped: Counter[str]
 ) -> dict[str, Any]:
-    right = FileResult(documents=len(questions), dropped=dropped)
+    right = FileResult(documents=len(questions), skipped=skipped)
     hits = norm_hits = 0
     for number, question in questions.items():
         nats = [scores[number][a][0] for a in range(len(question))]
+        # an answer may be empty but for the space in front of it, which does not count
         per_byte = [n / max(question.size(a), 1) for a, n in enumerate(nats)]
         hits += int(np.argmax(nats)) == question.gold
         norm_hits += int(np.argmax(per_byte)) == question.gold

@@ -15,12 +15,12 @@ from typing import Any
 from limbeck.data.readers import HUB_PREFIX, BadRecord, JsonlReader, expand, format_of
 from limbeck.errors import DataError
 from limbeck.evaluation.answers import is_answered, score_answers
-from limbeck.evaluation.begin import begin_bits
 from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, score_documents, unwatched
+from limbeck.evaluation.bos import bos_bits
 from limbeck.evaluation.choices import ChoiceFile, layout_of, score_choices
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import is_pair, score_pairs
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 
 __all__ = ["EvalOptions", "detect_mode", "evaluate", "evaluate_file"]
 
@@ -31,9 +31,9 @@ def evaluate(
     """Score every file (path, glob, folder or ``hf:`` id) by every model, one model in memory at a time.
 
     Returns ``{"models": {spec: {file: {"bpb", "bytes", "documents", "tokens", ...}}}, "files": {file: mode},
-    "loaded": {spec: {"context", "stride", "step", "begin"}}, "settings": {...}}``. Multiple choice adds ``acc`` and
+    "loaded": {spec: {"context", "stride", "step", "bos"}}, "settings": {...}}``. Multiple choice adds ``acc`` and
     ``acc_norm``; preference pairs add ``accuracy``, ``chosen_logprob``, ``rejected_logprob`` and ``margin``; answers
-    add ``exact`` and ``ended``. ``begin``: see :func:`unlike_tokenizer`.
+    add ``exact`` and ``ended``. ``bos``: see :func:`unlike_tokenizer`.
     """
     options = options or EvalOptions()
     paths = expand(list(files))
@@ -45,17 +45,18 @@ def evaluate(
         model = EvalModel(source, options)
         details[source.spec] = {"context": model.context, "stride": model.stride, "step": source.step}
         if set(modes.values()) != {"chat"}:  # a chat template writes its own beginning
-            details[source.spec]["begin"] = unlike_tokenizer(model, options.bos == "expected")
+            details[source.spec]["bos"] = unlike_tokenizer(model, options.bos == "expected")
         results[source.spec] = {path: evaluate_file(model, path, modes[path], options, begin) for path in paths}
         del model
+        # a model may be part of a cycle, and the next one needs its memory now
         gc.collect()
     return {"models": results, "files": modes, "loaded": details, "settings": asdict(options)}
 
 
 def unlike_tokenizer(model: EvalModel, follow: bool) -> dict[str, Any] | None:
     """How the weights expect texts to begin, where the tokenizer does otherwise; ``follow``: score them that way."""
-    tokenizer = Tokenizer.of(model.tokenizer)
-    bits = begin_bits(model.policy, tokenizer)
+    tokenizer = ByteTokenizer.of(model.tokenizer)
+    bits = bos_bits(model.policy, tokenizer)
     if bits is None or bits.expected in (None, tokenizer.adds_bos):
         return None
     if follow:
@@ -75,7 +76,7 @@ def detect_mode(path: str, options: EvalOptions) -> str:
     try:
         row = reader.row(0)
     except BadRecord as error:
-        raise DataError(f"{reader.location(0)}: {error}; mend the file.") from None
+        raise DataError(f"{reader.location(0)}: {error}; correct the file.") from None
     if is_pair(row):
         return "pairs"
     if options.messages_key in row and options.text_key not in row:
@@ -96,6 +97,6 @@ def evaluate_file(
     records = ChoiceFile(path, options.max_documents)
     advance = begin(model.name, path, len(records)) if begin else unwatched
     if mode == "answers":
-        return score_answers(model, records, options.batch_tokens, options.max_new_tokens, advance)
+        return score_answers(model, records, model.batch_tokens, options.max_new_tokens, advance)
     score = score_choices if mode == "choice" else score_pairs
-    return score(model, records, options.batch_tokens, advance)
+    return score(model, records, model.batch_tokens, advance)

@@ -56,8 +56,8 @@ def run_harness(
         wrapped = HFLM(
             pretrained=model, tokenizer=load_tokenizer(source.tokenizer), batch_size=batch_size, device=device
         )
-        found: Any = lm_eval.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager)
-        out[spec] = {task: _figures(values) for task, values in found["results"].items()}
+        evaluated: Any = lm_eval.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager)
+        out[spec] = {task: _figures(values) for task, values in evaluated["results"].items()}
     return out
 
 

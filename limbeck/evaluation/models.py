@@ -53,12 +53,12 @@ def find_model(spec: str, checkpoint: str = "best") -> ModelSpec:
 
 
 def _from_checkpoint(spec: str, folder: Path) -> ModelSpec:
-    found = Checkpoint(folder)
-    if not found.weights.is_dir():
-        where = found.weights.relative_to(folder)
+    checkpoint = Checkpoint(folder)
+    if not checkpoint.weights.is_dir():
+        where = checkpoint.weights.relative_to(folder)
         raise CheckpointError(f"{str(folder)!r} holds no {where}; give another checkpoint of the run.")
     step = re.search(r"step_(\d+)$", folder.name)
-    return ModelSpec(spec, str(found.weights), str(found.tokenizer), int(step[1]) if step else None)
+    return ModelSpec(spec, str(checkpoint.weights), str(checkpoint.tokenizer), int(step[1]) if step else None)
 
 
 def _pick(run: Path, checkpoint: str) -> Path:
@@ -66,16 +66,16 @@ def _pick(run: Path, checkpoint: str) -> Path:
     options = _checkpointing(run)
     options["metric_name"] = options["metric_name"] or _DEFAULT_METRIC
     manager = CheckpointManager({**options, "enabled": False}, run_dir=run)
-    found = manager.checkpoints()
-    if not found:
+    checkpoints = manager.checkpoints()
+    if not checkpoints:
         raise CheckpointError(f"run {str(run)!r} has no whole checkpoint in {str(manager.checkpoint_dir)!r} yet.")
     if checkpoint in ("best", "latest"):
         chosen = manager.best() if checkpoint == "best" else manager.latest()
         assert chosen is not None
         return chosen
-    named = [path for path in found if path.name == f"step_{checkpoint.removeprefix('step_')}"]
+    named = [path for path in checkpoints if path.name == f"step_{checkpoint.removeprefix('step_')}"]
     if not named:
-        steps = ", ".join(path.name.removeprefix("step_") for path in found)
+        steps = ", ".join(path.name.removeprefix("step_") for path in checkpoints)
         raise CheckpointError(
             f"run {str(run)!r} has no checkpoint {checkpoint!r}; give best, latest or one of its steps: {steps}."
         )

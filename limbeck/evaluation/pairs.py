@@ -109,20 +109,20 @@ def score_pairs(
 ) -> dict[str, Any]:
     """``accuracy`` (share of pairs whose chosen message is the more probable), mean log-probabilities of both sides in
     nats per message (end of turn included), their ``margin``, and ``bpb``, ``bytes``, ``tokens`` of the chosen ones."""
-    dropped: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
 
     def windows() -> Iterator[Window]:
         for number, cases in records.parsed(pairs_of):
-            for place, case in enumerate(cases):
+            for rank, case in enumerate(cases):
                 for side in SIDES:
-                    key = (number, place, side)
-                    yield _window(model, case, side, key, 1 / (2 * len(cases)), dropped)
+                    key = (number, rank, side)
+                    yield _window(model, case, side, key, 1 / (2 * len(cases)), skipped)
 
     scores: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
-    better = FileResult(dropped=dropped)
+    better = FileResult(skipped=skipped)
     for window, nats in score_windows(model.policy, windows(), batch_tokens):
-        number, place, side = window.key
-        scores[number, place][side] = nats
+        number, rank, side = window.key
+        scores[number, rank][side] = nats
         if side == "chosen":
             better.nats += nats
             better.bytes += window.size
@@ -140,15 +140,16 @@ def score_pairs(
     }
 
 
-def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float, dropped: Counter[str]) -> Window:
+def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float, skipped: Counter[str]) -> Window:
     message = getattr(case, side)
     rendering = render_chat(
         model.tokenizer, [*case.prompt, message], tools=case.tools, name=model.name, train_on="last"
     )
-    dropped.update({f"{side}_{reason}": n for reason, n in rendering.dropped.items() if n})
-    ids, scored = rendering.ids, rendering.target.copy()
+    skipped.update({f"{side}_{reason}": n for reason, n in rendering.skipped.items() if n})
+    ids, scored = rendering.ids, rendering.loss_mask.copy()
+    # a token without a predictor is in neither the nats nor the bytes
     scored[:1] = False
-    size = int(np.diff(rendering.ends, prepend=0)[scored].sum())
+    size = int(np.diff(rendering.byte_ends, prepend=0)[scored].sum())
     if len(ids) > model.context:
         # the message is at the end: what is lost is the oldest context
         front = np.zeros(0, np.int64) if model.bos_id is None else np.array([model.bos_id], np.int64)
@@ -156,5 +157,5 @@ def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float,
         ids = np.concatenate([front, ids[-keep:]])
         scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
         scored[:1] = False
-        dropped["truncated_prompts"] += 1
+        skipped["truncated_prompts"] += 1
     return Window(ids, scored, size, share, key)

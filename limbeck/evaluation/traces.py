@@ -26,10 +26,10 @@ from limbeck.tokens.vocab import is_end
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.calls import parse_calls
 from limbeck.traces.errors import check_call
+from limbeck.traces.failed_calls import find_recoveries
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.replay import with_text_action
 from limbeck.traces.schema import Message, PreferencePair, Trace
-from limbeck.traces.sites import find_recoveries
 
 if TYPE_CHECKING:
     from limbeck.traces import ComposerDataCollator
@@ -48,7 +48,7 @@ def evaluate_traces(
     max_new_tokens: int = 256,
     begin: Begin | None = None,
 ) -> dict[str, Any]:
-    """Score the error sites and preference pairs of trace files by every model, one model in memory at a time.
+    """Score the failed calls and preference pairs of trace files by every model, one model in memory at a time.
 
     Args:
         chat_template: text or ``.jinja`` file for models whose own template writes no tool calls; a run's checkpoints
@@ -58,7 +58,7 @@ def evaluate_traces(
 
     Returns:
         ``{model: {"sites", "pairs", "failed_logprob", "hinted_logprob", "better_logprob", "worse_logprob",
-        "better_above_worse", "rows": [...], "dropped": {...}}}``; log-probabilities are means in nats per message. Each
+        "better_above_worse", "rows": [...], "skipped": {...}}}``; log-probabilities are means in nats per message. Each
         row is one place: ``trace``, ``message``, ``kind``, and ``failed``, ``hinted``, ``better`` where known. With
         ``generate`` also ``behaviour``, see :func:`behaviour_at_failures`.
     """
@@ -102,8 +102,8 @@ def score_traces(model: EvalModel, traces: Sequence[Trace], advance: Callable[[f
             ) from error
         hint, pairs = batch.channel("hint"), batch.channel("preference")
         if hint.size:
-            found = (model.policy.response_log_probs(hint, prefix=prefix) for prefix in ("", "teacher_"))
-            plain, hinted = (sums.tolist() for sums in found)
+            channels = (model.policy.response_log_probs(hint, prefix=prefix) for prefix in ("", "teacher_"))
+            plain, hinted = (sums.tolist() for sums in channels)
             for info, failed, with_hint in zip(batch["site_info"], plain, hinted, strict=True):
                 row = _row(rows, trace.id, info["message"])
                 row |= {"kind": info["error_kind"], "failed": failed, "hinted": with_hint}
@@ -114,13 +114,13 @@ def score_traces(model: EvalModel, traces: Sequence[Trace], advance: Callable[[f
                 if info["message_index"] is not None:
                     _row(rows, trace.id, info["message_index"])["better"] = better
         advance(1)
-    return _summary(list(rows.values()), worse, collator.dropped)
+    return _summary(list(rows.values()), worse, collator.skipped)
 
 
 def behaviour_at_failures(
     model: EvalModel, traces: Sequence[Trace], *, states: int, max_new_tokens: int
 ) -> dict[str, Any]:
-    """What a model writes, greedily, where the recorded agent made a call that failed.
+    """Answers that a model writes, greedily, where the recorded agent made a call that failed.
 
     Returns:
         ``states`` (answers written), ``calls`` (share that holds a call which parses), ``repeated`` (makes the failed
@@ -133,22 +133,23 @@ def behaviour_at_failures(
         raise ConfigError(f"answers of {max_new_tokens} tokens leave no room in the context of {model.name!r}")
     collator = ComposerDataCollator(model.tokenizer, CollatorConfig(max_seq_len=room, enable_replay_dpo=False))
     prompts: list[Tensor] = []
-    places: list[tuple[Trace, int, int]] = []
+    failures: list[tuple[Trace, int, int]] = []
     for trace in traces:
         batch = collator([trace])
         for row, info in enumerate(batch["site_info"]):
-            if len(places) < states and (trace.id, info["message"]) not in {(t.id, m) for t, m, _ in places}:
+            # a message with several failed calls is several sites, and one state
+            if len(failures) < states and (trace.id, info["message"]) not in {(t.id, m) for t, m, _ in failures}:
                 first = int(batch["student_response_idx"][row, 0])
                 prompts.append(batch["sdpo_student_input_ids"][row, :first])
-                places.append((trace, info["message"], info["cause"]))
-        if len(places) == states:
+                failures.append((trace, info["message"], info["cause"]))
+        if len(failures) == states:
             break
     vocab = collator.student.tokenizer.vocab
     ends = [token for token, role in vocab.roles.items() if is_end(role)]
     greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0)
     written = LocalSampler(model.policy, greedy, ends).sample(prompts) if prompts else []
     return _behaviour(
-        [_judged(p, _text(collator, sample.ids_T), sample.ended) for p, sample in zip(places, written, strict=True)]
+        [_judged(p, _text(collator, sample.ids_T), sample.ended) for p, sample in zip(failures, written, strict=True)]
     )
 
 
@@ -159,9 +160,9 @@ def _text(collator: ComposerDataCollator, ids: Tensor) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def _judged(place: tuple[Trace, int, int], text: str, ended: bool) -> Row:
+def _judged(state: tuple[Trace, int, int], text: str, ended: bool) -> Row:
     """One answer held against the trace: every figure True or False, None where the trace cannot tell."""
-    trace, message, cause = place
+    trace, message, cause = state
     failed = trace.messages[message]
     calls = parse_calls(text)
     if not calls and any(call.in_content for call in failed.tool_calls):
@@ -197,7 +198,7 @@ def _row(rows: dict[tuple[str, int], Row], trace: str, message: int) -> Row:
     return rows.setdefault((trace, message), {"trace": trace, "message": message, "kind": ""})
 
 
-def _summary(rows: list[Row], pairs: list[tuple[float, float]], dropped: Counter[str]) -> dict[str, Any]:
+def _summary(rows: list[Row], pairs: list[tuple[float, float]], skipped: Counter[str]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for kind in KINDS:
         values = [row[kind] for row in rows if kind in row]
@@ -211,7 +212,7 @@ def _summary(rows: list[Row], pairs: list[tuple[float, float]], dropped: Counter
         "worse_logprob": sum(w for _, w in pairs) / n if n else None,
         "better_above_worse": sum(b > w for b, w in pairs) / n if n else None,
         "rows": rows,
-        "dropped": {reason: count for reason, count in sorted(dropped.items()) if count},
+        "skipped": {reason: count for reason, count in sorted(skipped.items()) if count},
     }
 
 

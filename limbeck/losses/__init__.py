@@ -8,7 +8,7 @@ from limbeck.losses.distillation import (
     LossInputs,
 )
 from limbeck.losses.divergences import DivergenceSpec, JsdGuard, cross_entropy, divergence
-from limbeck.losses.signals import Head, HiddenSignal, LogitsSignal, Signal, TopKSignal
+from limbeck.losses.signals import Head, TeacherHidden, TeacherLogits, TeacherOutput, TeacherTopK
 
 __all__ = [
     "ChunkLayout",
@@ -17,17 +17,17 @@ __all__ = [
     "CrossTokenizerDistillationLossFn",
     "DivergenceSpec",
     "Head",
-    "HiddenSignal",
     "JsdGuard",
-    "LogitsSignal",
     "Loss",
     "LossInputs",
     "Prefetched",
-    "Signal",
     "StudentLayout",
     "Teacher",
+    "TeacherHidden",
+    "TeacherLogits",
+    "TeacherOutput",
+    "TeacherTopK",
     "TokenLayout",
-    "TopKSignal",
     "build_token_layout",
     "cross_entropy",
     "divergence",

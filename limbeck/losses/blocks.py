@@ -24,8 +24,7 @@ from torch import Tensor
 from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
-from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, ProjectedObjective, Sums
-from limbeck.losses.probe import Probe, shared_mass
+from limbeck.losses.objectives.base import BlockLogits, ChunkBlock, Objective, Sums
 from limbeck.losses.signals import Head, TeacherRows, compute_dtype
 
 # ---- cutting ----
@@ -59,23 +58,25 @@ def cut_blocks(
     places = [place_R.index_select(0, layout.student_rows_M) for layout in layouts]
     cuts = _cuts(rows.numel(), layouts, places, block_rows)
     token_cut = np.searchsorted(token_place.numpy(), cuts).tolist()
-    after = [place_R.index_select(0, own) if next_rows else None for own in behind]
+    after = [place_R.index_select(0, row_C) if next_rows else None for row_C in behind]
     chunks = [_cut_chunks(*sides, cuts) for sides in zip(layouts, places, after, strict=True)]
     blocks = []
     for i, (row0, row1) in enumerate(pairwise(cuts.tolist())):
-        own = slice(token_cut[i], token_cut[i + 1])
-        here = [parts[i] for parts in chunks]
-        if own.start == own.stop and not any(part.num_chunks for part in here):
+        span = slice(token_cut[i], token_cut[i + 1])
+        chunks_here = [parts[i] for parts in chunks]
+        if span.start == span.stop and not any(part.num_chunks for part in chunks_here):
             continue  # a row that only a chunk of the block before reads
-        shares = any(bool((part.next_row_C == row1 - row0).any()) for part in here if part.next_row_C is not None)
+        shares = any(
+            bool((part.next_row_C == row1 - row0).any()) for part in chunks_here if part.next_row_C is not None
+        )
         blocks.append(
             Block(
-                (own.start, own.stop),
+                (span.start, span.stop),
                 rows[row0 : row1 + shares],
-                token_place[own] - row0,
-                tokens.ids_E[own],
-                tokens.weight_E[own],
-                tuple(here),
+                token_place[span] - row0,
+                tokens.ids_E[span],
+                tokens.weight_E[span],
+                tuple(chunks_here),
                 shares,
             )
         )
@@ -89,8 +90,8 @@ def used_rows(tokens: TokenLayout, layouts: Sequence[ChunkLayout], *more: Tensor
     return used_R.index_fill_(0, every, True)
 
 
-def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: np.ndarray) -> list[ChunkBlock]:
-    chunk_cut = np.searchsorted(place[layout.student_first_C].numpy(), cuts)
+def _cut_chunks(layout: ChunkLayout, place_M: Tensor, after: Tensor | None, cuts: np.ndarray) -> list[ChunkBlock]:
+    chunk_cut = np.searchsorted(place_M[layout.student_first_C].numpy(), cuts)
     student_cut = np.searchsorted(layout.student_chunk_M.numpy(), chunk_cut).tolist()
     teacher_cut = np.searchsorted(layout.teacher_chunk_Q.numpy(), chunk_cut).tolist()
     out = []
@@ -101,7 +102,7 @@ def _cut_chunks(layout: ChunkLayout, place: Tensor, after: Tensor | None, cuts: 
                 chunks=(c0, c1),
                 teacher_tokens=(q0, q1),
                 teacher_row_Q=layout.teacher_rows_Q[q0:q1],
-                student_row_M=place[m0:m1] - row0,
+                student_row_M=place_M[m0:m1] - row0,
                 student_chunk_M=layout.student_chunk_M[m0:m1] - c0,
                 student_ids_M=layout.student_ids_M[m0:m1],
                 student_first_C=layout.student_first_C[c0:c1] - m0,
@@ -122,9 +123,9 @@ def _cuts(num_rows: int, layouts: Sequence[ChunkLayout], places: Sequence[Tensor
     """Borders `0 = c_0 < c_1 < ... = num_rows`, none inside a chunk."""
     open_chunks = np.zeros(num_rows + 1, np.int64)
     teacher_rows = []
-    for layout, place in zip(layouts, places, strict=True):
-        first = place[layout.student_first_C].numpy()
-        last = place[layout.student_first_C + layout.student_count_C - 1].numpy()
+    for layout, place_M in zip(layouts, places, strict=True):
+        first = place_M[layout.student_first_C].numpy()
+        last = place_M[layout.student_first_C + layout.student_count_C - 1].numpy()
         # the chunks of one layout do not overlap, so no row is named twice
         open_chunks[first + 1] += 1
         open_chunks[last + 1] -= 1
@@ -174,7 +175,7 @@ class TeacherTerm:
     """One teacher's part of a run: an objective, where it applies, and the factor of its sum in the total.
 
     chunk_weight_C: factor of each chunk, or None. weighs_samples: the teacher's own weight differs from sample to
-    sample and is in chunk_weight_C, not in factor. learned: what `objective.learned()` gave.
+    sample and is in chunk_weight_C, not in factor. gated: a chunk counts by the teacher's advantage, `Objective.gate`.
     """
 
     name: str
@@ -185,14 +186,14 @@ class TeacherTerm:
     teacher: TeacherRows
     chunk_weight_C: Tensor | None = None
     weighs_samples: bool = False
-    learned: tuple[Tensor, ...] = ()
+    gated: bool = False
 
     def chunks(self, block: Block) -> ChunkBlock:
         """This teacher's chunks of a block, with their weights."""
-        own = block.chunks[self.index]
+        chunks = block.chunks[self.index]
         if self.chunk_weight_C is None:
-            return own
-        return replace(own, weight_C=self.chunk_weight_C[own.chunks[0] : own.chunks[1]])
+            return chunks
+        return replace(chunks, weight_C=self.chunk_weight_C[chunks.chunks[0] : chunks.chunks[1]])
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,6 @@ class BlockRun:
     terms: list[TeacherTerm]
     comm: Comm = field(default_factory=Comm.alone)  # the ranks that have the micro-batch's other rows
     classes: TokenClasses | None = None  # counted by, too, and by kind of chunk; a chunk is of its first token's class
-    probe: Probe | None = None  # filled, where there is one: what the parts of the loss do
     metrics: Sums = field(default_factory=dict)
     parts: list[BlockRun] = field(default_factory=list)  # one per teacher, where kernels did several
     id_mismatch_flags: list[Tensor] = field(default_factory=list)  # on the device: a teacher scored other tokens
@@ -264,9 +264,7 @@ def block_cross_entropy(student: BlockLogits, block: Block, classes: TokenClasse
     return loss, {"ce": (loss.detach(), total), "accuracy": ((right_E * weight_E).sum(), total), **by_class}
 
 
-def _block_loss(
-    run: BlockRun, block: Block, logits_NV: Tensor, learned: Sequence[Sequence[Tensor]]
-) -> tuple[Tensor, Tensor | None]:
+def _block_loss(run: BlockRun, block: Block, logits_NV: Tensor) -> tuple[Tensor, Tensor | None]:
     """(weighted loss with graph, explicit gradient of the objectives that computed one) of one block."""
     student, total = BlockLogits(logits_NV, run.head.axis), logits_NV.new_zeros(())
     explicit_NV: Tensor | None = None
@@ -274,23 +272,18 @@ def _block_loss(
         loss, metrics = block_cross_entropy(student, block, run.classes)
         total = total + loss * run.token_factor
         run.add("", metrics)
-        if run.probe is not None:
-            run.probe.parts["ce"] = loss * run.token_factor
-    for term, leaves in zip(run.terms, learned, strict=True):
+    for term in run.terms:
         chunks = term.chunks(block)
         if not chunks.num_chunks:
             continue
         scores = term.teacher.scores(*chunks.teacher_tokens)
-        if (behind := term.objective.behind(chunks)) is not None and behind.numel():
-            last = chunks.teacher_first_C[behind] + chunks.teacher_count_C[behind] - 1
-            scores = replace(scores, behind=term.teacher.behind(last + chunks.teacher_tokens[0]))
-        if term.objective.options.gate != "none":
+        if term.gated:
             # at chosen ids alone the realised tokens' probabilities are not known
             whole = (
                 scores if term.teacher.vocab_ids_K is None else term.teacher.all_ids().scores(*chunks.teacher_tokens)
             )
             chunks = replace(chunks, gate_C=term.objective.gate(student, chunks, whole))
-        out = term.objective(student, chunks, scores, *leaves)
+        out = term.objective(student, chunks, scores)
         run.add(f"{term.name}/", out.metrics)
         if run.classes is not None and out.rows_C is not None:
             ids_C = chunks.student_ids_M.index_select(0, chunks.student_first_C)
@@ -298,12 +291,6 @@ def _block_loss(
             run.add(f"{term.name}/", run.classes.sums("kl_loss", ids_C, out.rows_C, weight_C))
             counts = chunks.student_count_C, chunks.teacher_count_C
             run.add(f"{term.name}/", chunk_kind_sums("kl_loss", *counts, out.rows_C, weight_C))
-        if run.probe is not None:
-            run.probe.parts |= {f"{term.name}/{name}": part for name, part in out.parts.items()}
-            run.probe.parts[f"{term.name}/"] = out.loss * term.factor
-            if isinstance(term.objective, ProjectedObjective) and "shared_mass_student" not in out.metrics:
-                with torch.no_grad():
-                    run.add(f"{term.name}/", shared_mass(term.objective, student, chunks, scores))
         total = total + out.loss * term.factor
         if out.grad_NV is not None:
             grad_NV = out.grad_NV * term.factor
@@ -311,18 +298,14 @@ def _block_loss(
     return total, explicit_NV
 
 
-class _Pass:
+class BlockedLoss:
     """One walk over the blocks. Gradients: hidden rows written once, parameters summed in float32 (or float64)."""
 
     def __init__(self, run: BlockRun, hidden_RH: Tensor, params: Sequence[Tensor], needs: Sequence[bool]) -> None:
         self.work, self.hidden_RH = run, hidden_RH.detach()
         self.with_grad = any(needs)
         self.shares_rows = any(block.shares_row for block in run.blocks)
-        self.head_params = list(params[: len(params) - sum(len(term.learned) for term in run.terms)])
-        given = iter(params[len(self.head_params) :])
-        self.learned = [
-            [next(given).detach().requires_grad_(self.with_grad) for _ in term.learned] for term in run.terms
-        ]
+        self.head_params = list(params)
         # float16 would lose gradients that are already divided by the global counts.
         dtype = torch.float32 if hidden_RH.dtype == torch.float16 else hidden_RH.dtype
         self.hidden_grad = torch.zeros_like(hidden_RH, dtype=dtype) if needs[0] else None
@@ -336,30 +319,27 @@ class _Pass:
         for block in self.work.blocks:
             total = total + _wide(self._block(block))
         if self.hidden_grad is not None:
+            # each rank has multiplied with its own columns of the vocabulary: the whole gradient is the sum, taken once
             self.hidden_grad = self.work.head.axis.total(self.hidden_grad)
-        for i in range(len(self.head_params), len(self.param_grads)):
-            # each shard of the vocabulary has used some entries of a projection
-            if (part := self.param_grads[i]) is not None:
-                self.param_grads[i] = self.work.head.axis.total(part)
         return total
 
     def _block(self, block: Block) -> Tensor:
         head, hidden_NH = self.work.head, self.hidden_RH.index_select(0, block.rows_N)
         if not self.with_grad:
-            return _block_loss(self.work, block, head.logits(hidden_NH), self.learned)[0]
+            return _block_loss(self.work, block, head.logits(hidden_NH))[0]
+        # a plain head's gradient is taken by hand; a wrapped one needs a graph
         with torch.set_grad_enabled(head.module is not None):
             raw_NV = head.raw(hidden_NH.requires_grad_(head.module is not None))
         with torch.enable_grad():
             source_NV = raw_NV.detach().requires_grad_()
             finished_NV = head.finish(source_NV)
+            # The graph is cut here: an objective may add a gradient of its own at the logits, and each part of the
+            # graph is freed before the next one is walked back.
             logits_NV = finished_NV.detach().requires_grad_()
-            loss, explicit_NV = _block_loss(self.work, block, logits_NV, self.learned)
-            self._probe(logits_NV, finished_NV, source_NV, raw_NV, hidden_NH)
+            loss, explicit_NV = _block_loss(self.work, block, logits_NV)
             grad_NV = explicit_NV
             if loss.requires_grad:
-                leaves = [leaf for leaves in self.learned for leaf in leaves]
-                grad_NV, *rest = torch.autograd.grad(loss, [logits_NV, *leaves], allow_unused=True)
-                self._add(len(self.head_params), rest)
+                (grad_NV,) = torch.autograd.grad(loss, logits_NV, allow_unused=True)
                 grad_NV = grad_NV if explicit_NV is None else grad_NV.add_(explicit_NV)
         assert grad_NV is not None, "every row of a block carries a loss"
         if finished_NV is not source_NV:
@@ -367,44 +347,21 @@ class _Pass:
         self._through_head(block.rows_N, hidden_NH, raw_NV, grad_NV)
         return loss.detach()
 
-    def _probe(
-        self, logits_NV: Tensor, finished_NV: Tensor, source_NV: Tensor, raw_NV: Tensor, hidden_NH: Tensor
-    ) -> None:
-        """Gradients of a block's parts with respect to a vector that is added to all of its hidden states."""
-        probe, head = self.work.probe, self.work.head
-        if probe is None:
-            return
-        for name, part in probe.parts.items():
-            if not part.requires_grad:
-                continue
-            (grad_NV,) = torch.autograd.grad(part, logits_NV, retain_graph=True, allow_unused=True)
-            if grad_NV is None:
-                continue
-            if finished_NV is not source_NV:
-                (grad_NV,) = torch.autograd.grad(finished_NV, source_NV, grad_NV, retain_graph=True)
-            if head.module is not None:
-                (grad_NH,) = torch.autograd.grad(raw_NV, hidden_NH, grad_NV.to(raw_NV.dtype), retain_graph=True)
-                grad_H = grad_NH.sum(0, dtype=grad_NV.dtype)
-            elif head.weight is None:
-                grad_H = grad_NV.sum(0)
-            else:
-                grad_H = grad_NV.sum(0).to(head.weight.dtype) @ head.weight.detach()[: head.local_size]
-            probe.add(name, head.axis.total(grad_H.to(grad_NV.dtype)))
-        probe.parts.clear()
-
     def _through_head(self, rows_N: Tensor, hidden_NH: Tensor, raw_NV: Tensor, grad_NV: Tensor) -> None:
         head = self.work.head
         if head.module is not None:
             wanted = [hidden_NH, *self.head_params]
             grad_NH, *param_grads = torch.autograd.grad(raw_NV, wanted, grad_NV.to(raw_NV.dtype), allow_unused=True)
-            self._add(0, param_grads)
+            self._add(param_grads)
         elif head.weight is None:
+            # hidden states are the logits here, rows of padding included
             grad_NH = F.pad(grad_NV, (0, hidden_NH.shape[1] - grad_NV.shape[1]))
         else:
             grad_NH = self._linear(hidden_NH, grad_NV.to(head.weight.dtype), head.weight, head.bias)
         if self.hidden_grad is not None:
             grad_NH = grad_NH.to(self.hidden_grad.dtype)
             if self.shares_rows:
+                # slower, and on a GPU in no fixed order: only where a row lies in two blocks
                 self.hidden_grad.index_add_(0, rows_N, grad_NH)
             else:
                 self.hidden_grad[rows_N] = grad_NH
@@ -415,6 +372,7 @@ class _Pass:
         total = next(sums) if weight.requires_grad else None
         if total is not None:
             if total.dtype == grad_NV.dtype:
+                # the sum happens inside the product, without a temporary of the head's size
                 total[:size].addmm_(grad_NV.t(), hidden_NH.to(grad_NV.dtype))
             else:
                 total[:size].add_(grad_NV.t() @ hidden_NH.to(grad_NV.dtype))
@@ -423,24 +381,24 @@ class _Pass:
             total[:size].add_(grad_NV.sum(0, dtype=total.dtype))
         return grad_NV @ weight.detach()[:size]
 
-    def _add(self, start: int, grads: Sequence[Tensor | None]) -> None:
-        for total, grad in zip(self.param_grads[start:], grads, strict=False):
+    def _add(self, grads: Sequence[Tensor | None]) -> None:
+        for total, grad in zip(self.param_grads, grads, strict=True):
             if total is not None and grad is not None:
                 total.add_(grad)
 
 
 def asked_for(*inputs: Tensor) -> list[Tensor]:
     """Inputs of an autograd function that computes gradients in its forward pass. Where gradients are off it would
-    still be told that parameters want theirs, so they are cut off."""
+    still see that parameters want theirs, so they are cut off."""
     return list(inputs) if torch.is_grad_enabled() else [value.detach() for value in inputs]
 
 
 class RowBlockLoss(torch.autograd.Function):
-    """Total loss of a `BlockRun` as a function of hidden `[R, h]`, the head's parameters and learnable projections."""
+    """Total loss of a `BlockRun` as a function of hidden `[R, h]` and the head's parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: BlockRun, hidden_RH: Tensor, *params: Tensor) -> Tensor:
-        work = _Pass(run, hidden_RH, params, ctx.needs_input_grad[1:])
+        work = BlockedLoss(run, hidden_RH, params, ctx.needs_input_grad[1:])
         total = work.run()
         ctx.grads = [work.hidden_grad, *work.param_grads]
         ctx.dtypes = [hidden_RH.dtype, *(p.dtype for p in params)]
@@ -449,6 +407,7 @@ class RowBlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
+            # multiplied before it is rounded to the input's type, which may not hold the unscaled gradient
             None if grad is None else (grad * outer[0]).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
@@ -460,8 +419,7 @@ def row_block_loss(run: BlockRun, hidden_RH: Tensor, *, check: bool = True) -> T
 
     check=False: the caller has more to queue first, and calls `verify` itself before the loss is used.
     """
-    params = [*run.head.parameters(), *(leaf for term in run.terms for leaf in term.learned)]
-    out: Tensor = RowBlockLoss.apply(run, *asked_for(hidden_RH, *params))
+    out: Tensor = RowBlockLoss.apply(run, *asked_for(hidden_RH, *run.head.parameters()))
     if check:
         verify(run, out.detach(), hidden_RH)
     return out
@@ -502,28 +460,29 @@ def verify(run: BlockRun, total: Tensor, hidden_RH: Tensor) -> None:
 
 def raise_non_finite(run: BlockRun, hidden_RH: Tensor) -> None:
     """Find the first row whose scores are NaN or infinite and name its side; only reached when the loss is."""
-    blocks = ((own, block) for own in run.parts or [run] for block in own.blocks)
+    blocks = ((part, block) for part in run.parts or [run] for block in part.blocks)
     with torch.no_grad():
-        for own, block in blocks:
+        for part, block in blocks:
             _check_rows("student", block.rows_N, run.head.logits(hidden_RH.detach().index_select(0, block.rows_N)))
-            for term in own.terms:
+            for term in part.terms:
                 chunks = block.chunks[term.index]
                 scores = term.teacher.scores(*chunks.teacher_tokens)
                 if scores.logits is not None:
                     _check_rows(term.name, chunks.teacher_row_Q, scores.logits)
                 elif scores.next_logprob is not None:
+                    # as probabilities: the -inf of an empty place is no error
                     listed = torch.cat((scores.topk()[1].exp(), scores.next_logprob[:, None]), 1)
                     _check_rows(term.name, chunks.teacher_row_Q, listed)
-    raise LossError("the loss is not finite although every score is; the learnable projection or a weight may be")
+    raise LossError("the loss is not finite although every score is; a weight of the loss or of a chunk may be")
 
 
 def _check_rows(side: str, rows: Tensor, scores: Tensor) -> None:
     bad = ~torch.isfinite(scores).all(-1)
     if bool(bad.any()):
-        at = int(bad.nonzero()[0, 0])
-        column = int((~torch.isfinite(scores[at])).nonzero()[0, 0])
+        row = int(bad.nonzero()[0, 0])
+        column = int((~torch.isfinite(scores[row])).nonzero()[0, 0])
         raise LossError(
-            f"{side}: row {int(rows[at])} has a non-finite score ({float(scores[at, column])} at column {column}); "
+            f"{side}: row {int(rows[row])} has a non-finite score ({float(scores[row, column])} at column {column}); "
             "lower the learning rate or check this model's weights and dtype"
         )
 
@@ -556,15 +515,17 @@ class _TokenLogProbs(torch.autograd.Function):
         into = torch.zeros_like(hidden, dtype=dtype)
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         blocks = zip(rows.split(ctx.size), ids.split(ctx.size), outer[0].split(ctx.size), strict=True)
+        # nothing splits into one empty part, not into none
         for row, token, grad in blocks if len(rows) else ():
             with torch.enable_grad():
                 inputs = hidden.detach().index_select(0, row).requires_grad_()
                 values = _token_block(ctx.head, inputs, token)
-            found = torch.autograd.grad(values, [inputs, *params], grad.to(values.dtype), allow_unused=True)
-            into.index_add_(0, row, found[0].to(dtype))
-            for total, part in zip(sums, found[1:], strict=True):
+            grads_of_block = torch.autograd.grad(values, [inputs, *params], grad.to(values.dtype), allow_unused=True)
+            into.index_add_(0, row, grads_of_block[0].to(dtype))
+            for total, part in zip(sums, grads_of_block[1:], strict=True):
                 if part is not None:
                     total.add_(part)
+        # each rank has gone back through its own columns of the head alone
         into = ctx.head.axis.total(into)
         grads = [into.to(hidden.dtype), *(s.to(p.dtype) for s, p in zip(sums, params, strict=True))]
         return None, None, None, None, *(g if need else None for g, need in zip(grads, needs, strict=True))

@@ -1,16 +1,17 @@
-"""What a trainer asks of a loss and of a teacher.
+"""Contracts: what a trainer asks of a loss and of a teacher.
 
 The calls of a step, in order, for each channel:
 
     teacher.attach(layout)                       once per layout of the student
+    teacher.ask_ahead(batch)                     of a later step, where the loop has it already
     teacher.prefetch(batch)                      the whole batch of this rank
-    batch = loss.annotate(batch)
-    counts = data.sum_named(loss.counts(batch))
+    batch = loss.prepare_batch(batch)
+    counts = data.sum_named(loss.denominators(batch))
     for each micro-batch:
         signal = teacher.signal(microbatch, device)
-        inputs = loss.prepare(microbatch, [signal.row_start_B, ...])
+        inputs = loss.build_layout(microbatch, [signal.row_start_B, ...])
         inputs = loss.shard(inputs, context)     where sequences are split over ranks
-        value, metrics = loss.compute(hidden_RH, head, signals, inputs, counts)
+        value, metrics = loss.compute_loss(hidden_RH, head, signals, inputs, counts)
     teacher.release()
     loss.step_end(metrics), teacher.step_end()   after the optimizer's step
 """
@@ -30,14 +31,14 @@ from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.mesh import MeshShape
 from limbeck.errors import ConfigError
-from limbeck.losses.signals import Head, Signal
+from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.utils.metrics import Metrics, Pair
 
 Batch = BatchedDataDict[Mapping[str, Any]]
 Counts = dict[str, Tensor]
 """Denominators by name, float64 scalars."""
 State = dict[str, Any]
-"""What a checkpoint keeps: tensors, numbers, strings, and lists and dicts of them."""
+"""State that a checkpoint keeps: tensors, numbers, strings, and lists and dicts of them."""
 
 InputsT = TypeVar("InputsT")
 
@@ -46,30 +47,28 @@ class Loss(nn.Module, ABC, Generic[InputsT]):
     """A sum over the rows of a micro-batch divided by counts of the *global* batch: losses add up over micro-batches,
     ranks and channels.
 
-    A module: learnable parts are its parameters, running estimates and guards are buffers of its `state_dict()`.
+    A module: running estimates and guards are buffers of its `state_dict()`.
 
     Attributes:
-        num_teachers: how many signals `compute` takes.
-        needs_first_pass: a pass over the step's batch without gradient comes first, and `first_pass` gets its metrics.
+        num_teachers: how many signals `compute_loss` takes.
         tensor_parallel: works where the head holds some columns of the vocabulary (it asks `head.axis`).
         context_parallel: works where the rows of a sequence are split over ranks (`shard` is implemented).
     """
 
     num_teachers: int = 0
-    needs_first_pass: bool = False
     tensor_parallel: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
-    def annotate(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """The global batch with per-sample entries that need all of it: advantages, chunk layouts."""
         return batch
 
     @abstractmethod
-    def counts(self, batch: Batch) -> Counts:
+    def denominators(self, batch: Batch) -> Counts:
         """This rank's part of the denominators; the caller sums them over data-parallel ranks."""
 
     @abstractmethod
-    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> InputsT:
+    def build_layout(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> InputsT:
         """Which rows of a micro-batch carry which loss, worked out on the CPU.
 
         Args:
@@ -82,14 +81,11 @@ class Loss(nn.Module, ABC, Generic[InputsT]):
         raise ConfigError(f"{type(self).__name__} does not know context parallelism; set context_parallel_size to 1")
 
     @abstractmethod
-    def compute(
-        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: InputsT, counts: Counts
+    def compute_loss(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: InputsT, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """(loss, metrics) of one micro-batch; the loss is divided by the global `counts` and has a graph to
         `hidden_RH` and the head's parameters. Nothing waits for the device inside `blocks.deferred_checks`."""
-
-    def first_pass(self, metrics: Mapping[str, Pair]) -> None:
-        """Reduced metrics of the pass without gradient, see `needs_first_pass`."""
 
     def step_end(self, metrics: Mapping[str, Pair]) -> None:
         """Reduced metrics of a finished step; the same on every rank."""
@@ -118,7 +114,7 @@ class StudentLayout:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """What a teacher knows of a batch beforehand. mask_B: 1 for rows of which it has a signal; None: all."""
+    """Answer of a teacher that has seen a batch. mask_B: 1 for rows of which it has a signal; None: all."""
 
     mask_B: Tensor | None = None
     metrics: Metrics = field(default_factory=Metrics)
@@ -134,12 +130,27 @@ class Teacher(ABC):
             teacher without such keys reads the student's own ids.
         on_device: runs a model; it is then asked before the student's forward pass, to keep the device busy. One that
             looks its signals up may begin before it, and is asked after it, while the device works.
+        model: the language model that it runs, where that is one of its own: it is compared with the student before the
+            first step and writes samples. None for a teacher without weights here, or with the student's.
+        asks_ahead: `ask_ahead` has an effect: its answers are worked out elsewhere and take time.
+        seconds_waited: for answers that are worked out elsewhere, so far.
     """
 
     vocab_size: int
     fingerprint: str
     number: int = 0
     on_device: ClassVar[bool] = False
+    model: Any = None
+    asks_ahead: ClassVar[bool] = False
+    seconds_waited: float = 0.0
+
+    def identity(self) -> dict[str, Any]:
+        """Facts that tell this teacher from another one, as JSON: a run goes on with the same alone. Every rank must
+        ask."""
+        return {}
+
+    def verify(self) -> None:
+        """Refuse what must not be learnt from. Collective; called once, before the first step."""
 
     def attach(self, student: StudentLayout) -> None:
         """Learn which ranks read whose rows. Collective; called before each step, with a new layout or the same."""
@@ -148,11 +159,48 @@ class Teacher(ABC):
         """Ask for all rows of a batch at once. Rows without a signal leave this teacher's denominator."""
         return Prefetched()
 
+    def ask_ahead(self, batch: Batch) -> None:
+        """Begin to ask for rows that `prefetch` will be shown in a later step, and return at once. Local, from any
+        thread. An error is one of the step that shows them; rows that no step shows are forgotten."""
+
+    def asked(self, batch: Batch) -> bytes:
+        """Answers to these rows as far as they were asked ahead, for the rank that they move to; waits for them."""
+        return b""
+
+    def take_asked(self, raw: bytes) -> None:
+        """Take over what `asked` gave on another rank."""
+
+    @property
+    def seconds_asked(self) -> float:
+        """Seconds in which answers were worked out elsewhere, so far."""
+        return 0.0
+
+    def close(self) -> None:
+        """Give up what was asked ahead, and connections; the teacher can still be asked."""
+
+    @property
+    def unpacked(self) -> str:
+        """Why it does not read packed rows, where it reads rows as they are given; empty where it does."""
+        return ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks work its signals out together, so that none of them can ask again alone."""
+        return False
+
+    def room(self) -> int | None:
+        """Most tokens of one pass; None for a teacher that makes none."""
+        return None
+
+    def make_room(self, mb: ProcessedMicrobatch, error: BaseException, group_size: int) -> None:
+        """After ``error``, by which memory ran out in `signal`: take fewer tokens of a pass from here on."""
+        raise error
+
     def begin(self, mb: ProcessedMicrobatch) -> None:
         """The signal of this micro-batch is the next that will be asked for; returns at once."""
 
     @abstractmethod
-    def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> Signal:
+    def signal(self, mb: ProcessedMicrobatch, device: torch.device) -> TeacherOutput:
         """The signal of one micro-batch; its `row_start_B` says where each sample lies in it."""
 
     @abstractmethod
@@ -167,7 +215,7 @@ class Teacher(ABC):
         """The student has moved."""
 
     def state_dict(self) -> State:
-        """What a checkpoint keeps of this teacher."""
+        """State that a checkpoint keeps of this teacher."""
         return {}
 
     def load_state_dict(self, state: State) -> None:

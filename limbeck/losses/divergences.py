@@ -69,7 +69,7 @@ class DivergenceSpec:
 
 
 def divergence_entries(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Tensor:
-    """What each bucket adds to the divergence; same shape as the inputs. A bucket of probability 0 adds 0."""
+    """Addend of each bucket to the divergence; same shape as the inputs. A bucket of probability 0 adds 0."""
     if spec.kind == "forward":
         entries = _weighted(log_t, log_s)
     elif spec.kind == "reverse":
@@ -79,6 +79,7 @@ def divergence_entries(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Te
         log_m = _log_mixture(log_s, log_t, beta)
         entries = beta * _weighted(log_t, log_m) + (1 - beta) * _weighted(log_s, log_m)
         if spec.rescale:
+            # so that the ends of beta are the forward and the reverse KL, and not 0
             entries = entries / (beta * (1 - beta))
     if spec.entry_clip is None:
         return entries
@@ -94,6 +95,7 @@ def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
     """log((1 - beta) S + beta T); exactly log S where both sides are equal, so that their divergence is exactly 0."""
     difference = log_t - log_s
     near = difference.abs() < 1
+    # large differences are zeroed first: an overflow would be NaN in the gradient of the branch that is not taken
     close = log_s + torch.log1p(beta * torch.expm1(difference.where(near, torch.zeros_like(difference))))
     return close.where(near, torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta)))
 
@@ -101,6 +103,7 @@ def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
 def _weighted(log_p: Tensor, log_q: Tensor) -> Tensor:
     """p (log p - log q), with 0 log 0 = 0 in value and gradient."""
     absent = torch.isneginf(log_p)
+    # masked before the product: 0 times an infinite difference is NaN, and stays NaN in a gradient that is masked later
     difference = (log_p - log_q).masked_fill(absent, 0.0)
     return log_p.exp() * difference
 
@@ -164,6 +167,7 @@ def divergence(
         )
     log_s = torch.log_softmax(student_logits / temperature, -1)
     log_t = torch.log_softmax(teacher_logits / temperature, -1)
+    # a gradient through softened logits is smaller by about this factor, and would lose against cross-entropy
     rows = divergence_rows(log_s, log_t, spec) * temperature**2
     weight = torch.ones_like(rows) if weight is None else weight
     return (rows * weight).sum(), weight.sum()
@@ -180,6 +184,7 @@ def binary_divergence(log_s: Tensor, log_t: Tensor, spec: DivergenceSpec) -> Ten
     """Divergence between the events of log-probability log_t and log_s `[n]`, each against its complement: `[n]`."""
     limit = -1e-6 if log_s.dtype != torch.float64 else -1e-12
     two_s = torch.stack((log_s, log1mexp(log_s)), -1)
+    # the same floor as in log1mexp, so that both halves add up to 1; the student's is left out to keep its gradient
     two_t = torch.stack((log_t.clamp(max=limit), log1mexp(log_t)), -1)
     return divergence_entries(two_s, two_t, spec).sum(-1)
 
@@ -195,6 +200,7 @@ class JsdGuard(nn.Module):
     def __init__(self, spec: DivergenceSpec, *, share: float = 0.95, patience: int = 20) -> None:
         super().__init__()
         beta = spec.beta
+        # clipped entries have another maximum
         self.active = spec.kind == "jsd" and spec.entry_clip is None
         self.limit = math.inf
         if self.active:

@@ -1,37 +1,41 @@
 """The hint channel: the student moves towards what a teacher that reads a hint says about the same target tokens.
 
-Batches come from `ComposerBatch.channel("hint")`: one row per error site, target tokens as aligned chunks. The
-divergence is averaged within a site, then over sites by their weights; a site is never split by its length.
+Batches come from `ComposerBatch.channel("hint")`: one row per failed call, target tokens as aligned chunks. The
+divergence is averaged within a target message, then over targets by their weights; a target is never split by its
+length.
 
 The teacher is usually the student itself, frozen (its start or an average of its past, `ema_update`) and hinted. Two of
-them mixed in log space (`trust_region_mix`) keep it near to the start.
+them mixed in log space (`trust_region`) keep it near to the start: what is in proportion to teacher^(1 - share) x
+other^share minimises (1 - share) KL(q || teacher) + share KL(q || other).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from limbeck.config import resolve
-from limbeck.data.layout import ChunkLayout, TokenLayout, teacher_chunks, with_chunks
+from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.data.microbatch import ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
-from limbeck.distributed.device import to_device
 from limbeck.errors import ConfigError, LossError
 from limbeck.losses import fast
-from limbeck.losses.blocks import Block, BlockRun, TeacherTerm, cut_blocks, shard_layouts, verify
-from limbeck.losses.contract import Batch, Counts, Loss
-from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdGuard, divergence_rows
+from limbeck.losses.blocks import BlockRun, TeacherTerm, cut_blocks, verify
+from limbeck.losses.chunk_loss import BlockInputs, ChunkLoss
+from limbeck.losses.contract import Batch, Counts
+from limbeck.losses.divergences import ChosenBy, Direction, DivergenceSpec, JsdGuard
 from limbeck.losses.fast import FastPath
-from limbeck.losses.fast.order import Lanes
-from limbeck.losses.objectives.base import Objective, ObjectiveOptions
-from limbeck.losses.objectives.corrected import BoundaryKL, SameVocabulary
-from limbeck.losses.signals import Head, Signal, TeacherRows, check_scored_ids
+from limbeck.losses.objectives.base import Objective
+from limbeck.losses.objectives.boundary_kl import BoundaryKL
+from limbeck.losses.objectives.config import ComparesBySpec
+from limbeck.losses.objectives.same_vocabulary import SameVocabulary
+from limbeck.losses.signals import Head, TeacherOutput, TeacherRows
 from limbeck.losses.vocab.projection import ProjectionLike
 from limbeck.utils.metrics import Metrics, Pair
 
@@ -43,7 +47,7 @@ _SHIFTED = (
 )
 
 
-class HintLossConfig(BaseModel):
+class HintLossConfig(ComparesBySpec):
     """The hint channel: how the student follows a teacher that reads the hint."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -77,55 +81,12 @@ class HintLossConfig(BaseModel):
     fast_path: FastPath = "auto"
     """auto: kernels on CUDA where they know the divergence; off; force."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> HintLossConfig:
-        try:
-            _ = self.spec  # building it checks the divergence's own rules
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
     @property
     def spec(self) -> DivergenceSpec:
         """The divergence."""
         return DivergenceSpec(
             self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
         )
-
-
-# -- pure pieces -------------------------------------------------------------------------------------------------------
-
-
-def hint_divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    valid: Tensor,
-    cfg: HintLossConfig | None = None,
-    *,
-    site_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(sum over sites of weight x mean divergence, sum of weights) from gathered logits.
-
-    student_logits, teacher_logits `[N, K, V]` at `student_pred_pos` and `teacher_pred_pos`; valid `[N, K]`. For tests
-    and small use; `HintDistillationLossFn` works from hidden states. Raises where JSD is near its maximum.
-    """
-    cfg = HintLossConfig() if cfg is None else cfg
-    if student_logits.shape != teacher_logits.shape:
-        raise LossError(
-            f"student logits {tuple(student_logits.shape)} and teacher logits {tuple(teacher_logits.shape)} differ; "
-            "gather both at the same targets"
-        )
-    weight = valid.sum(1).clamp(max=1).to(student_logits) if site_weight is None else site_weight.to(student_logits)
-    site, _ = valid.nonzero(as_tuple=True)
-    log_s, log_t = (torch.log_softmax(x[valid] / cfg.temperature, -1) for x in (student_logits, teacher_logits))
-    rows = divergence_rows(log_s, log_t, cfg.spec) * cfg.temperature**2
-    share = weight / valid.sum(1).clamp(min=1)
-    total = (rows * share[site]).sum()
-    counted = (weight * (valid.sum(1) > 0)).sum()
-    guard = JsdGuard(cfg.spec, patience=1)
-    if guard.active and float(counted) > 0:
-        _observe(guard, float(total.detach() / counted) / cfg.temperature**2)
-    return total, counted
 
 
 def _observe(guard: JsdGuard, mean: float) -> None:
@@ -146,53 +107,33 @@ def ema_update(params: Iterable[Tensor], ema: Iterable[Tensor], decay: float) ->
         old.lerp_(new.detach().to(old), 1 - decay)
 
 
-def trust_region_mix(teacher_logprobs: Tensor, other_logprobs: Tensor, share: float) -> Tensor:
-    """log of the normalised teacher^(1 - share) x other^share over the last dimension.
+@dataclass(kw_only=True)
+class HintInputs(BlockInputs):
+    """Chunks of one micro-batch. chunk_weight_B: what each chunk of a target counts, its weight divided by its number
+    of chunks; count: the sum of the weights of targets that have any; unhinted: number of targets whose teacher reads
+    the student's own ids."""
 
-    It is the distribution that minimises (1 - share) KL(q || teacher) + share KL(q || other): a teacher that may move
-    away from `other` (the frozen start, or the student) only so far. `HintDistillationLossFn(trust_region=share)` does
-    the same with two signals.
-    """
-    if not 0 <= share <= 1:
-        raise ConfigError(f"the trust region's share is {share}; it must lie in [0, 1]")
-    return torch.log_softmax((1 - share) * teacher_logprobs + share * other_logprobs, -1)
-
-
-# -- the loss ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class HintInputs:
-    """Chunks of one micro-batch. site_weight `[B]`: what each chunk of a site counts, its weight divided by its number
-    of chunks; count: the sum of the weights of sites that have any; unhinted: number of sites whose teacher reads the
-    student's own ids."""
-
-    layout: ChunkLayout
-    site_weight: Tensor
-    blocks: tuple[Block, ...]
+    chunk_weight_B: Tensor
     count: float
-    sites: int
+    targets: int
     unhinted: int
-    lanes: tuple[Lanes, ...] | None = None
 
-    def to(self, device: torch.device | str) -> HintInputs:
-        return to_device(self, device)
+    @property
+    def layout(self) -> ChunkLayout:
+        return self.layouts[0]
 
 
-class HintDistillationLossFn(Loss[HintInputs]):
+class HintDistillationLossFn(ChunkLoss[HintInputs]):
     """Divergence to a hinted teacher from hidden states, in row blocks.
 
     projection: of a teacher with another vocabulary (boundary KL and chunk likelihoods instead of a direct divergence).
     trust_region: weight of a second signal that is mixed into the teacher's in log space.
 
-        global_batch = loss_fn.annotate(global_batch)         # chunks, before the batch is split
-        counts = loss_fn.counts(global_batch)                 # reduce over data-parallel ranks
-        inputs = loss_fn.prepare(microbatch, [teacher_row_start])
-        loss, metrics = loss_fn.compute(hidden, head, [teacher_signal], inputs, counts)
+        global_batch = loss_fn.prepare_batch(global_batch)  # chunks, before the batch is split
+        counts = loss_fn.denominators(global_batch)  # reduce over data-parallel ranks
+        inputs = loss_fn.build_layout(microbatch, [teacher_row_start])
+        loss, metrics = loss_fn.compute_loss(hidden, head, [teacher_signal], inputs, counts)
     """
-
-    tensor_parallel = True
-    context_parallel = True
 
     def __init__(
         self,
@@ -208,55 +149,64 @@ class HintDistillationLossFn(Loss[HintInputs]):
             raise ConfigError(f"the trust region's share is {trust_region}; it must lie in [0, 1]")
         self.trust_region = trust_region
         self.num_teachers = 2 if trust_region else 1
-        options = ObjectiveOptions(temperature=self.cfg.temperature, spec=self.cfg.spec)
         if projection is not None and self.cfg.spec.topk is not None:
             raise ConfigError("topk of the hint loss is for a teacher with the student's vocabulary; leave it out")
-        self.objective: Objective = SameVocabulary(options) if projection is None else BoundaryKL(options, projection)
+        self.objective = self._objective(projection)
         self.guard = JsdGuard(self.cfg.spec, patience=self.cfg.jsd_patience)
         if projection is not None:
+            # boundary and chunk terms add up, so their sum has not the maximum of one JSD
             self.guard.active = False
 
-    def annotate(self, batch: Batch) -> Batch:
-        """The batch with the chunks that carry loss, which its count and micro-batches then read."""
-        return with_chunks(batch, [self._chunks(batch)])
+    def _objective(self, projection: ProjectionLike | None) -> Objective:
+        cfg = self.cfg
+        keys = {name: getattr(cfg, name) for name in ("jsd_beta", "jsd_rescale", "entry_clip")}
+        keys["direction"] = cfg.divergence
+        if projection is not None:
+            return BoundaryKL(keys, projection, temperature=cfg.temperature)
+        keys |= {"topk": cfg.topk, "topk_by": cfg.topk_by}
+        return SameVocabulary(keys, temperature=cfg.temperature)
 
-    def _chunks(self, batch: Batch) -> ChunkLayout:
-        return teacher_chunks(batch, 0, same_vocabulary=self.objective.vocab is None, allow_inexact=False)
+    def same_vocabulary(self, batch: Batch) -> list[bool]:
+        return [self.objective.vocab is None]
 
-    def counts(self, batch: Batch) -> Counts:
-        """Local denominator `sites` of a global batch: the weights of the sites that have targets, float64."""
-        return {"sites": _site_weights(batch, self._chunks(batch))[1]}
+    def denominators(self, batch: Batch) -> Counts:
+        """Local denominator `sites` of a global batch: the weights of the targets that have chunks, float64."""
+        (layout,) = self.select_chunks(batch)
+        return {"sites": _target_weights(batch, layout)[1]}
 
-    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> HintInputs:
-        """Layout of one micro-batch, on the CPU. row_starts: where each row starts in the teacher's forward pass; of
-        several signals only the first counts, since all read the same rows."""
+    def build_layout(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None]) -> HintInputs:
+        """See `ChunkLoss.build_layout`; several signals read the same rows, so the first's row starts count."""
         if not row_starts or row_starts[0] is None:
             raise LossError("the hint loss needs the teacher's own row starts; its sequences are longer by the hint")
-        batch, start = mb.data_dict, mb.processed_inputs.row_start
-        assert start is not None
-        layout = self._chunks(batch).placed(start, row_starts[0])
-        weight, count = _site_weights(batch, layout)
+        return super().build_layout(mb, row_starts)
+
+    def make_inputs(self, batch: Batch, row_start_B: Tensor, layouts: list[ChunkLayout]) -> HintInputs:
+        weight, count = _target_weights(batch, layouts[0])
         counted = batch["sample_mask"].cpu() > 0
-        unhinted = int((_unhinted(batch) & counted).sum())
-        return self._laid_out(HintInputs(layout, weight, (), float(count), int(counted.sum()), unhinted))
-
-    def shard(self, inputs: HintInputs, comm: Comm) -> HintInputs:
-        """One rank's share of the chunks, each with its weight in the whole site; counts go with the first."""
-        here = inputs.to("cpu")
-        _, (layout,) = shard_layouts(TokenLayout.empty(), [here.layout], comm.rank, comm.size)
-        mine = self._laid_out(replace(here, layout=layout))
-        return mine if comm.rank == 0 else replace(mine, count=0.0, sites=0, unhinted=0)
-
-    def _laid_out(self, inputs: HintInputs) -> HintInputs:
-        tokens, layouts = TokenLayout.empty(), [inputs.layout]
-        return replace(
-            inputs,
-            blocks=cut_blocks(tokens, layouts, self.block_rows),
-            lanes=fast.plan_lanes(self.cfg.fast_path, [self.objective], tokens, layouts, None),
+        return HintInputs(
+            **self._rows(layouts),
+            chunk_weight_B=weight,
+            count=float(count),
+            targets=int(counted.sum()),
+            unhinted=int((_unhinted(batch) & counted).sum()),
         )
 
-    def compute(
-        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: HintInputs, counts: Counts
+    def make_share(self, whole: HintInputs, tokens: TokenLayout, layouts: list[ChunkLayout], comm: Comm) -> HintInputs:
+        """Each chunk keeps its weight in the whole target; counts go with the first rank."""
+        mine = replace(whole, **self._rows(layouts))
+        return mine if comm.rank == 0 else replace(mine, count=0.0, targets=0, unhinted=0)
+
+    def _rows(self, layouts: list[ChunkLayout]) -> dict[str, Any]:
+        tokens = TokenLayout.empty()
+        return {
+            "tokens": tokens,
+            "layouts": layouts,
+            "cut": partial(cut_blocks, tokens, layouts, self.block_rows),
+            "orders": fast.plan_orders(self.cfg.fast_path, [self.objective], tokens, layouts, None),
+        }
+
+    def compute_loss(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: HintInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count).
 
@@ -264,7 +214,7 @@ class HintDistillationLossFn(Loss[HintInputs]):
         """
         device = hidden_RH.device
         inputs = inputs.to(device)
-        differing = self._check(hidden_RH, head, signals, inputs.layout)
+        differing = self.check(hidden_RH, head, signals, inputs, defer=device.type != "cpu")
         signals = [signal.on_shards(head.axis) for signal in signals]
         objective = self.objective.to(device)
         if objective.vocab is not None:
@@ -272,17 +222,17 @@ class HintDistillationLossFn(Loss[HintInputs]):
         count = counts["sites"].to(device, torch.float64).clamp(min=1e-9)
         mix = (1.0,) if len(signals) == 1 else (1 - self.trust_region, self.trust_region)
         teacher = TeacherRows(signals, [inputs.layout.teacher_rows_Q] * len(signals), mix)
-        weight_C = inputs.site_weight[inputs.layout.sample_C]
+        weight_C = inputs.chunk_weight_B[inputs.layout.sample_C]
         term = TeacherTerm("hint", objective, (1 / count).float(), 0, inputs.layout, teacher, weight_C)
-        lanes = fast.usable_lanes(self.cfg.fast_path, inputs.lanes, hidden_RH, head, [term])
-        run = BlockRun(head, inputs.blocks if lanes is None else lanes[0].blocks, 0.0, [term])
+        orders = fast.usable_orders(self.cfg.fast_path, inputs.orders, hidden_RH, head, [term])
+        run = BlockRun(head, inputs.blocks if orders is None else orders[0].blocks, 0.0, [term])
         run.id_mismatch_flags = differing
-        run.raise_mismatch = lambda: self._compare_ids(signals, inputs.layout, defer=False)
-        loss = fast.run_blocks(run, hidden_RH, lanes)
+        run.raise_mismatch = lambda: self.compare_ids(signals, inputs, defer=False)
+        loss = fast.run_blocks(run, hidden_RH, orders)
         zero = torch.zeros_like(count)
         metrics = Metrics({name: value for name, value in run.metrics.items() if name != "hint/kl"})
         total = run.metrics.get("hint/kl", (zero, zero))[0]
-        metrics.add({"hint/loss": (total, zero + inputs.count), "hint/unhinted": (inputs.unhinted, inputs.sites)})
+        metrics.add({"hint/loss": (total, zero + inputs.count), "hint/unhinted": (inputs.unhinted, inputs.targets)})
         verify(run, loss.detach(), hidden_RH)  # last: it waits for the device
         return loss, metrics
 
@@ -293,26 +243,10 @@ class HintDistillationLossFn(Loss[HintInputs]):
         if self.guard.active and count > 0:
             _observe(self.guard, total / count / self.cfg.temperature**2)
 
-    def _compare_ids(self, signals: Sequence[Signal], layout: ChunkLayout, *, defer: bool) -> list[Tensor]:
-        """Hold the ids that each signal scored against the layout's: an error, or flags where the answer can wait."""
-        flags = [check_scored_ids(signal, layout, "hinted teacher", defer=defer) for signal in signals]
-        return [flag for flag in flags if flag is not None]
-
-    def _check(self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], layout: ChunkLayout) -> list[Tensor]:
-        """What can be wrong with ids and sizes. On an accelerator the ids' comparison is read together with the
-        finished loss, so that it costs no wait of its own."""
-        expected = self.num_teachers
-        if len(signals) != expected:
-            raise LossError(
-                f"the hint loss got {len(signals)} signals, expected {expected}: the hinted teacher"
-                + (" and the model it must stay near to" if expected == 2 else "")
-            )
-        if layout.max_student_row >= hidden_RH.shape[0] or layout.max_student_id >= head.vocab_size:
-            raise LossError(
-                f"the layout needs row {layout.max_student_row} and id {layout.max_student_id}, but there are "
-                f"{hidden_RH.shape[0]} hidden rows and {head.vocab_size} tokens; hidden states and batch do not fit"
-            )
-        differing = self._compare_ids(signals, layout, defer=hidden_RH.device.type != "cpu")
+    def check(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: HintInputs, *, defer: bool
+    ) -> list[Tensor]:
+        differing = super().check(hidden_RH, head, signals, inputs, defer=defer)
         divergence = self.cfg.spec
         by_student = divergence.topk is not None and divergence.chosen_by == "student"
         unserved = len(signals) > 1 or by_student or self.cfg.temperature != 1.0
@@ -324,11 +258,11 @@ class HintDistillationLossFn(Loss[HintInputs]):
         return differing
 
 
-def _site_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:
-    """Weight `[B]` of each chunk of a site, so that its chunks add up to the site's weight; and the sum of all of them.
+def _target_weights(batch: Mapping[str, Any], layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """Weight `[B]` of each chunk of a target, so that its chunks add up to the target's weight; and the sum of all.
 
-    A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a site counts, and its
-    loss is exactly 0, however the two forward passes round.
+    A teacher that reads the student's own sequence, without any hint, has nothing to teach: such a target counts, and
+    its loss is exactly 0, however the two forward passes round.
     """
     weight = batch["site_weight"].cpu().double() * (batch["sample_mask"].cpu() > 0)
     size = layout.chunks_B

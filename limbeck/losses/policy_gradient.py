@@ -1,7 +1,7 @@
 """The policy channel: GRPO, Dr. GRPO, and the reward-weighted likelihood that remains where they cannot be had.
 
 Advantages belong to the *global* batch (a group may lie in several micro-batches and on several ranks), so
-`PolicyGradientLossFn.annotate` writes them into the batch before it is split.
+`PolicyGradientLossFn.prepare_batch` writes them into the batch before it is split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
-from limbeck.losses.signals import Head, Signal
+from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.utils.metrics import Metrics, Pair
 
 PolicyMode = Literal["auto", "grpo", "dr_grpo", "reward_weighted"]
@@ -55,7 +55,7 @@ class PolicyLossConfig(BaseModel):
     divisor: float = Field(default=1024.0, gt=0)
     """Dr. GRPO: tokens per sequence that sums are divided by."""
     normalisation: Normalisation | None = None
-    """What a mean is taken over: tokens, sequences, or the fixed ``divisor``; default: as the mode says."""
+    """Unit that a mean is taken over: tokens, sequences, or the fixed ``divisor``; default: as the mode says."""
     std_eps: float = Field(default=1e-6, gt=0)
     """Added to a group's standard deviation where advantages are divided by it."""
 
@@ -117,6 +117,7 @@ def policy_token_losses(
     difference = log_probs - behavior
     ratio = difference.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    # the lesser of both, not the clipped one: a ratio that has gone the wrong way keeps its gradient back
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     with torch.no_grad():
         active = (clipped * advantages < ratio * advantages).to(ratio)
@@ -144,9 +145,9 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
     """Policy-gradient loss over the assistant tokens of traces.
 
     loss_fn = PolicyGradientLossFn({"mode": "dr_grpo"})
-    loss_fn.annotate(global_batch)                      # advantages, before the batch is split
-    counts = loss_fn.counts(global_batch)               # reduce over data-parallel ranks
-    loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch), counts)
+    loss_fn.prepare_batch(global_batch)  # advantages, before the batch is split
+    counts = loss_fn.denominators(global_batch)  # reduce over data-parallel ranks
+    loss, metrics = loss_fn.compute_loss(hidden, head, (), loss_fn.build_layout(microbatch), counts)
     """
 
     tensor_parallel = True
@@ -157,7 +158,7 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
         self.cfg = resolve(PolicyLossConfig, cfg or {})
         self.active, self.block_rows = self.cfg, block_rows
 
-    def annotate(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """Write `advantages` `[B]` into a global batch and settle the mode (`active`). A batch that has advantages, of
         groups that reach beyond it, keeps them."""
         if "advantages" in batch:
@@ -178,7 +179,7 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
             weight = weight / size[sample]
         return weight
 
-    def counts(self, batch: Batch) -> Counts:
+    def denominators(self, batch: Batch) -> Counts:
         """Local denominator `policy` of a global batch, a float64 scalar to be summed over ranks."""
         start = torch.zeros(len(batch["sample_mask"]), dtype=torch.int64)
         sample, token, _ = supervised_tokens(batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start)
@@ -190,12 +191,14 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
             total = torch.tensor(sequences * factor, dtype=torch.float64)
         return {"policy": total}
 
-    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PolicyInputs:
+    def build_layout(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PolicyInputs:
         """Supervised tokens of a micro-batch, on the CPU."""
         batch, start = mb.data_dict, mb.processed_inputs.row_start
         assert start is not None
         if "advantages" not in batch:
-            raise LossError("the batch has no advantages; call annotate(batch) on the global batch before it is split")
+            raise LossError(
+                "the batch has no advantages; call prepare_batch(batch) on the global batch before it is split"
+            )
         sample, token, rows = supervised_tokens(
             batch["input_lengths"], batch["token_mask"], batch["sample_mask"], start
         )
@@ -204,30 +207,30 @@ class PolicyGradientLossFn(Loss[PolicyInputs]):
         behavior = None
         if self.active.mode != "reward_weighted":
             behavior = batch["behavior_logprobs"].cpu()[sample, token]
-        count = float(self.counts(batch)["policy"])
+        count = float(self.denominators(batch)["policy"])
         return PolicyInputs(tokens, batch["advantages"].cpu()[sample], behavior, count)
 
     def shard(self, inputs: PolicyInputs, comm: Comm) -> PolicyInputs:
         """One rank's share of the tokens. Ratios and clipping work token by token and every weight is known
         beforehand, so shares simply add up; the count goes with the first."""
         size = len(inputs.tokens.rows_E)
-        own = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
-        tokens = inputs.tokens.range(own.start, own.stop)
-        behavior = None if inputs.behavior is None else inputs.behavior[own]
-        return PolicyInputs(tokens, inputs.advantage[own], behavior, inputs.count if comm.rank == 0 else 0.0)
+        share = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
+        tokens = inputs.tokens.range(share.start, share.stop)
+        behavior = None if inputs.behavior is None else inputs.behavior[share]
+        return PolicyInputs(tokens, inputs.advantage[share], behavior, inputs.count if comm.rank == 0 else 0.0)
 
-    def compute(
-        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PolicyInputs, counts: Counts
+    def compute_loss(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: PolicyInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
         log_probs = token_log_probs(hidden_RH, head, inputs.tokens, block_rows=self.block_rows)
         behavior = None if inputs.behavior is None else inputs.behavior.to(log_probs)
         clip_low, clip_high = self.active.clip_low, self.active.clip_high
-        losses, found = policy_token_losses(
+        losses, token_metrics = policy_token_losses(
             log_probs, inputs.advantage.to(log_probs), behavior, clip_low=clip_low, clip_high=clip_high
         )
         total = (losses * inputs.tokens.weight_E.to(log_probs)).sum()
         count = counts["policy"].to(total.device, torch.float64)
         loss = total / count.clamp(min=1e-9).to(total.dtype)
         metrics = Metrics({"policy/loss": (total.detach(), inputs.count)})
-        return loss, metrics.add(found, "policy/")
+        return loss, metrics.add(token_metrics, "policy/")

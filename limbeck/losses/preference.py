@@ -22,7 +22,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import LossError
 from limbeck.losses.blocks import token_log_probs
 from limbeck.losses.contract import Batch, Counts, Loss
-from limbeck.losses.signals import Head, Signal
+from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.utils.metrics import Metrics
 
 PreferenceKind = Literal["dpo", "ipo", "simpo"]
@@ -118,12 +118,12 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         super().__init__()
         self.cfg, self.block_rows = resolve(PreferenceLossConfig, cfg or {}), block_rows
 
-    def counts(self, batch: Batch) -> Counts:
+    def denominators(self, batch: Batch) -> Counts:
         """Local denominator `pairs` of a global batch: the sum of the pairs' weights, float64."""
         chosen = (batch["pair_side"] > 0) & (batch["sample_mask"] > 0)
         return {"pairs": batch["pair_weight"][chosen].double().sum()}
 
-    def prepare(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PreferenceInputs:
+    def build_layout(self, mb: ProcessedMicrobatch, row_starts: Sequence[Tensor | None] = ()) -> PreferenceInputs:
         """Response tokens and pairs of a micro-batch, on the CPU."""
         batch, start = mb.data_dict, mb.processed_inputs.row_start
         assert start is not None
@@ -144,12 +144,12 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         """One rank's share of the tokens. A pair's loss bends with the sum over both responses, so ranks
         add up their log-probs first; each then follows the gradient to its own tokens, and the first counts."""
         size = len(inputs.row)
-        own = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
-        tokens = inputs.tokens.range(own.start, own.stop)
-        return replace(inputs, tokens=tokens, row=inputs.row[own], comm=comm, counted=comm.rank == 0)
+        share = slice(comm.rank * size // comm.size, (comm.rank + 1) * size // comm.size)
+        tokens = inputs.tokens.range(share.start, share.stop)
+        return replace(inputs, tokens=tokens, row=inputs.row[share], comm=comm, counted=comm.rank == 0)
 
-    def compute(
-        self, hidden_RH: Tensor, head: Head, signals: Sequence[Signal], inputs: PreferenceInputs, counts: Counts
+    def compute_loss(
+        self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: PreferenceInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
         sums = response_log_probs(hidden_RH, head, inputs, block_rows=self.block_rows)
@@ -168,6 +168,7 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
         )
         weight = inputs.weight.to(device, dtype)
         total = (losses * weight).sum()
+        # weights may be below 1, so a clamp at 1 would change them; without a pair the total is 0, too
         loss = total / counts["pairs"].to(device, torch.float64).clamp(min=1e-9).to(dtype)
         if not inputs.counted:
             # the gradient alone: the value is the first rank's

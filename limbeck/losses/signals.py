@@ -1,4 +1,4 @@
-"""What a model says at a row: a head over hidden states, full logits, or a stored top-k list.
+"""Forms of a model's output at a row: a head over hidden states, full logits, or a stored top-k list.
 
 Every teacher signal carries the token ids that it scored, and `check_scored_ids` compares them with the ids that the
 loss is about to use: a wrong id with a finite loss is the failure to design against.
@@ -62,10 +62,10 @@ class Head:
             return self
         if self.module is not None or self.bias is not None:
             raise LossError("a head with a bias or a wrapper cannot be split over the vocabulary; use one process")
-        own = axis.like(self.vocab_size)
-        start, end = own.place(self.vocab_size)
+        shard_axis = axis.like(self.vocab_size)
+        start, end = shard_axis.place(self.vocab_size)
         weight = None if self.weight is None else self.weight[start:end]
-        return replace(self, weight=weight, axis=own)
+        return replace(self, weight=weight, axis=shard_axis)
 
     @classmethod
     def identity(cls, vocab_size: int) -> Head:
@@ -93,6 +93,7 @@ class Head:
         if bias is not None:
             bias = bias[: self.vocab_size] if columns is None else bias.index_select(0, columns)
         out = F.linear(hidden.to(weight.dtype), weight, bias)
+        # added here: softcap is not linear, so parts of it would not add up
         return out if inside is None else self.axis.total(out * inside)
 
     def finish(self, raw: Tensor) -> Tensor:
@@ -109,6 +110,25 @@ class Head:
         return self.finish(self.raw(hidden, columns))
 
 
+def is_one_of(ids: Tensor, some: Sequence[int]) -> Tensor:
+    """Which of the ids are among `some`: bool, of the same shape."""
+    return torch.isin(ids, torch.tensor(list(some), dtype=ids.dtype, device=ids.device))
+
+
+def log_prob_of_any(log_probs: Tensor, ids: Sequence[int], axis: VocabAxis = WHOLE) -> Tensor:
+    """Log-probability `[n, 1]` that one of the ids follows: log-probabilities `[n, V]`, whose columns lie on `axis`."""
+    columns = torch.tensor(list(ids), device=log_probs.device).expand(log_probs.shape[0], -1)
+    return axis.gather(log_probs, columns).logsumexp(-1, keepdim=True)
+
+
+def realised_log_probs(log_probs: Tensor, ids: Tensor, ends: Sequence[int], axis: VocabAxis = WHOLE) -> Tensor:
+    """Log-probabilities `[n]` of realised tokens; one of `ends` is as probable as all of them together."""
+    log_realised = axis.gather(log_probs, ids[:, None]).squeeze(1)
+    if not ends:
+        return log_realised
+    return log_prob_of_any(log_probs, ends, axis).squeeze(1).where(is_one_of(ids, ends), log_realised)
+
+
 @dataclass
 class TeacherScores:
     """A teacher's opinion at the `q` rows of a block: logits `[q, U]` (or `[q, K]` at chosen ids), or a top-k list."""
@@ -119,7 +139,6 @@ class TeacherScores:
     next_logprob: Tensor | None = None  # [q]
     axis: VocabAxis = WHOLE  # where the columns of `logits` lie
     vocab_ids_K: Tensor | None = None  # the ids of the columns, where they are chosen ones
-    behind: TeacherScores | None = None  # at the rows behind some chunks, where an objective asks for them
     _log_probs: dict[float, Tensor] = field(default_factory=dict)
 
     @property
@@ -133,11 +152,18 @@ class TeacherScores:
             self._log_probs[temperature] = self.axis.log_softmax(self.logits / temperature)
         return self._log_probs[temperature]
 
-    def log_prob_of(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probability of the realised tokens `[q]`."""
-        if self.next_logprob is not None:
+    def log_prob_of(self, ids: Tensor, temperature: float = 1.0, ends: Sequence[int] = ()) -> Tensor:
+        """Log-probability of the realised tokens `[q]`; one of `ends` is as probable as all of them together."""
+        if self.next_logprob is None:
+            return realised_log_probs(self.log_probs(temperature), ids, ends, self.axis)
+        # a list is stored at temperature 1, and losses refuse it at any other
+        if not ends or self.topk_ids is None or self.topk_logprobs is None:
             return self.next_logprob
-        return self.axis.gather(self.log_probs(temperature), ids[:, None]).squeeze(1)
+        # what the list says of the other ends; the realised one may be in it, too
+        ended, listed = is_one_of(ids, ends), is_one_of(self.topk_ids, ends) & (self.topk_ids != ids[:, None])
+        others = self.topk_logprobs.masked_fill(~listed, -torch.inf)
+        together = torch.cat((self.next_logprob[:, None], others), -1).logsumexp(-1)
+        return together.where(ended, self.next_logprob)
 
     def topk(self) -> tuple[Tensor, Tensor]:
         """Top-k ids (empty places: 0) and log-probabilities (empty places: -inf)."""
@@ -147,8 +173,8 @@ class TeacherScores:
         return self.topk_ids.masked_fill(empty, 0), self.topk_logprobs.masked_fill(empty, -torch.inf)
 
 
-class Signal(ABC):
-    """What a teacher says at flat rows, and the tokens that it scored.
+class TeacherOutput(ABC):
+    """Output of a teacher at flat rows, and the tokens that it scored.
 
     Attributes:
         is_topk: only the most likely tokens are known, at temperature 1.
@@ -189,12 +215,12 @@ class Signal(ABC):
     def scores(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> TeacherScores:
         """Its opinion at `rows`, without gradient; vocab_ids_K: only at these ids."""
 
-    def on_shards(self, axis: VocabAxis) -> Signal:
+    def on_shards(self, axis: VocabAxis) -> TeacherOutput:
         """This signal with columns split like those of the student's `axis`; itself where nothing is split."""
         return self
 
 
-class _SequenceSignal(Signal):
+class _SequenceSignal(TeacherOutput):
     """A signal whose rows are the tokens it read: a row predicts the token after it."""
 
     input_ids: Tensor
@@ -221,7 +247,7 @@ class _SequenceSignal(Signal):
 
 
 @dataclass
-class HiddenSignal(_SequenceSignal):
+class TeacherHidden(_SequenceSignal):
     """A live teacher: last hidden states `[R, H]` and its head; `input_ids` `[R]` are the tokens it read."""
 
     hidden: Tensor
@@ -245,14 +271,14 @@ class HiddenSignal(_SequenceSignal):
         with torch.no_grad():
             return self.head.logits(self.hidden.detach().index_select(0, rows), vocab_ids_K)
 
-    def on_shards(self, axis: VocabAxis) -> HiddenSignal:
+    def on_shards(self, axis: VocabAxis) -> TeacherHidden:
         if self.head.axis.sharded and not axis.sharded:
             raise LossError("the teacher's head is split over ranks but the student's is not; use one layout for both")
         return replace(self, head=self.head.shard(axis)) if axis.sharded else self
 
 
 @dataclass
-class LogitsSignal(_SequenceSignal):
+class TeacherLogits(_SequenceSignal):
     """Full logits `[R, U]`: for tests and small use. `vocab_size` below U leaves padded head rows out."""
 
     full_logits: Tensor
@@ -273,17 +299,18 @@ class LogitsSignal(_SequenceSignal):
         return int(self.full_logits.shape[0])
 
     def logits(self, rows: Tensor, vocab_ids_K: Tensor | None = None) -> Tensor:
+        # chosen ids are those of the whole vocabulary, all of which is here
         start, end = (0, self.vocab_size) if vocab_ids_K is not None else self.axis.place(self.vocab_size)
         out = self.full_logits.detach().index_select(0, rows)[:, start:end]
         out = out if vocab_ids_K is None else out.index_select(1, vocab_ids_K)
         return out.to(compute_dtype(out.dtype))
 
-    def on_shards(self, axis: VocabAxis) -> LogitsSignal:
+    def on_shards(self, axis: VocabAxis) -> TeacherLogits:
         return replace(self, columns=axis.like(self.vocab_size)) if axis.sharded else self
 
 
 @dataclass
-class TopKSignal(Signal):
+class TeacherTopK(TeacherOutput):
     """A stored or remote teacher: per row its k most likely next tokens and what it gave the token that came.
 
     topk_ids, topk_logprobs `[R, k]` (an id of -1 marks an empty place), next_logprob `[R]`, next_ids `[R]`: the
@@ -335,32 +362,25 @@ class TeacherRows:
     rows: the flat rows `[Q]` in each signal; vocab_ids_K: the only ids at which logits are wanted, or None.
     """
 
-    signals: Sequence[Signal]
+    signals: Sequence[TeacherOutput]
     rows: Sequence[Tensor]
     mix_weights: Sequence[float] = (1.0,)
     vocab_ids_K: Tensor | None = None
 
     def scores(self, start: int, end: int) -> TeacherScores:
         """At the rows `start:end`, without gradient."""
-        return self._mixed([rows[start:end] for rows in self.rows])
-
-    def behind(self, tokens: Tensor) -> TeacherScores:
-        """At the rows behind the tokens of these numbers: what comes after them."""
-        last = [signal.num_rows - 1 for signal in self.signals]
-        return self._mixed([(rows[tokens] + 1).clamp(max=end) for rows, end in zip(self.rows, last, strict=True)])
-
-    def _mixed(self, rows: Sequence[Tensor]) -> TeacherScores:
-        found = self.signals[0].scores(rows[0], self.vocab_ids_K)
+        rows = [rows[start:end] for rows in self.rows]
+        scores = self.signals[0].scores(rows[0], self.vocab_ids_K)
         if len(self.signals) == 1:
-            return found
-        if any(signal.is_topk for signal in self.signals) or found.logits is None:
+            return scores
+        if any(signal.is_topk for signal in self.signals) or scores.logits is None:
             raise LossError("top-k teachers have no logits to average; use live teachers or mode `sum`")
-        mixed = found.logits * self.mix_weights[0]
-        for signal, own, weight in zip(self.signals[1:], rows[1:], self.mix_weights[1:], strict=True):
-            logits = signal.scores(own, self.vocab_ids_K).logits
+        mixed = scores.logits * self.mix_weights[0]
+        for signal, signal_rows, weight in zip(self.signals[1:], rows[1:], self.mix_weights[1:], strict=True):
+            logits = signal.scores(signal_rows, self.vocab_ids_K).logits
             assert logits is not None
             mixed.add_(logits * weight)
-        return replace(found, logits=mixed)
+        return replace(scores, logits=mixed)
 
     def all_ids(self) -> TeacherRows:
         """The same at every id."""
@@ -375,7 +395,7 @@ class TeacherRows:
 
 
 def check_scored_ids(
-    signal: Signal, layout: ChunkLayout, name: str = "teacher", *, defer: bool = False
+    signal: TeacherOutput, layout: ChunkLayout, name: str = "teacher", *, defer: bool = False
 ) -> Tensor | None:
     """Raise `LossError` unless the signal scored exactly the tokens that `layout` names, inside its vocabulary.
 
@@ -397,9 +417,9 @@ def check_scored_ids(
     if defer:
         return wrong.any()
     if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0])
+        index = int(wrong.nonzero()[0, 0])
         raise LossError(
-            f"{name}: row {int(layout.teacher_rows_Q[at])} scored token id {int(scored[at])} but the loss would use it "
-            f"for id {int(layout.teacher_ids_Q[at])}; signal and batch come from different token sequences"
+            f"{name}: row {int(layout.teacher_rows_Q[index])} scored token id {int(scored[index])} but the loss would "
+            f"use it for id {int(layout.teacher_ids_Q[index])}; signal and batch come from different token sequences"
         )
     return None

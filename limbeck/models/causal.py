@@ -17,7 +17,7 @@ from limbeck.losses.signals import Head
 
 def setting(config: Any, *names: str) -> Any:
     """The first of some settings that a transformers configuration has, and that is not empty; otherwise None."""
-    return next((found for name in names if (found := getattr(config, name, None))), None)
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def is_lora(model: nn.Module) -> bool:
@@ -41,6 +41,7 @@ def _is_transformers(model: Any) -> bool:
 def body_of(model: nn.Module) -> nn.Module:
     """The part of a causal model that ends in hidden states, without the head."""
     causal = unwrap(model)
+    # base_model of a model without a body of its own is the model itself
     if not _is_transformers(causal) or causal.base_model is causal:
         raise ConfigError(f"{type(causal).__name__} has no separate body; give a transformers causal language model")
     body: nn.Module = causal.base_model
@@ -64,8 +65,9 @@ def head_of(model: nn.Module, vocab_size: int | None = None) -> Head:
     scale /= float(setting(config, "logits_scaling") or 1.0)
     softcap = setting(config, "final_logit_softcapping")
     # packed weights of few bits have another shape
-    rows = getattr(output, "out_features", None) or output.weight.shape[0]
+    rows = output.out_features if isinstance(output, nn.Linear) else output.weight.shape[0]
     size = rows if vocab_size is None else min(vocab_size, rows)
+    # exactly: a subclass, such as a quantised map, computes more than weight and bias tell
     if type(output) is nn.Linear:
         return Head(size, weight=output.weight, bias=output.bias, softcap=softcap, scale=scale)
     return Head(size, module=output, softcap=softcap, scale=scale)

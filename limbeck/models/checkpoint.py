@@ -1,6 +1,6 @@
 """Models and trainers on disk: weights as a standard transformers folder, the rest as state without pickle.
 
-`Checkpoint` knows what lies where in the folder of one step; which steps are kept, and that a kill spoils none of them,
+`Checkpoint` knows what lies where in the folder of one step; which steps are kept, and that a kill damages none,
 is the business of ``limbeck.utils.checkpoint``.
 """
 
@@ -20,6 +20,7 @@ from limbeck.models.causal import is_lora, unwrap
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.lora import merged_model
 from limbeck.models.trainer import Trainer
+from limbeck.utils.files import follow_umask
 from limbeck.utils.state import fitting, load_state, save_state
 
 ADAPTER = "adapter"
@@ -56,15 +57,16 @@ class Checkpoint:
         save_state(self._rank(Comm.world().rank), own, local=True)
 
     def shared(self, template: State | None = None) -> State:
-        """What the ranks kept together; ``template``: see ``load_state``."""
-        found: State = load_state(self._shared, template=template)
-        return found
+        """State that the ranks kept together; ``template``: see ``load_state``."""
+        state: State = load_state(self._shared, template=template)
+        return state
 
     def own(self) -> State:
-        """What this rank kept. A run that has grown reads what every rank knows: positions are counted over all."""
+        """State that this rank kept. A run that has grown reads what every rank knows: positions are counted over
+        all."""
         rank = self._rank(Comm.world().rank)
-        found: State = load_state(rank if rank.is_dir() else self._rank(0), local=True)
-        return found
+        state: State = load_state(rank if rank.is_dir() else self._rank(0), local=True)
+        return state
 
     def _rank(self, number: int) -> Path:
         return self.folder / "train_state" / f"rank_{number}"
@@ -75,12 +77,12 @@ def _quiet() -> Iterator[None]:
     """The library's own bar would tear the run's progress bar apart."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    bars_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if bars_enabled:
             logging.enable_progress_bar()
 
 
@@ -101,11 +103,13 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     plain: Any = merged_model(model, state) if is_lora(model) else model
     with _quiet():
+        # `merged_model` has put the state of an adapter run into `plain` already
         plain.save_pretrained(folder, **({} if state is None or is_lora(model) else {"state_dict": state}))
         if is_lora(model):
             save_adapter(model, folder / ADAPTER, state)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder if tokenizer_path is None else tokenizer_path)
+    follow_umask(folder)
 
 
 def save_policy(
@@ -116,6 +120,7 @@ def save_policy(
     tokenizer_path: str | Path | None = None,
 ) -> None:
     """Weights as a folder that ``from_pretrained`` loads, and the trainer's state where asked for. Collective."""
+    # on every rank, though rank 0 alone writes: gathering is collective
     whole = model.sharding.full_state()
     if Comm.world().rank == 0:
         save_weights(model.model, weights_path, model.tokenizer, tokenizer_path, state=whole)
@@ -132,11 +137,11 @@ def whole_weights(model: LanguageModel) -> dict[str, Tensor]:
     if is_lora(model.model):
         whole = merged_model(model.model, whole).state_dict()
     named = unwrap(model.model).state_dict() if whole is None else whole
-    found: dict[int, tuple[str, Tensor]] = {}
+    by_pointer: dict[int, tuple[str, Tensor]] = {}
     for name, value in named.items():
         # tied weights are one tensor under two names
-        found.setdefault(value.data_ptr(), (name, value))
-    return {name: value.detach().cpu().contiguous() for name, value in found.values()}
+        by_pointer.setdefault(value.data_ptr(), (name, value))
+    return {name: value.detach().cpu().contiguous() for name, value in by_pointer.values()}
 
 
 def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None) -> None:

@@ -117,29 +117,32 @@ class ContinuousSampler(LocalSampler):
     @torch.no_grad()
     def sync(self, model: LanguageModel, step: int) -> None:
         super().sync(model, step)
-        own = self._engine.state_dict(keep_vars=True)
+        weights = self._engine.state_dict(keep_vars=True)
         for name, value in unwrap(model.model).state_dict(keep_vars=True).items():
-            own[name].copy_(value)
+            weights[name].copy_(value)
 
     def _in_batches(self, rows: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         if not rows:
             return []
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         every = (torch.cat(list(dice)) * 2**_BITS).long().tolist()
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         # a new engine draws random numbers, which those of the run must not feel
         with torch.random.fork_rng(devices), self._running(rows, every) as manager:
-            while len(found) < len(rows):
+            while len(answers) < len(rows):
+                # with a timeout, or a thread that has died would be waited for without end
                 one = manager.get_result(timeout=1)
                 if one is None and not manager.is_running():
                     raise _failure(manager.background_thread_status.fatal_error)
                 if one is not None and one.error is not None:
                     raise _failure(one.error)
                 if one is not None and one.is_finished():
-                    found[int(one.request_id)] = one
+                    answers[int(one.request_id)] = one
+        in_order = [answers[row] for row in range(len(rows))]
         return [
-            (torch.tensor(found[row].generated_tokens), _heard(torch.tensor(found[row].logprobs, dtype=torch.float64)))
-            for row in range(len(rows))
+            # float64: `_heard` takes the difference of two numbers that are nearly equal for likely tokens
+            (torch.tensor(one.generated_tokens), _heard(torch.tensor(one.logprobs, dtype=torch.float64)))
+            for one in in_order
         ]
 
     @contextmanager
@@ -151,6 +154,7 @@ class ContinuousSampler(LocalSampler):
             self._manager.destroy()
             self._manager = None
         if self._manager is None:
+            # a power of two, so that somewhat longer rows find the same engine again
             self._blocks = 1 << (needed - 1).bit_length()
             self._manager = self._make(self._blocks)
         manager = self._manager
@@ -166,9 +170,11 @@ class ContinuousSampler(LocalSampler):
             yield manager
         finally:
             manager.stop(block=True, keep_for_next_session=True)
+            # answers of a round that an error cut short have numbers that the next round gives out again
             _drain(manager.output_router.output_queue)
 
     def _make(self, blocks: int) -> Any:
+        # -1 is no token; for None the engine warns
         options = GenerationConfig(
             max_new_tokens=self.config.max_new_tokens, do_sample=False, eos_token_id=self.end_ids.tolist() or -1
         )
@@ -180,11 +186,13 @@ class ContinuousSampler(LocalSampler):
             # keys of a prompt must not outlive the weights that they were computed with
             allow_block_sharing=False,
             return_logprobs=True,
+            # `attention_for` has chosen; by itself the engine may take a kernel from the hub
             auto_switch_to_flash=False,
         )
         manager = self._engine.init_continuous_batching(options, engine)
         chooser = _SeededChooser(self.config, self.model.vocab_size)
         manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([chooser]))
+        # the list counts only processors that it has converted itself
         manager.logit_processor.tensors_required = 1
         return manager
 
@@ -210,11 +218,11 @@ class _SeededChooser(ContinuousBatchingLogitsProcessor):
 
 
 def _number(state: Any) -> int:
-    """Of the token that comes next; the engine has moved the request's position on already."""
-    own = state.logit_processor_kwargs
-    dice = own.get("dice") or [0]
-    at = state.position_offset - own.get("prompt_size", 0)
-    return int(dice[min(max(at, 0), len(dice) - 1)])
+    """Number of the token that comes next; the engine has moved the request's position on already."""
+    settings = state.logit_processor_kwargs
+    dice = settings.get("dice") or [0]
+    written = state.position_offset - settings.get("prompt_size", 0)
+    return int(dice[min(max(written, 0), len(dice) - 1)])
 
 
 def _tell(scores: Tensor, chosen_N1: Tensor, log_p_N1: Tensor) -> Tensor:
@@ -222,6 +230,7 @@ def _tell(scores: Tensor, chosen_N1: Tensor, log_p_N1: Tensor) -> Tensor:
     all that the engine sends along. A second token stands below it by as much as the first is unlikely."""
     out = torch.full_like(scores, -torch.inf)
     second = (chosen_N1 + 1) % scores.shape[1]
+    # divided, or float32 would lose an unlikely token's probability beside 1; less 0.01, so the first stays the largest
     out.scatter_(1, second, (log_p_N1 / _NATS - 0.01).to(out))
     return out.scatter_(1, chosen_N1, 0.0)
 

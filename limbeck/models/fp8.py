@@ -27,12 +27,12 @@ _SMALLEST_SCALE = 1e-12
 
 
 def lacking(device: torch.device) -> str | None:
-    """What a device lacks to multiply fp8, for a sentence; None where it can."""
+    """Missing feature of a device that cannot multiply fp8, for a sentence; None where it can."""
     needed = "{}.{}".format(*CAPABILITY)
     if device.type != "cuda" or torch.version.hip is not None:
         return f"a CUDA device of compute capability {needed}"
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= CAPABILITY else f"compute capability {needed}, not {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= CAPABILITY else f"compute capability {needed}, not {capability[0]}.{capability[1]}"
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +58,7 @@ def scaled_product(
 
     ``fast_sums``: in the units' own registers, which drop a few of float32's digits, instead of beside them.
     """
+    # the units want the second factor column by column, which the view `b.t()` is: no copy
     return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast_sums)
 
 
@@ -105,16 +106,17 @@ class Converted:
 @torch.no_grad()
 def convert_layers(body: nn.Module, device: torch.device) -> Converted:
     """Put an ``Fp8Linear`` in place of each linear map of a body's layers, in place and one after the other."""
-    native, found = lacking(device) is None, Converted()
+    native, converted = lacking(device) is None, Converted()
     names = {module: name for name, module in body.named_modules()}
     for layer in layers_of(body):
+        # lists, here and below: modules are replaced while they are walked
         for parent in list(layer.modules()):
-            for own, child in list(parent.named_children()):
+            for attribute, child in list(parent.named_children()):
                 if type(child) is nn.Linear and child.in_features % MULTIPLE == child.out_features % MULTIPLE == 0:
-                    setattr(parent, own, Fp8Linear(child, native=native))
-                    found.fp8.append(names[child])
+                    setattr(parent, attribute, Fp8Linear(child, native=native))
+                    converted.fp8.append(names[child])
                 elif isinstance(child, nn.Linear):
-                    found.plain.append(names[child])
+                    converted.plain.append(names[child])
                 elif isinstance(child, Fp8Linear):
-                    found.fp8.append(names[child])
-    return found
+                    converted.fp8.append(names[child])
+    return converted

@@ -119,27 +119,28 @@ class LocalSampler(Sampler):
         empty = [number for number, prompt in enumerate(prompts) if not len(prompt)]
         if empty:
             raise DataError(f"prompt {empty[0]} of {len(prompts)} has no token; give it at least one")
+        # without chance all answers to a prompt are one, which is written once
         copies = n if self.config.temperature else 1
         rows = [(number, copy) for number in range(len(prompts)) for copy in range(copies)]
-        dice = [_dice(own, copies, self.config.max_new_tokens) for own in seeds]
+        dice = [_dice(prompt_seed, copies, self.config.max_new_tokens) for prompt_seed in seeds]
         with self.model.inference():
             if self.model.sharding.is_sharded:
-                found = self._together([prompts[number] for number, _ in rows], dice)
+                answers = self._together([prompts[number] for number, _ in rows], dice)
             else:
-                found = self._in_batches([prompts[number] for number, _ in rows], dice)
-        cut = [self._cut(number, *one) for (number, _), one in zip(rows, found, strict=True)]
+                answers = self._in_batches([prompts[number] for number, _ in rows], dice)
+        cut = [self._cut(number, *one) for (number, _), one in zip(rows, answers, strict=True)]
         return cut if copies == n else [one for one in cut for _ in range(n)]
 
     def _in_batches(self, rows: Sequence[Tensor], dice: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(ids, log-probabilities) behind every row, rows of about one length at a time."""
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         every = torch.cat(list(dice)) if dice else torch.zeros(0)
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        answers: dict[int, tuple[Tensor, Tensor]] = {}
         for first in range(0, len(order), self.config.batch_size):
-            own = order[first : first + self.config.batch_size]
-            written = self._generate([rows[row] for row in own], every[own])
-            found |= dict(zip(own, written, strict=True))
-        return [found[row] for row in range(len(rows))]
+            batch = order[first : first + self.config.batch_size]
+            written = self._generate([rows[row] for row in batch], every[batch])
+            answers |= dict(zip(batch, written, strict=True))
+        return [answers[row] for row in range(len(rows))]
 
     def _generate(self, rows: Sequence[Tensor], dice_NT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """One batch, by transformers with its cache; short prompts are padded in front."""
@@ -153,9 +154,10 @@ class LocalSampler(Sampler):
             max_new_tokens=self.config.max_new_tokens,
             do_sample=False,
             eos_token_id=self.end_ids.tolist() or None,
+            # any id will do: `_cut` drops what follows an end
             pad_token_id=0,
         )
-        with self.model.autocast(), _plain(causal), cached_attention(causal):
+        with self.model.autocast(), self.model.uncompiled(), _plain(causal), cached_attention(causal):
             out = causal.generate(
                 input_ids=ids,
                 attention_mask=real,
@@ -177,6 +179,7 @@ class LocalSampler(Sampler):
         # a rank without prompts keeps the others company
         ended = torch.full((len(rows),), not prompts)
         layout = model.cfg.dtensor_cfg
+        # cut to the longest row so far: the rest of the width is not written yet
         options = MicrobatchConfig(dynamic_batching=BatchingConfig(enabled=True), dtensor_cfg=layout)
         for step in range(new):
             # all ranks, per token: one number
@@ -200,7 +203,7 @@ class LocalSampler(Sampler):
         return [(ids[r, start[r] : start[r] + new], log_probs[r]) for r in range(len(prompts))]
 
     def _cut(self, prompt: int, ids_T: Tensor, log_probs_T: Tensor) -> Sample:
-        """What was written up to the first end."""
+        """Ids up to the first end."""
         ends = torch.isin(ids_T, self.end_ids).nonzero()
         size = int(ends[0]) + 1 if len(ends) else len(ids_T)
         stopped = None if self._stops is None else self._stops.size(ids_T[:size])
@@ -213,17 +216,18 @@ class _StopTexts:
     """Finds stop texts in what tokens spell."""
 
     def __init__(self, texts: Sequence[str], vocab: ByteVocab) -> None:
+        # bytes, for what is written so far may end inside a character
         self.texts, self.vocab = [text.encode() for text in texts], vocab
 
     def size(self, ids_T: Tensor) -> int | None:
         """Tokens up to the one that completes the first stop text; None: there is none."""
         ids = ids_T.tolist()
         data = self.vocab.join(ids)
-        found = [at + len(text) for text in self.texts if (at := data.find(text)) >= 0]
-        if not found:
+        starts = [offset + len(text) for text in self.texts if (offset := data.find(text)) >= 0]
+        if not starts:
             return None
         ends = self.vocab.byte_len[ids].cumsum()
-        return int((ends < min(found)).sum()) + 1
+        return int((ends < min(starts)).sum()) + 1
 
 
 class _StopAfter(StoppingCriteria):
@@ -244,11 +248,15 @@ def choose(log_p_NV: Tensor, config: SamplingConfig, dice_N: Tensor) -> Tensor:
     probs = (log_p_NV / config.temperature).softmax(-1)
     if config.top_p < 1:
         falling = probs.sort(-1, descending=True)
+        # less its own share: the token that crosses top_p stays in, so there is always one
         out = falling.values.cumsum(-1) - falling.values >= config.top_p
         probs = probs.scatter(-1, falling.indices, falling.values.masked_fill(out, 0))
+    # in float64: float32 sums of a hundred thousand probabilities swallow those of rare tokens
     reached = probs.double().cumsum(-1)
-    at = torch.searchsorted(reached, (dice_N.to(reached) * reached[:, -1])[:, None], right=True)
-    return at.squeeze(1).clamp(max=log_p_NV.shape[1] - 1)
+    # scaled by the last sum, which rounding and top-p leave below 1
+    chosen = torch.searchsorted(reached, (dice_N.to(reached) * reached[:, -1])[:, None], right=True)
+    # the product may be rounded up to the last sum itself, and the search then ends behind the last token
+    return chosen.squeeze(1).clamp(max=log_p_NV.shape[1] - 1)
 
 
 class _Chooser(LogitsProcessor):
@@ -269,11 +277,11 @@ class _Chooser(LogitsProcessor):
 @contextmanager
 def _plain(causal: Any) -> Iterator[None]:
     """Without what a model's folder says about sampling: it would fill in whatever is not set."""
-    own, causal.generation_config = causal.generation_config, GenerationConfig()
+    config, causal.generation_config = causal.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        causal.generation_config = own
+        causal.generation_config = config
 
 
 def _dice(seed: int, copies: int, tokens: int) -> Tensor:

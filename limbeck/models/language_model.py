@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from limbeck.config import resolve
 from limbeck.data.batched_data_dict import BatchedDataDict
-from limbeck.data.microbatch import ProcessedInputs, ProcessedMicrobatch, get_microbatch_iterator
+from limbeck.data.microbatch import MicrobatchConfig, Microbatches, ProcessedInputs, ProcessedMicrobatch
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device, to_device
+from limbeck.distributed.planner import Layout, Workload
 from limbeck.distributed.sharding import Sharding, WholeWeights, shard_model
+from limbeck.errors import ConfigError, one_line
 from limbeck.losses.contract import StudentLayout
 from limbeck.losses.signals import Head
 from limbeck.losses.vocab.axis import WHOLE, ShardedAxis, VocabAxis
 from limbeck.models.attention import choose_attention, verify_document_isolation
+from limbeck.models.budget import Budget, model_shape, ran_out, release_memory, settled
 from limbeck.models.causal import body_of, head_of, is_lora, layers_of, unwrap
 from limbeck.models.loading import (
     ModelBuilder,
@@ -37,18 +40,24 @@ from limbeck.models.loading import (
     tokenizer_size,
 )
 from limbeck.models.quantization import rounds_rows_together
+from limbeck.utils.progress import say
 
+T = TypeVar("T")
 ANY_NUMBER_OF_ROWS = "triton.mix_order_reduction_non_strict_mode"
 """torch's compiler joins the two sums of a norm's backward pass into one kernel where that pays, from 4,096 tokens on,
 and compiles the layer anew as soon as a micro-batch has fewer. With this it joins them at every length."""
 
+_PACKED_ATTENTION = ("varlen", "flash", "flex", "limbeck_context")
+"""Parts of the names of attention functions to which a packed row costs what its documents cost."""
+
 
 def compiler_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """What a mode of torch.compile stands for, and that one graph serves micro-batches of any number of tokens."""
+    """Options that a mode of torch.compile stands for, and that one graph serves micro-batches of any number of
+    tokens."""
     from torch._inductor import list_mode_options, list_options
 
-    own = {} if mode is None else dict(list_mode_options(mode, dynamic))
-    return own | ({ANY_NUMBER_OF_ROWS: True} if ANY_NUMBER_OF_ROWS in list_options() else {})
+    options = {} if mode is None else dict(list_mode_options(mode, dynamic))
+    return options | ({ANY_NUMBER_OF_ROWS: True} if ANY_NUMBER_OF_ROWS in list_options() else {})
 
 
 class LanguageModel:
@@ -109,7 +118,7 @@ class LanguageModel:
     @property
     def compiles(self) -> bool:
         """Whether the layers are compiled, by the first pass through them."""
-        return self.cfg.compile.enabled
+        return self._compiles
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -140,25 +149,44 @@ class LanguageModel:
             unwrap(self.model).gradient_checkpointing_enable({"use_reentrant": False})
             if is_lora(self.model):
                 unwrap(self.model).enable_input_require_grads()
+        # over context-parallel ranks the sharding has installed an attention of its own, which must stay
         if self.dims.context.size == 1:
             choose_attention(unwrap(self.model), self.cfg.attn_implementation, self.precision, self.device)
         self._packs = False
         if self.cfg.packed:
             self.allow_packing()
+        self._compiles = False
+        if self.cfg.compile.enabled:
+            self.compile_layers()
+
+    def compile_layers(self, *, dynamic: bool | None = None) -> None:
+        """Compile the layers, by the next pass through them. ``dynamic``: where the configuration leaves it open, one
+        graph for passes of any length (True), or as torch chooses."""
         options = self.cfg.compile
-        if self.compiles:
-            # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
-            chosen = compiler_options(options.mode, options.dynamic)
-            for module in layers_of(self.body):
-                module.compile(options=chosen, dynamic=options.dynamic)
+        dynamic = dynamic if options.dynamic is None else options.dynamic
+        chosen = compiler_options(options.mode, dynamic)
+        # alike as they are, layers share one compiled graph: it is made sooner, and made anew sooner
+        for module in layers_of(self.body):
+            module.compile(options=chosen, dynamic=dynamic)
+        self._compiles = True
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """For passes whose shapes change with every token, or that are few: nothing is compiled for them.
+
+        Flex attention is slow without, so it stays compiled.
+        """
+        flex = "flex" in str(unwrap(self.model).config._attn_implementation)
+        with torch.compiler.set_stance("force_eager") if self.compiles and not flex else contextlib.nullcontext():
+            yield
 
     def allow_packing(self) -> None:
         """Verify, once, that packed documents do not see each other."""
         if self._packs:
             return
-        tolerance = 1e-3 if self.precision == torch.float32 else 5e-2
+        tolerance = 0.0
         if self.cfg.precision == "fp8" or rounds_rows_together(unwrap(self.model).config):
-            # a model that mixes documents moves its outputs by about 1; a last bit that differs moves those of few bits
+            # rows share a scale: a neighbour moves the last bit of few, a model that mixes documents all by about 1
             tolerance = 0.3
         with self.autocast():
             verify_document_isolation(
@@ -221,28 +249,110 @@ class LanguageModel:
         """Last hidden states [B, T, h] of whole sequences, which may be split over ranks on the way."""
         return self.sharding.run(kwargs, cu_seqlens_host)
 
-    def microbatches(
-        self, data: BatchedDataDict, rows: int, *, prefix: str = "", training: bool = True, rows_together: int = 1
-    ) -> tuple[Iterator[ProcessedMicrobatch], int]:
-        """Micro-batches of ``data`` on this model's device, and how many.
+    # -- batches ----------------------------------------------------------------------------------------------------
 
-        ``rows``: of each where no token budget holds. ``rows_together``: neighbours that must not be parted.
+    @functools.cached_property
+    def budget(self) -> Budget:
+        """Tokens of a pass, where nobody has named them."""
+        parameters = list(self.model.parameters())
+        width = self.precision.itemsize
+        work = Workload(
+            model_shape(self.model.config, sum(p.numel() for p in parameters)),
+            kernels=self.device.type == "cuda",
+            param_bytes=self.model.dtype.itemsize,
+            compute_bytes=width,
+            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            checkpointing=self.cfg.dtensor_cfg.activation_checkpointing,
+        )
+        return Budget(work, Layout(self.dims.shape, self.sharding.fsdp), self.device, self.dims.rows)
+
+    @functools.cached_property
+    def unpacked(self) -> str:
+        """Why rows that nobody said how to batch are not packed; empty where they are."""
+        attention = str(unwrap(self.model).config._attn_implementation)
+        if self.device.type != "cuda" or not any(name in attention for name in _PACKED_ATTENTION):
+            # a mask over a packed row costs the square of its length
+            return f"{self.name} attends by {attention} on {self.device.type.upper()}"
+        try:
+            self.allow_packing()
+        except ConfigError:
+            return f"{self.name} mixes packed documents"
+        return ""
+
+    @property
+    def length_round(self) -> int:
+        """Multiple to which lengths are rounded up, so that compiled layers and the allocator see the same ones
+        again."""
+        return 1 if self.device.type == "cpu" else 512 if self.compiles else 64
+
+    def finds_budget(self, micro_batch_size: int | None) -> bool:
+        """Whether neither rows nor tokens of a micro-batch are named, so that they are found."""
+        named = self.cfg.budgets
+        return micro_batch_size is None if named is None else named[1].train_mb_tokens is None
+
+    def found_batching(self, data: BatchedDataDict, room: Mapping[str, int], *, unpacked: str = "") -> MicrobatchConfig:
+        """Batching as a run file could have named it: ``room`` tokens by the prefix of their keys, in rows that are
+        packed unless something speaks against it (``unpacked``)."""
+        named = self.cfg.budgets
+        packed = self.packs_found(unpacked) and not (named is None and data.get_multimodal_dict())
+        rounding = self.length_round if named is None else named[1].sequence_length_round
+        return settled(self.cfg, data, room, packed=packed, rounding=rounding)
+
+    def packs_found(self, unpacked: str = "") -> bool:
+        """Whether rows with a budget that is found are packed; ``unpacked``: what speaks against it on another side."""
+        return not (unpacked or self.unpacked) if self.cfg.budgets is None else self.cfg.packed
+
+    def make_room(
+        self, mb: ProcessedMicrobatch, error: BaseException, *, grad: bool, prefix: str = "", group_size: int = 1
+    ) -> None:
+        """After ``error``, by which memory ran out in a pass over a micro-batch: take fewer tokens from here on."""
+        lengths = mb.data_dict[f"{prefix}input_lengths"]
+        longest = int(lengths.max())
+        failed = int(lengths.sum()) if mb.processed_inputs.is_packed else len(lengths) * longest
+        # rows that must share a micro-batch cannot be taken in parts
+        if len(lengths) <= group_size:
+            raise ConfigError(
+                f"{self.name} has no room for a single row of {longest:,} tokens ({one_line(error, 120)}); lower "
+                "max_total_sequence_length, set dtensor_cfg.activation_checkpointing: true, or take a smaller model"
+            ) from error
+        now = self.budget.lower(grad, failed)
+        say(
+            f"memory ran out in a pass of {self.name} over {failed:,} tokens: its rows are taken in parts, and "
+            f"passes take at most {now:,} tokens from here on"
+        )
+
+    def microbatches(
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None,
+        *,
+        prefix: str = "",
+        training: bool = True,
+        group_size: int = 1,
+        cfg: MicrobatchConfig | None = None,
+    ) -> Microbatches:
+        """Micro-batches of ``data`` on this model's device.
+
+        ``micro_batch_size``: rows of each where no token budget holds; None: tokens are found. ``group_size``:
+        neighbours that must not be parted. ``cfg``: budgets that are found already.
         """
         key = "train_mb_tokens" if training or not self._has_logprob_budget() else "logprob_mb_tokens"
         # shards are gathered together, so every rank must take as many forward passes
         ranks = self.dims.data if training or self.sharding.fsdp else Comm.alone()
-        cp = self.cfg.dtensor_cfg.context_parallel_size
-        return get_microbatch_iterator(
+        if cfg is None and self.finds_budget(micro_batch_size) and (training or not self._has_logprob_budget()):
+            cfg = self.found_batching(data, {prefix: self.budget.tokens(training)})
+        return Microbatches(
             data,
-            self.cfg,
-            rows,
+            self.cfg if cfg is None else cfg,
+            micro_batch_size or group_size,
             ranks,
             self.tokenizer,
-            cp,
+            self.cfg.dtensor_cfg.context_parallel_size,
             key_prefix=prefix,
             device=self.device,
             tokens_key=key,
-            rows_together=rows_together,
+            group_size=group_size,
+            longer_alone=cfg is not None,
         )
 
     def _has_logprob_budget(self) -> bool:
@@ -268,7 +378,7 @@ class LanguageModel:
         """Last hidden states [B, T, h] of right-padded rows, zeros in padding."""
         ids = data[f"{prefix}input_ids"]
         out: Tensor | None = None
-        for where, hidden, _ in self._scored(data, prefix):
+        for where, hidden in self._scored(data, prefix, lambda hidden, next_ids: hidden):
             if out is None:
                 out = hidden.new_zeros((ids.numel(), hidden.shape[-1]))
             out[where] = hidden
@@ -276,24 +386,48 @@ class LanguageModel:
         return out.reshape(*ids.shape, -1)
 
     @torch.no_grad()
-    def _scored(self, data: BatchedDataDict, prefix: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(places in the flattened [B * T], hidden rows, next ids) of all real tokens, by micro-batch."""
+    def _scored(
+        self, data: BatchedDataDict, prefix: str, work: Callable[[Tensor, Tensor], T]
+    ) -> Iterator[tuple[Tensor, T]]:
+        """(places in the flattened [B * T], what ``work`` makes of their hidden rows and next ids) of all real tokens,
+        by micro-batch."""
         self.model.eval()
         width = data[f"{prefix}input_ids"].shape[1]
         places = torch.arange(data.size)[:, None] * width
         tagged: BatchedDataDict = BatchedDataDict({**data.data, "_row": torch.arange(data.size)})
-        iterator, _ = self.microbatches(tagged, self.cfg.logprob_batch_size, prefix=prefix, training=False)
-        for mb in iterator:
+        rows = self.cfg.logprob_batch_size
+        by_budget = self.finds_budget(rows) and not self._has_logprob_budget()
+        microbatches = self.microbatches(tagged, rows, prefix=prefix, training=False)
+        for mb in microbatches:
             if mb.is_dummy:
+                # peers wait for this rank in the collectives of the pass
                 self.forward_hidden(mb.processed_inputs)
                 continue
-            ids, lengths = mb.data_dict[f"{prefix}input_ids"], mb.data_dict[f"{prefix}input_lengths"]
-            assert mb.processed_inputs.row_start is not None
-            rows, where = sample_rows(mb.processed_inputs.row_start, lengths, width)
-            hidden = self.forward_hidden(mb.processed_inputs).index_select(0, to_device(rows, self.device))
-            whole = (places[mb.data_dict["_row"]] + torch.arange(width)).reshape(-1)[where]
-            next_ids = next_tokens(ids, lengths).reshape(-1)[where]
-            yield to_device(whole, self.device), hidden, to_device(next_ids, self.device)
+            try:
+                where, result = self._work_on(mb, prefix, work)
+            except Exception as error:
+                # a rank of a shared model cannot repeat a pass alone: its collectives need the others
+                if not by_budget or self.sharding.is_sharded or not ran_out(error):
+                    raise
+                self.make_room(mb, error, grad=False, prefix=prefix)
+            else:
+                yield (
+                    to_device((places[mb.data_dict["_row"]] + torch.arange(width)).reshape(-1)[where], self.device),
+                    result,
+                )
+                continue
+            # behind the `except`: inside it the traceback still holds the tensors of the pass
+            release_memory(self.device)
+            microbatches.again(self.found_batching(tagged, {prefix: self.budget.tokens(False)}))
+
+    def _work_on(self, mb: ProcessedMicrobatch, prefix: str, work: Callable[[Tensor, Tensor], T]) -> tuple[Tensor, T]:
+        """Places of a micro-batch's real tokens in a padded view of its rows, and what ``work`` makes of them."""
+        ids, lengths = mb.data_dict[f"{prefix}input_ids"], mb.data_dict[f"{prefix}input_lengths"]
+        assert mb.processed_inputs.row_start is not None
+        rows, where = sample_rows(mb.processed_inputs.row_start, lengths, ids.shape[1])
+        hidden = self.forward_hidden(mb.processed_inputs).index_select(0, to_device(rows, self.device))
+        next_ids = next_tokens(ids, lengths).reshape(-1)[where]
+        return where, work(hidden, to_device(next_ids, self.device))
 
     @torch.no_grad()
     def score(
@@ -302,8 +436,9 @@ class LanguageModel:
         """Scores of all real tokens by micro-batch: (places in the flattened [B * T], scores)."""
         head = self.head(whole=classes is not None)
         classes = None if classes is None else classes.to(self.device)
-        for where, hidden, next_ids in self._scored(data, prefix):
-            yield where, score_rows(hidden, head, next_ids, k=k, classes=classes)
+        yield from self._scored(
+            data, prefix, lambda hidden, next_ids: score_rows(hidden, head, next_ids, k=k, classes=classes)
+        )
         self.sharding.release()
 
     @torch.no_grad()
@@ -337,15 +472,16 @@ class LanguageModel:
             out[where + 1] = scores.next_logprob.float()
             if scores.class_logprob is not None:
                 of_class[where + 1] = scores.class_logprob.float()
-        found: BatchedDataDict = BatchedDataDict({"logprobs": out[:-1].reshape(ids.shape)})
+        answer: BatchedDataDict = BatchedDataDict({"logprobs": out[:-1].reshape(ids.shape)})
         if classes is not None:
-            found["class_logprobs"] = of_class[:-1].reshape(ids.shape)
-        return found
+            answer["class_logprobs"] = of_class[:-1].reshape(ids.shape)
+        return answer
 
     def response_log_probs(self, data: BatchedDataDict, *, prefix: str = "") -> Tensor:
         """``[rows]`` float64: log-probability of each row's supervised tokens, in nats."""
         logprobs = self.get_logprobs(data, prefix=prefix)["logprobs"].cpu().double()
         mask = data[f"{prefix}token_mask"] > 0
+        # a row's first token has no predictor
         mask[:, 0] = False
         total: Tensor = (logprobs * mask).sum(1)
         return total
@@ -396,11 +532,13 @@ def score_rows(
     """
     parts: list[tuple[Tensor, ...]] = []
     k = min(k, head.vocab_size)
+    # one turn at the least, which gives no rows their empty columns
     for start in range(0, max(hidden.shape[0], 1), block_rows):
         logits = head.logits(hidden[start : start + block_rows])
         ids = next_ids[start : start + block_rows]
         total = head.axis.logsumexp(logits)
         known = (ids >= 0) & (ids < head.vocab_size)
+        # clamped to a place that exists; what is found there for ids outside of the head is masked below
         next_logprob = head.axis.gather(logits, ids.clamp(0, head.vocab_size - 1)[:, None])[:, 0] - total
         top, top_ids = head.axis.topk(logits, k)
         parts.append((top_ids, top, total, next_logprob.masked_fill(~known, 0.0)))

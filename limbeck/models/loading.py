@@ -9,23 +9,25 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from typing_extensions import Self
 
-from limbeck.config import resolve
+from limbeck.config import FREE, resolve
 from limbeck.data.microbatch import MicrobatchConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, current_world, mesh_shape_for
 from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
-from limbeck.errors import ConfigError
+from limbeck.errors import ConfigError, one_line
 from limbeck.models.attention import register_varlen_attention
 from limbeck.models.causal import body_of, head_of, unwrap
 from limbeck.models.fp8 import MULTIPLE, convert_layers, lacking
@@ -40,7 +42,8 @@ from limbeck.models.quantization import (
     require_library,
 )
 from limbeck.tokens import ByteVocab
-from limbeck.utils.files import kept_conversion, model_path
+from limbeck.utils.files import kept_conversion
+from limbeck.utils.hub import HubId, kept_files, locate, model_files
 from limbeck.utils.progress import say, stage
 
 ModelT = TypeVar("ModelT", bound="ModelConfig")
@@ -48,6 +51,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Keys that do not change what a model computes, or that other versions of transformers write differently.
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 _SAMPLES = 4096
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -66,7 +71,7 @@ class TokenizerConfig(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments for the chat template, such as ``{enable_thinking: false}``."""
     bos: Literal["auto"] | bool = "auto"
-    """Put the begin token in front of every text, or none; ``auto``: as the tokenizer does by itself."""
+    """Put the BOS token in front of every text, or none; ``auto``: as the tokenizer does by itself."""
 
 
 class CompileConfig(BaseModel):
@@ -74,8 +79,9 @@ class CompileConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
-    enabled: bool = False
-    """Switch it on; ``compile: true`` is short for this."""
+    enabled: bool | None = None
+    """Compile from the start on; ``compile: true`` is short for this. null: a run on an accelerator compiles behind its
+    first step where it is long enough to gain by it."""
     mode: str | None = None
     """torch.compile's mode, such as ``max-autotune``."""
     dynamic: bool | None = None
@@ -93,16 +99,16 @@ class ModelConfig(MicrobatchConfig):
     """A causal language model and how to score with it."""
 
     model_name: str | None = None
-    """Folder, hub id, GGUF file, or the folder of a run, whose newest checkpoint is meant; with ``init: random`` also a
-    folder or hub id that only gives the configuration."""
+    """Folder, hub id (``owner/name``, ``owner/name@revision``), GGUF file, or the folder of a run, whose newest
+    checkpoint is meant; with ``init: random`` also a folder or hub id that only gives the configuration."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The model's tokenizer and chat template."""
     init: Literal["pretrained", "random"] = "pretrained"
     """``random`` draws new weights instead of loading them."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the transformers configuration; with ``init: random`` and no ``model_name`` it must hold model_type."""
-    logprob_batch_size: int = Field(default=1, ge=1)
-    """Rows per forward pass where the model only scores."""
+    logprob_batch_size: int | None = Field(default=None, ge=1, json_schema_extra=FREE)
+    """Rows per forward pass where the model only scores; null: as many tokens as its memory takes."""
     max_total_sequence_length: int = Field(default=2048, ge=1)
     """Longest sequence of this model in tokens; more than its positions is an error."""
     precision: Precision = "auto"
@@ -123,10 +129,8 @@ class ModelConfig(MicrobatchConfig):
     """Load a folder whose weights do not fit the model: what it lacks is random, what it has too much is ignored."""
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
     """Widths of batches are rounded up to a multiple of this."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights."""
     compile: CompileConfig = CompileConfig()
-    """torch.compile of the model; ``true`` for its defaults."""
+    """torch.compile of the model's layers; default: where the run is long enough to gain by it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,26 +141,31 @@ class ModelConfig(MicrobatchConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.model_name is None and (self.init != "random" or "model_type" not in self.model_overrides):
+        drawn = self.init == "random" and "model_type" in self.model_overrides
+        if self.needs_model and self.model_name is None and not drawn:
             raise ValueError("model_name is missing; give a model, or init: random with model_overrides.model_type")
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError("dynamic_batching and sequence_packing are both enabled; switch one of them off")
-        if self.budgets is not None and self.budgets[1].train_mb_tokens is None:
-            raise ValueError(f"{self.budgets[0]}.train_mb_tokens is missing; give the tokens per micro-batch")
         return self
 
     @property
     def shown_name(self) -> str:
-        """What messages call the model."""
+        """Name of the model in messages."""
         if self.model_name is None:
             return f"(random {self.model_overrides['model_type']})"
         is_path = self.model_name.startswith(("/", "~", "package:"))
         short = Path(self.model_name).name if is_path else self.model_name
         return f"{short} (random weights)" if self.init == "random" else short
 
-    def trains_adapters(self, trained: bool = True) -> bool:
-        """Whether adapters are trained instead of the weights."""
-        return trained and self.lora is not None and self.lora.enabled
+    @property
+    def needs_model(self) -> bool:
+        """Whether there must be a model."""
+        return True
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that are trained instead of the weights."""
+        return None
 
     def parameter_type(self, trained: bool) -> torch.dtype:
         """Type of the parameters."""
@@ -184,28 +193,28 @@ def fit_to_device(cfg: ModelT, device: torch.device) -> tuple[ModelT, list[str]]
     are for compiled ones, torch's own attention for flex, flash and variable-length attention.
     """
     update: dict[str, Any] = {}
-    told: list[str] = []
+    messages: list[str] = []
     if cfg.precision == "fp8" and (needed := lacking(device)) is not None:
         plain = cfg.model_copy(update={"precision": "auto"}).settled(device).precision
         update["precision"] = plain
-        told.append(f"{plain} in place of fp8, which needs {needed}")
+        messages.append(f"{plain} in place of fp8, which needs {needed}")
     if device.type != "cpu":
-        return cfg.model_copy(update=update), told
+        return cfg.model_copy(update=update), messages
     if cfg.precision == "bfloat16":
         update["precision"] = "float32"
-        told.append("float32 in place of bfloat16")
+        messages.append("float32 in place of bfloat16")
     if cfg.compile.enabled:
         update["compile"] = cfg.compile.model_copy(update={"enabled": False})
-        told.append("no compilation")
+        messages.append("no compilation")
     name = cfg.attn_implementation
     if name is not None and name.startswith(("flex_", "flash_", "limbeck_varlen")):
         update["attn_implementation"] = None
-        told.append(f"torch's own attention in place of {name}")
-    return cfg.model_copy(update=update), told
+        messages.append(f"torch's own attention in place of {name}")
+    return cfg.model_copy(update=update), messages
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+META = torch.device("meta")
+"""Device of a model that is made without weights: names, shapes and types are read, no number is."""
 
 
 def load_model(
@@ -224,10 +233,11 @@ def load_model(
     is given to the loader, because converting a loaded model would also round its RoPE buffers.
     """
     cfg = resolve(ModelConfig, config)
+    target = torch.device(device) if device is not None else default_device()
     if cfg.init == "random":
-        model = _random(cfg, dtype, vocab_size, seed)
+        model = _random(cfg, dtype, target, vocab_size, seed)
     else:
-        model = _pretrained(cfg, dtype, torch.device(device) if device is not None else default_device())
+        model = _pretrained(cfg, dtype, target)
     rows = model.get_input_embeddings().weight.shape[0]
     # one id more than rows is tolerated with a wider tokenizer (Gemma has a special id without an embedding)
     if vocab_size is not None and vocab_size > rows + 1:
@@ -247,57 +257,157 @@ def _auto() -> tuple[Any, Any]:
 
 
 def _extras(cfg: ModelConfig) -> dict[str, Any]:
-    out: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
-    if cfg.attn_implementation is not None:
-        if cfg.attn_implementation == "limbeck_varlen":
-            register_varlen_attention()
-        out["attn_implementation"] = cfg.attn_implementation
-    return out
+    if cfg.attn_implementation == "limbeck_varlen":
+        register_varlen_attention()
+    # given even where it is None, so that no configuration names one, see _folder_config
+    return {
+        "trust_remote_code": cfg.trust_remote_code,
+        "attn_implementation": cfg.attn_implementation,
+        "experts_implementation": None,
+    }
+
+
+def _refuse_other_file(name: str, path: Path) -> None:
+    """Refuse a file that no model is read from."""
+    if path.suffix != ".gguf":
+        raise ConfigError(f"model {name!r} is a file but no .gguf; give a model folder, a hub id or a GGUF file")
 
 
 def _pretrained(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
     name = cfg.model_name
     if not name:
         raise ConfigError("policy.model_name is missing; give a model folder, a hub id or a GGUF file")
-    name = model_path(name)
-    path = Path(str(name)).expanduser()
-    source: Any = str(path) if path.exists() else str(name)
-    kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg), **cfg.model_overrides}
-    if not path.exists() and (path.suffix == ".gguf" or str(name).startswith(("/", ".", "~"))):
-        raise ConfigError(f"model {str(name)!r} does not exist; give a model folder, a hub id or a GGUF file")
+    path = model_files(name, "weights", code=cfg.trust_remote_code)
+    source = str(path)
+    kwargs: dict[str, Any] = {"dtype": dtype, **_extras(cfg)}
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(
-                f"model {str(name)!r} is a file but no .gguf; give a model folder, a hub id or a GGUF file"
-            )
+        _refuse_other_file(name, path)
         folder = None if cfg.allow_missing else _unpacked(path)
         if folder is not None:
             path, source = folder, str(folder)
         else:
             source = str(path.parent)
             kwargs["gguf_file"] = path.name
-            kwargs.update(_gguf_options())
+            kwargs.update(_gguf_options() | cfg.model_overrides)
     if not path.is_file():
         # weights in any other format are pickles
         kwargs["use_safetensors"] = True
-    if cfg.quantization != "none":
+        _check_folder(path)
+        config, unused = _folder_config(cfg, path)
+        kwargs.update({"config": config, **unused})
+        if (
+            not cfg.allow_missing
+            and device != META
+            and cfg.quantization == "none"
+            and not quantized_in([path / "config.json"])
+        ):
+            # what does not fit is filled with random numbers, however many a configuration asks for
+            outline = {**kwargs, "config": deepcopy(config), "device_map": META}
+            _refuse_misfits(name, _loaded(name, source, outline)[1])
+    if device == META:
+        kwargs["device_map"] = META
+    elif cfg.quantization != "none":
         if path.is_file():
             raise ConfigError(
-                f"model {str(name)!r} can only be quantised once it is unpacked, for which the cache has no room; free "
+                f"model {name!r} can only be quantised once it is unpacked, for which the cache has no room; free "
                 "some disk, or leave quantization out"
             )
         kwargs.update(loading_options(cfg.quantization, device, cfg.compute_type()))
+    model, loading_info = _loaded(name, source, kwargs)
+    if not cfg.allow_missing:
+        _refuse_misfits(name, loading_info)
+    if isinstance(locate(name), HubId):
+        # what is made of the model, such as an adapter, names the repository, not a folder of this machine's cache
+        model.name_or_path = model.config.name_or_path = name
+    return model
+
+
+def _folder_config(cfg: ModelConfig, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The transformers configuration of a model folder, and those of ``model_overrides`` that it does not know.
+
+    It may name an attention of its own, such as a kernel that would be fetched and run: ours goes before it.
+    """
     try:
-        model, found = _auto()[1].from_pretrained(
-            source, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
+        config, unused = _auto()[0].from_pretrained(
+            str(folder), trust_remote_code=cfg.trust_remote_code, return_unused_kwargs=True, **cfg.model_overrides
         )
-    except MemoryError:
+        config._attn_implementation = cfg.attn_implementation
+        config._experts_implementation = None
+    except Exception as e:  # as in _loaded
+        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {one_line(e)}") from e
+    return config, dict(unused)
+
+
+def _loaded(name: str, source: str, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """A model of a folder or a file, and what did not fit."""
+    try:
+        # other shapes are reported together with all else that does not fit, see `_refuse_misfits`
+        model, loading_info = _auto()[1].from_pretrained(
+            source, **options, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except MemoryError:  # an Exception that says nothing about the folder
         raise
     except Exception as e:  # a stranger's folder: its numbers may be of any type and size
-        raise ConfigError(f"model {str(name)!r} cannot be loaded: {_one_line(e)}") from e
-    if not cfg.allow_missing:
-        _refuse_misfits(str(name), found)
-    return model
+        raise ConfigError(f"model {name!r} cannot be loaded: {one_line(e)}") from e
+    return model, loading_info
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a model folder that has weights from elsewhere or in another format than safetensors, an adapter, or a
+    configuration of more layers than its weights have tensors."""
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"the model folder {str(folder)!r} also holds an adapter (adapter_config.json), which would be applied to "
+            "it; merge the adapter into the model, or take it out of the folder"
+        )
+    config = _json_object(folder / "config.json")
+    indices = sorted(folder.glob("*.index.json"))
+    named = [(path.name, name) for path in indices for name in set(_weight_map(path).values())]
+    # transformers reads the file that this key names in place of the folder's usual ones
+    if (name := config.get("transformers_weights")) is not None:
+        named.append(("config.json", name))
+    for where, name in named:
+        if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+            raise ConfigError(f"{where} in {str(folder)!r} names {name!r} as weights; expected a .safetensors file")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(
+                f"{where} in {str(folder)!r} names {name!r} as weights, outside of the folder; put the file into it"
+            )
+    sizes = [_tensor_sizes(path) for path in folder.glob("*.safetensors")]
+    tensors, longest = sum(number for number, _ in sizes), max((size for _, size in sizes), default=0)
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in section.items():
+            # what has no weights is filled with random numbers: one figure in a small file could fill the memory
+            most = tensors if key in _LAYER_KEYS else max(tensors, longest) if key in _EXPERT_KEYS else None
+            if sizes and most is not None and isinstance(value, int) and value > most:
+                raise ConfigError(
+                    f"config.json in {str(folder)!r} has {key} {value}, but its weights are {tensors} tensors; give "
+                    "the configuration that belongs to them"
+                )
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    names = _json_object(index).get("weight_map")
+    return names if isinstance(names, dict) else {}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; nothing where it is absent or holds something else, which its reader will say."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # the last: a file may nest deeper than Python follows
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _tensor_sizes(path: Path) -> tuple[int, int]:
+    """Tensors in a file of weights and the longest side of one of them, by its header."""
+    try:
+        with safe_open(str(path), framework="pt") as weights:
+            names = list(weights.keys())
+            return len(names), max((max(weights.get_slice(n).get_shape(), default=0) for n in names), default=0)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"weights {str(path)!r} cannot be loaded: {one_line(error)}") from error
 
 
 def _unpacked(path: Path) -> Path | None:
@@ -309,10 +419,10 @@ def _unpacked(path: Path) -> Path | None:
     def convert(folder: Path) -> None:
         with stage(f"unpacking {path.name}, once"):
             options = {"gguf_file": path.name, "dtype": torch.float32, **_gguf_options()}
-            model, found = _auto()[1].from_pretrained(
+            model, loading_info = _auto()[1].from_pretrained(
                 str(path.parent), **options, output_loading_info=True, ignore_mismatched_sizes=True
             )
-            _refuse_misfits(str(path), found)
+            _refuse_misfits(str(path), loading_info)
             model.save_pretrained(folder)
 
     version = f"1 transformers {importlib.metadata.version('transformers')}"
@@ -322,17 +432,17 @@ def _unpacked(path: Path) -> Path | None:
     except (MemoryError, ConfigError):
         raise
     except Exception as e:  # as below
-        raise ConfigError(f"model {str(path)!r} cannot be loaded: {_one_line(e)}") from e
+        raise ConfigError(f"model {str(path)!r} cannot be loaded: {one_line(e)}") from e
 
 
-def _refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
+def _refuse_misfits(name: str, loading_info: Mapping[str, Any]) -> None:
     """transformers fills what a folder lacks with random numbers; a tied head, which need not be stored, it leaves out
     of its account."""
-    shapes = [f"{key} {list(stored)} for {list(wanted)}" for key, stored, wanted in found["mismatched_keys"]]
+    shapes = [f"{key} {list(stored)} for {list(wanted)}" for key, stored, wanted in loading_info["mismatched_keys"]]
     lists = {
-        "are missing": found["missing_keys"],
+        "are missing": loading_info["missing_keys"],
         "have another shape": shapes,
-        "are unknown": found["unexpected_keys"],
+        "are unknown": loading_info["unexpected_keys"],
     }
     said = [f"{len(keys)} {what} ({_few(keys)})" for what, keys in lists.items() if keys]
     if said:
@@ -343,8 +453,8 @@ def _refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
 
 
 def _few(names: Collection[str], limit: int = 4) -> str:
-    shown = sorted(names)[:limit]
-    return ", ".join(shown) + (", ..." if len(names) > limit else "")
+    first = sorted(names)[:limit]
+    return ", ".join(first) + (", ..." if len(names) > limit else "")
 
 
 def _gguf_options() -> dict[str, Any]:
@@ -356,7 +466,9 @@ def _gguf_options() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _random(cfg: ModelConfig, dtype: torch.dtype, vocab_size: int | None, seed: int | None) -> Any:
+def _random(
+    cfg: ModelConfig, dtype: torch.dtype, device: torch.device, vocab_size: int | None, seed: int | None
+) -> Any:
     auto_config, auto_model = _auto()
     overrides = dict(cfg.model_overrides)
     if vocab_size is not None:
@@ -364,18 +476,19 @@ def _random(cfg: ModelConfig, dtype: torch.dtype, vocab_size: int | None, seed: 
     try:
         if cfg.model_name:
             overrides.pop("model_type", None)
-            trust = cfg.trust_remote_code
-            base = auto_config.from_pretrained(model_path(cfg.model_name), trust_remote_code=trust, **overrides)
+            path, trust = model_files(cfg.model_name, "config", code=cfg.trust_remote_code), cfg.trust_remote_code
+            base = auto_config.from_pretrained(str(path), trust_remote_code=trust, **overrides)
         else:
             base = auto_config.for_model(**overrides)
-        with torch.random.fork_rng(devices=[]):
+        # only the CPU's generator draws; by default those of all GPUs would be saved, too
+        with torch.random.fork_rng(devices=[]), device if device == META else nullcontext():
             if seed is not None:
                 torch.manual_seed(seed)
             return auto_model.from_config(base, dtype=dtype, **_extras(cfg))
     except MemoryError:
         raise
     except Exception as e:  # as above
-        raise ConfigError(f"no model can be made from {cfg.model_name or overrides}: {_one_line(e)}") from e
+        raise ConfigError(f"no model can be made from {cfg.model_name or overrides}: {one_line(e)}") from e
 
 
 def empty_model(cfg: ModelConfig, numbers: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -394,7 +507,13 @@ def check_head(model: Any, vocab_size: int | None) -> None:
     whole = model(input_ids=ids, use_cache=False).logits[0, :, : head.vocab_size].float()
     hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     apart = head.logits(hidden).float()
+    if not bool(whole.isfinite().all()):
+        raise ConfigError(
+            f"the logits of {type(model).__name__} for its first {ids.shape[1]} tokens are not finite; its weights "
+            "hold NaN or infinity, or overflow in this precision"
+        )
     difference = float((whole - apart).abs().max() / whole.abs().max().clamp(min=1e-6))
+    # negated, so that NaN is refused too
     if not difference <= (1e-4 if whole.dtype == model.dtype else 5e-2):
         raise ConfigError(
             f"{type(model).__name__} does more between its body and its logits than a linear head, scale and "
@@ -413,36 +532,30 @@ def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | Non
         overrides.setdefault("vocab_size", vocab_size)
     if not cfg.model_name:
         return overrides
-    path = Path(str(model_path(cfg.model_name))).expanduser()
+    path = model_files(cfg.model_name, "config", code=cfg.trust_remote_code)
     if path.is_file():
+        _refuse_other_file(cfg.model_name, path)
         return None
     overrides.pop("model_type", None)
-    source = str(path) if path.exists() else cfg.model_name
     try:
-        return _auto()[0].from_pretrained(source, trust_remote_code=cfg.trust_remote_code, **overrides)
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {_one_line(e)}") from e
+        return _auto()[0].from_pretrained(str(path), trust_remote_code=cfg.trust_remote_code, **overrides)
+    except Exception as e:  # as above
+        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {one_line(e)}") from e
 
 
 def weight_files(config: ModelConfig | Mapping[str, Any]) -> list[Path]:
     """Files on this machine that a model's weights and sizes come from; none for one of random weights."""
-    from huggingface_hub import try_to_load_from_cache
-
     cfg = resolve(ModelConfig, config)
     if cfg.init == "random" or not cfg.model_name:
         return []
-    path = Path(str(model_path(cfg.model_name))).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        with suppress(ValueError):  # no name of the hub either
-            found = try_to_load_from_cache(cfg.model_name, "config.json")
-            path = Path(found).parent if isinstance(found, str) else path
+    path = kept_files(cfg.model_name)
+    if path is None or path.is_file():
+        return [] if path is None else [path]
     return sorted(p for p in path.glob("*") if p.name == "config.json" or p.suffix == ".safetensors")
 
 
 def model_identity(model: nn.Module) -> dict[str, str]:
-    """What makes a teacher the same teacher: hashes of its configuration and of its weights.
+    """Identity of a teacher: hashes of its configuration and of its weights.
 
     The weights' hash covers each parameter's name and shape and up to 4,096 evenly spaced values (as float32), so it
     takes a moment even for large models, does not depend on the device, and changes with any training. A model that is
@@ -483,7 +596,7 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
             "tensor_parallel_size is 1; raise it or use context_parallel_size"
         )
     sizes = (layout.tensor_parallel_size, layout.context_parallel_size)
-    if cfg.trains_adapters(trained) and cfg.lora and cfg.lora.modules_to_save and (layout.fsdp or max(sizes) > 1):
+    if trained and cfg.adapters is not None and cfg.adapters.modules_to_save and (layout.fsdp or max(sizes) > 1):
         raise ConfigError(
             f"{name}: lora.modules_to_save does not go with a sharded layout; leave it out or use one process"
         )
@@ -492,7 +605,7 @@ def refuse_unsupported(cfg: ModelConfig, name: str, trained: bool) -> None:
 
 
 def refuse_quantized(cfg: ModelConfig, name: str, trained: bool, model: nn.Module | None = None) -> None:
-    """What a model of few bits cannot do, and what it needs. ``model``: one that is loaded already."""
+    """Sentence about what a model of few bits cannot do, and what it needs. ``model``: one that is loaded already."""
     stored = quantized_in(weight_files(cfg)) if model is None else quantized_as(unwrap(model).config)
     if cfg.precision == "fp8":
         _refuse_fp8(cfg, name, trained, stored)
@@ -614,9 +727,9 @@ class ModelBuilder:
         self, cfg: ModelConfig, *, trained: bool, size: int | None, seed: int | None, weights: str | Path | None
     ) -> None:
         self.cfg, self.trained, self.size, self.seed = cfg, trained, size, seed
-        self.adapters = cfg.trains_adapters(trained)
+        self.adapters = cfg.adapters if trained else None
         # the exported weights of an adapter run are merged: it goes on from its base model plus the stored adapters
-        self.weights = None if cfg.trains_adapters() else weights
+        self.weights = None if cfg.adapters is not None else weights
 
     def build(
         self, model: nn.Module | None, dims: ParallelDims, device: torch.device
@@ -632,29 +745,36 @@ class ModelBuilder:
             elif self.weights is not None:
                 model.load_state_dict(self._read(self.cfg).state_dict())
             check_head(model.to(device=device), self.size)
-        if self.adapters:
-            assert self.cfg.lora is not None
-            model = apply_lora(model, self.cfg.lora, seed=self.seed)
+        if self.adapters is not None:
+            model = apply_lora(model, self.adapters, seed=self.seed)
             if source is not None and source.model is not None:
-                source.model = unwrap(apply_lora(source.model, self.cfg.lora, seed=self.seed))
+                # adapters are weights, too: all ranks get parts of those that the reader draws
+                source.model = unwrap(apply_lora(source.model, self.adapters, seed=self.seed))
         if not self.trained:
             model.requires_grad_(False)
         if self.cfg.precision == "fp8":
             self._to_fp8(model, device)
         return model, source
 
+    def outline(self) -> Any:
+        """The model with its adapters on the meta device: what its settings and its files' headers cannot make is
+        refused as ``build`` refuses it, and nothing is read beyond them."""
+        model = self._read(self.cfg, META)
+        head_of(model, self.size)
+        return model if self.adapters is None else apply_lora(model, self.adapters, seed=self.seed)
+
     def _to_fp8(self, model: nn.Module, device: torch.device) -> None:
-        name, found = self.cfg.shown_name, convert_layers(body_of(model), device)
-        if not found.fp8:
+        name, converted = self.cfg.shown_name, convert_layers(body_of(model), device)
+        if not converted.fp8:
             raise ConfigError(
                 f"{name}: precision is fp8, but none of its layers has a linear map whose sizes are multiples of "
                 f"{MULTIPLE}; set bfloat16 or auto"
             )
-        if found.plain:
-            count = f"{len(found.plain)} of {len(found.plain) + len(found.fp8)} linear maps"
+        if converted.plain:
+            count = f"{len(converted.plain)} of {len(converted.plain) + len(converted.fp8)} linear maps"
             say(
                 f"{name}: {count} stay in bfloat16, for their sizes are no multiples of {MULTIPLE} "
-                f"({_few(found.plain)})"
+                f"({_few(converted.plain)})"
             )
 
     def _read(self, cfg: ModelConfig, device: torch.device | None = None) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from limbeck.config import resolve
 from limbeck.errors import ConfigError
+from limbeck.key_names import near_name
 from limbeck.models.causal import unwrap
 
 
@@ -23,7 +26,7 @@ class LoraConfig(BaseModel):
     """False trains all weights, as without this section."""
     r: int = Field(default=16, ge=1)
     """Rank of the adapters."""
-    alpha: float = 32.0
+    alpha: float = Field(default=32.0, gt=0)
     """Adapters are scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the adapters' inputs that is dropped in training."""
@@ -35,16 +38,31 @@ class LoraConfig(BaseModel):
     """Scale by alpha / sqrt(r) instead."""
 
 
-def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:
-    """Wrap a causal model with adapters; all other parameters are frozen."""
+def load_peft() -> Any:
+    """peft, which is an optional part of the installation."""
     try:
-        import peft
+        return import_module("peft")
     except ImportError as e:
         raise ConfigError("policy.lora needs the package peft; pip install 'limbeck[peft]' or remove lora") from e
+
+
+def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:
+    """Wrap a causal model with adapters; all other parameters are frozen."""
+    peft = load_peft()
     cfg = resolve(LoraConfig, config)
+    # peft matches the ends of names, and passes over one that nothing has
+    names = [name for name, _ in model.named_modules()]
+    for wanted in cfg.modules_to_save or ():
+        if not any(name.endswith(wanted) for name in names):
+            last = sorted({name.rpartition(".")[2] for name in names if name} - set("0123456789"))
+            near = near_name(wanted, last)
+            raise ConfigError(
+                f"lora.modules_to_save names {wanted!r}, which the model does not have; "
+                + (f"did you mean {near!r}?" if near else "give names of its modules, such as embed_tokens")
+            )
     adapters = peft.LoraConfig(
         r=cfg.r,
-        lora_alpha=cfg.alpha,  # type: ignore[arg-type]
+        lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
         target_modules=cfg.target_modules,
         modules_to_save=cfg.modules_to_save,
@@ -56,6 +74,8 @@ def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed
             if seed is not None:
                 torch.manual_seed(seed)
             return peft.get_peft_model(model, adapters)
+    except re.error as e:
+        raise ConfigError(f"lora.target_modules {cfg.target_modules!r} is no pattern: {e}") from e
     except ValueError as e:
         raise ConfigError(f"lora.target_modules {cfg.target_modules!r} does not fit the model: {e}") from e
 
@@ -67,12 +87,12 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Put stored adapter weights back; names must match exactly."""
-    own = adapter_state(model)
-    if set(own) != set(state):
-        odd = sorted(set(own).symmetric_difference(state))
+    adapters = adapter_state(model)
+    if set(adapters) != set(state):
+        odd = sorted(set(adapters).symmetric_difference(state))
         raise ConfigError(f"the stored adapters do not fit this model, first difference {odd[0]!r}; check policy.lora")
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in adapters.items():
             value.copy_(state[name])
 
 
@@ -105,9 +125,11 @@ def merged_model(model: nn.Module, whole: Mapping[str, torch.Tensor] | None = No
             trained = module.modules_to_save[module.active_adapters[0]]
             state.update({f"{name}.original_module.{k}": v for k, v in trained.state_dict().items()})
     plain = {k.replace(".base_layer.", ".").replace(".original_module.", "."): v for k, v in state.items()}
+    # no memory and no random numbers for weights that are replaced at once
     with torch.device("meta"):
         fresh = type(causal)(causal.config)
     fresh.load_state_dict(plain, assign=True, strict=True)
+    # assigned under both of their names, tied weights have become two parameters
     fresh.tie_weights()
     for name, buffer in causal.named_buffers():
         # buffers that no state dict holds (RoPE) are still on the meta device

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,11 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from limbeck.config import resolve
 from limbeck.distributed.sharding import group_by_layout
-from limbeck.errors import ConfigError
+from limbeck.errors import ConfigError, one_line
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
 _NUMBERS_LIKE = {"lr": "1e-5", "weight_decay": "0.01", "eps": "1e-8", "momentum": "0.9"}
 _NUMBERS = _NUMBERS_LIKE.keys()
+_WAYS = {"fused", "foreach", "capturable", "differentiable"}
+"""Arguments that choose how an optimizer computes, not what: of no interest to whoever goes on from its state."""
+# no part begins with an underscore: what modules keep to themselves is out of a run file's reach
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)\.([A-Za-z]\w*)")
 
 
@@ -47,7 +53,7 @@ class OptimizerConfig(BaseModel):
     def _numbers(self) -> OptimizerConfig:
         for key in _NUMBERS & self.kwargs.keys():
             value = self.kwargs[key]
-            if value is None or isinstance(value, str | bool | list | dict):
+            if value is None or isinstance(value, str | bool | list | dict) or not math.isfinite(value):
                 raise ValueError(f"kwargs.{key} is {value!r}; give a number, such as {_NUMBERS_LIKE[key]}")
         return self
 
@@ -94,18 +100,36 @@ def build_optimizer(
     Sharded parameters of different layouts become groups of their own, all with the same settings.
     """
     config = resolve(OptimizerConfig, config)
-    factory = _load(config.name)
+    factory: Any = _load(config.name)
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"{config.name!r} is no optimizer; give a torch.optim.Optimizer class")
+    if factory is torch.optim.SparseAdam or _asks_of_step(factory):
+        raise ConfigError(
+            f"{config.name!r} takes no step of gradients alone: it wants sparse ones, or to compute the loss again; "
+            "give another optimizer, such as torch.optim.AdamW"
+        )
     trained = [p for p in params if p.requires_grad]
     if not trained:
         raise ConfigError("the model has no parameter to train; check lora.target_modules and frozen parts")
     kwargs = dict(config.kwargs)
+    if issubclass(factory, torch.optim.Adam) and not _WAYS & kwargs.keys() and all(p.is_cuda for p in trained):
+        # one kernel for dozens of parameters, in place of a dozen each
+        kwargs["fused"] = True
     try:
         groups = group_by_layout(trained)
-        return factory(trained if len(groups) == 1 else [{"params": group} for group in groups], **kwargs)
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"optimizer {config.name!r} refuses the arguments {kwargs}: {e}") from e
+        built: torch.optim.Optimizer = factory(
+            trained if len(groups) == 1 else [{"params": group} for group in groups], **kwargs
+        )
+        return built
+    except Exception as e:  # a class may refuse by whatever it likes
+        raise ConfigError(f"optimizer {config.name!r} refuses the arguments {kwargs}: {one_line(e)}") from e
+
+
+def _asks_of_step(factory: type[torch.optim.Optimizer]) -> bool:
+    """Whether its step cannot be called without an argument, such as a function that computes the loss."""
+    (_, *arguments) = inspect.signature(factory.step).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in plain and one.default is inspect.Parameter.empty for one in arguments)
 
 
 def build_scheduler(
@@ -115,8 +139,8 @@ def build_scheduler(
     """A schedule, or several in a row with one ``{milestones: [...]}`` entry: the steps at which the next begins."""
     if config is None:
         return None
-    given = [config] if isinstance(config, SchedulerConfig | Mapping) else config
-    entries = [resolve(SchedulerConfig, entry) for entry in given]
+    configs = [config] if isinstance(config, SchedulerConfig | Mapping) else config
+    entries = [resolve(SchedulerConfig, entry) for entry in configs]
     named = [e for e in entries if e.name is not None]
     milestone_lists = [e.milestones for e in entries if e.milestones is not None]
     if not named or len(milestone_lists) > 1:
@@ -138,22 +162,84 @@ def _schedule(optimizer: torch.optim.Optimizer, entry: SchedulerConfig) -> LRSch
         raise ConfigError(f"{entry.name!r} is no learning-rate schedule; give a class of torch.optim.lr_scheduler")
     try:
         schedule = factory(optimizer, **kwargs)
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"scheduler {entry.name!r} refuses the arguments {kwargs}: {e}") from e
+    except Exception as e:  # as above
+        raise ConfigError(f"scheduler {entry.name!r} refuses the arguments {kwargs}: {one_line(e)}") from e
     if not isinstance(schedule, LRScheduler):
         raise ConfigError(f"{entry.name!r} returned a {type(schedule).__name__}, not a learning-rate schedule")
     return schedule
 
 
+MOST_TRIED = 20_000
+"""Steps of a schedule that are tried before a run; a second's work."""
+
+
+def check_optimizer(
+    optimizer: OptimizerConfig,
+    scheduler: SchedulerConfig | list[SchedulerConfig] | None,
+    steps: int,
+    params: Iterable[nn.Parameter] = (),
+) -> None:
+    """Refuse an optimizer or a schedule that a run of so many steps would refuse at its start or on the way.
+
+    ``params``: those to be trained, of which number of dimensions and type count (they may lie on the meta device);
+    without, a matrix stands for them.
+    """
+    # some optimizers take matrices alone, and none that computes in a kernel takes what has no memory
+    kinds = {(p.ndim, p.dtype) for p in params if p.requires_grad} or {(2, torch.float32)}
+    # by their text: torch's types have no order
+    stand_ins = [nn.Parameter(torch.zeros([1] * dims, dtype=dtype)) for dims, dtype in sorted(kinds, key=str)]
+    built = build_optimizer(stand_ins, optimizer)
+    schedule = build_scheduler(built, scheduler)
+    if schedule is None:
+        return
+    with warnings.catch_warnings():
+        # no step of the optimizer is taken
+        warnings.simplefilter("ignore")
+        for step in range(1, min(steps, MOST_TRIED) + 1):
+            try:
+                schedule.step()
+            except Exception as e:  # as above
+                raise ConfigError(
+                    f"policy.scheduler fails at step {step} of {steps} ({one_line(e)}); give it arguments that reach "
+                    "the end of the run"
+                ) from e
+
+
 # ---- optimizer state that does not depend on the layout ----
 
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+_LENGTHS = ("T_max", "total_iters", "_milestones")
+
+
+def same_schedule(one: Any, other: Any) -> bool:
+    """Whether two states are of schedules of one length, wherever they stand."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_schedule, one, other))
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return True
+    lengths = all(one.get(key) == other.get(key) for key in _LENGTHS)
+    return lengths and same_schedule(one.get("_schedulers"), other.get("_schedulers"))
+
+
+def schedule_at(optimizer: torch.optim.Optimizer, config: Any, steps: int) -> LRScheduler | None:
+    """A new schedule after so many steps; the optimizer's rates become those of the next one."""
+    for group in optimizer.param_groups:
+        # the schedule before has left its rate and the first one in the group; a new one begins from the first
+        group["lr"] = group.pop("initial_lr", group["lr"])
+    schedule = build_scheduler(optimizer, config)
+    with warnings.catch_warnings():
+        # the steps of the optimizer were taken before
+        warnings.simplefilter("ignore")
+        for _ in range(steps if schedule is not None else 0):
+            assert schedule is not None
+            schedule.step()
+    return schedule
 
 
 def _places(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> list[int]:
     """For each parameter in the optimizer's own order, its place in ``order``."""
-    place = {id(p): i for i, p in enumerate(order)}
-    return [place[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    index = {id(p): i for i, p in enumerate(order)}
+    return [index[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter]) -> dict[str, Any]:
@@ -167,10 +253,11 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, order: Sequence[nn.Parameter], state: dict[str, Any]
 ) -> None:
     """Put back what :func:`optimizer_state` gave, under this or another layout."""
-    own, places = optimizer.state_dict(), _places(optimizer, order)
+    current, places = optimizer.state_dict(), _places(optimizer, order)
     if len(state["param_groups"]) == 1 and len(state["param_groups"][0]["params"]) == len(places):
         stored = state["param_groups"][0]
-        groups = [{**stored, "params": group["params"]} for group in own["param_groups"]]
+        kept = _WAYS | {"params"}
+        groups = [{**stored, **{k: v for k, v in group.items() if k in kept}} for group in current["param_groups"]]
         state = {
             "state": {i: state["state"][p] for i, p in enumerate(places) if p in state["state"]},
             "param_groups": groups,
@@ -182,8 +269,10 @@ def empty_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's tensors, in the layout of its parameters, without moving any: a step of rate 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        # a rate that is a tensor must stay one
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for p in group["params"]:
+            # optimizers make state only for parameters that have a gradient
             p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

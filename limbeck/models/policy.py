@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,67 @@ from limbeck.losses.contract import Loss, Teacher
 from limbeck.models.checkpoint import load_trainer, save_policy
 from limbeck.models.language_model import LanguageModel
 from limbeck.models.loading import ModelConfig
-from limbeck.models.trainer import Channel, StepResult, Trainer, TrainingConfig, evaluate
+from limbeck.models.lora import LoraConfig
+from limbeck.models.trainer import StepInput, StepResult, Trainer, TrainingConfig, evaluate
+from limbeck.utils.logger import to_means
 from limbeck.utils.timer import Timer
 
-__all__ = ["Policy", "PolicyConfig"]
+__all__ = ["Policy", "PolicyConfig", "published_metrics"]
+
+
+def published_metrics(result: Mapping[str, Any], loss_fn: Any = None) -> dict[str, float]:
+    """Means by the names of NeMo RL: ``loss``, ``kl_loss``, ``ce_loss``, ``accuracy``, ``proj_accuracy``,
+    ``kl_common``, ``l1_uncommon``, ``kl_loss_scale``, ``num_valid_samples``, ``selected_teacher``, ``weight_t0``, ...,
+    as far as the loss has them.
+
+    Args:
+        result: what `Policy.train` returns, or the metrics of a validation.
+        loss_fn: the distillation loss, for ``kl_loss_scale``: the factor of the KL as it stands.
+    """
+    metrics = to_means(result.get("metrics", result))
+    out = {name: value for name, value in metrics.items() if "/" not in name}
+    for name, metric in (("kl_common", "common_kl"), ("l1_uncommon", "uncommon_l1")):
+        values = [value for key, value in metrics.items() if re.fullmatch(rf"teacher_\d+/{metric}", key)]
+        if values:
+            out[name] = sum(values) / len(values)
+    weights = {int(m[1]): v for key, v in metrics.items() if (m := re.fullmatch(r"teacher_(\d+)/weight", key))}
+    out |= {f"weight_t{number}": value for number, value in weights.items()}
+    if loss_fn is not None:
+        out["kl_loss_scale"] = loss_fn.scale.ratio() if loss_fn.cfg.dynamic_loss_scaling else loss_fn.cfg.kl_loss_weight
+        if loss_fn.cfg.teacher_combination == "select_teacher" and weights:
+            out["selected_teacher"] = float(max(weights, key=weights.__getitem__))
+    if "global_valid_seqs" in result:
+        out["num_valid_samples"] = float(result["global_valid_seqs"])
+        out["global_valid_seqs"], out["global_valid_toks"] = (
+            out["num_valid_samples"],
+            float(result["global_valid_toks"]),
+        )
+        out["loss"] = float(result["loss"])
+        out |= {name: float(result[name]) for name in ("grad_norm", "lr") if result.get(name) is not None}
+    return out
 
 
 class PolicyConfig(ModelConfig, TrainingConfig):
     """A causal language model and how to train or score with it."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        return self.lora if self.lora is not None and self.lora.enabled else None
+
+    @classmethod
+    def scoring(cls, model: ModelConfig) -> PolicyConfig:
+        """The configuration of a model that only scores."""
+        return cls(**{name: getattr(model, name) for name in ModelConfig.model_fields})
 
 
 class Policy(LanguageModel):
     """A transformers causal language model with its optimizer, schedule and tokenizer.
 
     Args:
-        cfg: ``PolicyConfig`` or a mapping with its keys.
+        cfg: ``PolicyConfig`` or a mapping with its keys; ``ModelConfig`` for a model that only scores.
         tokenizer: the model's tokenizer; None for a model that only sees ids (``vocab_size`` is then its head's).
         name: used in messages and metrics.
         device: default: the accelerator if there is one, else the CPU.
@@ -45,12 +92,11 @@ class Policy(LanguageModel):
         dp_group: data-parallel process group or mesh; gradients are summed over it. A layout in ``cfg.dtensor_cfg``
             (tensor or context parallel, fsdp) makes its own groups over all processes instead.
         model: an instantiated causal model to use instead of loading one.
-        extra_parameters: trained along with the model, such as a loss function's learnable projections.
     """
 
     def __init__(
         self,
-        cfg: PolicyConfig | Mapping[str, Any],
+        cfg: ModelConfig | Mapping[str, Any],
         tokenizer: object,
         *,
         name: str = "policy",
@@ -61,10 +107,12 @@ class Policy(LanguageModel):
         optimizer_path: str | Path | None = None,
         dp_group: Any = None,
         model: nn.Module | None = None,
-        extra_parameters: Iterable[nn.Parameter] = (),
     ) -> None:
         if isinstance(cfg, Mapping) and model is not None:
+            # validation wants a name, though nothing is loaded by it
             cfg = {"model_name": type(model).__name__, **cfg}
+        if isinstance(cfg, ModelConfig) and not isinstance(cfg, PolicyConfig):
+            cfg = PolicyConfig.scoring(cfg)
         config = resolve(PolicyConfig, cfg)
         super().__init__(
             config,
@@ -77,7 +125,7 @@ class Policy(LanguageModel):
             dp_group=dp_group,
             model=model,
         )
-        self.trainer = Trainer(self, config, extra_parameters=extra_parameters) if init_optimizer else None
+        self.trainer = Trainer(self, config) if init_optimizer else None
         if optimizer_path is not None:
             load_trainer(self.trainer, optimizer_path)
 
@@ -114,11 +162,12 @@ class Policy(LanguageModel):
 
         Args:
             data: rows of this rank; one global batch, or several of ``gbs`` rows (over all ranks) each.
-            loss_fn: has ``counts``, ``prepare`` and ``compute``, see ``limbeck.losses``.
+            loss_fn: has ``denominators``, ``build_layout`` and ``compute_loss``, see ``limbeck.losses``.
             teachers: one source per teacher of the loss, in order.
             eval_mode: loss and metrics only; no gradient, no step.
             gbs: rows per step over all ranks; default: all of ``data``.
-            mbs: rows per micro-batch where neither dynamic batching nor packing is on.
+            mbs: rows per micro-batch where neither dynamic batching nor packing is on; default: as configured, or
+                found.
             timer: sections ``teacher``, ``forward``, ``layout``, ``loss``, ``backward``, ``optimizer``, and ``wait``:
                 for a device that works behind the host.
 
@@ -131,6 +180,11 @@ class Policy(LanguageModel):
         """
         if self.trainer is None and not eval_mode:
             raise ConfigError(f"policy {self.name!r} is frozen (init_optimizer=False) and cannot be trained")
+        if len(teachers) != loss_fn.num_teachers:
+            raise ConfigError(
+                f"the loss takes {loss_fn.num_teachers} teachers, and {len(teachers)} are given; pass teachers=[...], "
+                "one Teacher each, such as LiveTeacher(policy)"
+            )
         for number, teacher in enumerate(teachers):
             teacher.number = number
         ranks, timer = self.dims.data.size, timer or Timer()
@@ -148,12 +202,13 @@ class Policy(LanguageModel):
             # some ranks more rows than others
             updates = int(self.dims.data.max(torch.tensor(updates)))
         for index in range(updates):
+            # behind its last row, which get_batch refuses, a rank still takes part
             part = data.get_batch(index, local) if index * local <= max(data.size - 1, 0) else data.slice(0, 0)
-            channel = Channel(part, loss_fn, teachers)
+            step_input = StepInput(part, loss_fn, teachers)
             if eval_mode or self.trainer is None:
-                results.append(evaluate(self, [channel], timer, rows=rows))
+                results.append(evaluate(self, [step_input], timer, micro_batch_size=rows))
             else:
-                results.append(self.trainer.step([channel], timer, rows=rows))
+                results.append(self.trainer.step([step_input], timer, micro_batch_size=rows))
         result = StepResult.merged(results)
         if self.optimizer is not None and result.lr is None:
             result = replace(result, lr=self.optimizer.param_groups[0]["lr"])

@@ -28,10 +28,10 @@ _LIBRARIES = ("bitsandbytes", "accelerate")
 def quantized_as(numbers: Any) -> Mapping[str, Any] | None:
     """How the weights of a transformers configuration (an object or a mapping) are quantised where they are stored."""
     values = numbers if isinstance(numbers, Mapping) else vars(numbers)
-    found = values.get("quantization_config")
-    if found is None or isinstance(found, Mapping):
-        return found
-    return dict(found.to_dict())
+    section = values.get("quantization_config")
+    if section is None or isinstance(section, Mapping):
+        return section
+    return dict(section.to_dict())
 
 
 def quantized_in(files: Iterable[Path]) -> Mapping[str, Any] | None:
@@ -83,7 +83,7 @@ def refuse_layout(what: str, layout: ParallelConfig) -> None:
         "tensor_parallel_size": layout.tensor_parallel_size > 1,
         "context_parallel_size": layout.context_parallel_size > 1,
     }
-    keys = [name for name, given in split.items() if given]
+    keys = [name for name, is_set in split.items() if is_set]
     if keys:
         raise ConfigError(
             f"{what}, and quantised weights cannot be split over ranks; leave out its dtensor_cfg.{keys[0]}, so that "

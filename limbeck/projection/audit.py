@@ -1,4 +1,4 @@
-"""What two vocabularies have in common, by class of token, and which loss that suits."""
+"""Share of tokens that two vocabularies have in common, by class of token."""
 
 from __future__ import annotations
 
@@ -11,31 +11,16 @@ import numpy.typing as npt
 
 from limbeck.errors import ProjectionError
 from limbeck.projection.counted import PairCounter
-from limbeck.projection.events import Conditions
 from limbeck.projection.matrix import Projection
 from limbeck.projection.rules import refuse_empty_overlap
-from limbeck.projection.trees import VocabTrees
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.classes import SCRIPTS, SPELLING_CLASSES, script_of, token_class
 from limbeck.tokens.vocab import quoted
 
 CLASSES = SPELLING_CLASSES
 
-# Share of a class's tokens that must be exact for a loss on the common set. Numerals carry arithmetic and have no
-# neighbours to stand in for them; of words and signs, the rare long ones may be missing.
-CRITICAL: Mapping[str, float] = {
-    "digits_1": 0.9,
-    "digits_2": 0.9,
-    "digits_3": 0.9,
-    "punctuation": 0.5,
-    "alphabetic": 0.5,
-}
-# With a corpus: a class with at least this share of its tokens must have half of its occurrences exact.
-CORPUS_SHARE, CORPUS_EXACT = 0.01, 0.5
 # Below this share of the teacher within reach, a loss that drops the rest is no longer the one to use.
 REACHED = 0.9
-DEFAULT_LOSS = "tree_kl"
-SAME_VOCABULARY = "both sides have the same vocabulary, so losses compare token with token."
 
 
 @dataclass(frozen=True)
@@ -75,15 +60,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit_projection` found.
+    """Findings of `audit_projection`.
 
     Attributes:
         overlap: shared byte strings / byte strings of the smaller vocabulary.
         exact_tokens: student byte strings that are teacher tokens; `exact_share` is their share.
         classes: coverage by class of token, in the order of `CLASSES`, then "other".
         corpus_share: share of a corpus's student tokens that are exact; None without a corpus.
-        recommendation: of the published families of losses "P-KL" or "H-KL", whichever suits the pair, or "none" where
-            both vocabularies are the same; `mode` names the loss to use, `reason` says why.
+        same_vocabulary: whether both tokenizers are the same, so that no projection is needed.
     """
 
     student_tokens: int
@@ -94,9 +78,7 @@ class Audit:
     unmapped_tokens: int
     classes: Mapping[str, ClassCoverage]
     corpus_share: float | None
-    recommendation: str
-    mode: str
-    reason: str
+    same_vocabulary: bool
     examples: tuple[Example, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,9 +97,7 @@ class Audit:
             "unmapped_tokens": self.unmapped_tokens,
             "corpus_share": self.corpus_share,
             "classes": classes,
-            "recommendation": self.recommendation,
-            "mode": self.mode,
-            "reason": self.reason,
+            "same_vocabulary": self.same_vocabulary,
             "examples": [
                 {"token": e.token, "class": e.token_class, "exact": e.exact, "pieces": [list(p) for p in e.pieces]}
                 for e in self.examples
@@ -127,7 +107,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class PairAudit:
-    """What both vocabularies can say, seen from both sides.
+    """Cells that both vocabularies can state, seen from both sides.
 
     Attributes:
         cells: parts of the two vocabularies that both can name, those that only one side has included.
@@ -176,6 +156,7 @@ def audit_pair(projection: Projection, teacher: ByteVocab, counter: PairCounter 
         mass = _share(int(counts[reached[columns]].sum()), int(counts.sum()))
         same = trees.student_cell[rows] == trees.teacher_cell[columns]
         agreement = _share(int(counts[same].sum()), int(counts.sum()))
+        # counted as (all, on a tree)
         inner_student = _share(*counter.inner_student[::-1])
         inner_teacher = _share(*counter.inner_teacher[::-1])
     return PairAudit(
@@ -200,11 +181,9 @@ class Group:
         student_tokens, student_exact: student ids with bytes, and those whose bytes are a teacher token.
         teacher_tokens, teacher_reached: teacher ids with bytes, and those that some student token maps to.
         starts: chunks of the corpus whose first teacher token is of this group; None, as the following, without one.
-        unreached: of them, those whose teacher token no student token maps to: losses on the projection drop it.
-        lost: those whose teacher token lies in no cell, so that `tree_kl` drops it.
+        uncovered_by_projection: of them, those whose teacher token no student token maps to.
+        uncovered_by_cells: those whose teacher token lies in no cell, so that `tree_kl` does not cover it.
         apart: those whose first tokens lie in different cells, so that the realised text has no common name.
-        excluded: share of the group's mass on the teacher's side that `condition: cheap` leaves out, because the
-            student's last token rules it out; the corpus's tokens stand in for probabilities.
     """
 
     student_tokens: int
@@ -212,22 +191,21 @@ class Group:
     teacher_tokens: int
     teacher_reached: int
     starts: int | None = None
-    unreached: int | None = None
-    lost: int | None = None
+    uncovered_by_projection: int | None = None
+    uncovered_by_cells: int | None = None
     apart: int | None = None
-    excluded: float | None = None
 
 
 @dataclass(frozen=True)
-class LostToken:
-    """A teacher token out of reach of losses on the projection (and of `tree_kl`, where it is `lost`), and how often a
-    chunk of the corpus begins with it."""
+class UncoveredToken:
+    """A teacher token that losses on the projection do not cover (nor `tree_kl`, where it is `in_no_cell`), and how
+    often a chunk of the corpus begins with it."""
 
     teacher_id: int
     token: str
     starts: int
     share: float
-    lost: bool
+    in_no_cell: bool
 
 
 @dataclass(frozen=True)
@@ -237,28 +215,22 @@ class Masses:
     Attributes:
         basis: "tokens": shares are counted over the tokens of a corpus, which stand in for probabilities.
         classes, scripts: groups by name; a chunk counts with its first teacher token.
-        excluded_student, excluded_teacher: share of either side's mass that `condition: cheap` leaves out; None
-            without a corpus. Measured behind the corpus's most frequent last tokens.
-        lost_tokens: the tokens that carry most of what is out of reach, most frequent first.
+        uncovered_tokens: the tokens that carry most of what is not covered, most frequent first.
     """
 
     basis: str
     classes: Mapping[str, Group]
     scripts: Mapping[str, Group]
-    lost_tokens: tuple[LostToken, ...]
-    excluded_student: float | None = None
-    excluded_teacher: float | None = None
+    uncovered_tokens: tuple[UncoveredToken, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for JSON: `mass_basis`, `by_class`, `by_script`, `lost_tokens` and the excluded masses."""
+        """Plain types for JSON: `mass_basis`, `by_class`, `by_script` and `uncovered_tokens`."""
         plain = asdict(self)
         return {
             "mass_basis": plain["basis"],
             "by_class": plain["classes"],
             "by_script": plain["scripts"],
-            "lost_tokens": list(plain["lost_tokens"]),
-            "excluded_mass_student": plain["excluded_student"],
-            "excluded_mass_teacher": plain["excluded_teacher"],
+            "uncovered_tokens": list(plain["uncovered_tokens"]),
         }
 
 
@@ -272,9 +244,9 @@ def reached_ids(projection: Projection) -> npt.NDArray[np.bool_]:
 def audit_masses(
     projection: Projection, student: ByteVocab, teacher: ByteVocab, counter: PairCounter | None = None, most: int = 50
 ) -> Masses:
-    """What of the teacher is within reach, by class and script; with a corpus, how much of its text that is.
+    """Part of the teacher's vocabulary within reach, by class and script; with a corpus, how much of its text that is.
 
-    The projection must hold trees; counter: `count_pairs` over a corpus; most: how many lost tokens are listed.
+    The projection must hold trees; counter: `count_pairs` over a corpus; most: how many uncovered tokens are listed.
     """
     trees = projection.trees
     if trees is None:
@@ -283,9 +255,7 @@ def audit_masses(
     exact = np.fromiter((bool(b) and b in teacher.ids_by_bytes for b in student.token_bytes), bool, student.size)
     rows, columns, counts = counter.pairs() if counter is not None else (np.zeros(0, np.int64),) * 3
     apart = trees.student_cell[rows] != trees.teacher_cell[columns]
-    lost = trees.teacher_cell < 0
-    left_out = _excluded(trees, counter) if counter is not None else None
-    share_t = _shares(columns, counts, projection.teacher_size)
+    in_no_cell = trees.teacher_cell < 0
     groups: list[dict[str, Group]] = []
     for names, of in (((*CLASSES, "other"), token_class), (SCRIPTS, script_of)):
         number = {name: i for i, name in enumerate(names)}
@@ -293,67 +263,33 @@ def audit_masses(
             np.fromiter((number[of(b)] if b else -1 for b in side.token_bytes), np.int64, side.size)
             for side in (student, teacher)
         )
-        found = {}
+        by_name = {}
         for name, i in number.items():
             here = theirs[columns] == i
-            parts = {"starts": True, "unreached": ~reached[columns], "lost": lost[columns], "apart": apart}
+            parts = {
+                "starts": True,
+                "uncovered_by_projection": ~reached[columns],
+                "uncovered_by_cells": in_no_cell[columns],
+                "apart": apart,
+            }
             seen = {part: int(counts[here & which].sum()) for part, which in parts.items()}
             sizes = (mine == i).sum(), exact[mine == i].sum(), (theirs == i).sum(), reached[theirs == i].sum()
             group = Group(*map(int, sizes))
-            if left_out is not None:
-                excluded = _part(left_out[1][theirs == i], share_t[theirs == i])
-                group = replace(group, **seen, excluded=excluded)
+            if counter is not None:
+                group = replace(group, **seen)
             if group.student_tokens or group.teacher_tokens:
-                found[name] = group
-        groups.append(found)
+                by_name[name] = group
+        groups.append(by_name)
+    # with weights, bincount counts in float64
     starts = np.bincount(columns, counts, projection.teacher_size).astype(np.int64)
-    out_of_reach = np.flatnonzero((starts > 0) & (~reached | lost))
-    listed = out_of_reach[np.argsort(-starts[out_of_reach], kind="stable")][:most].tolist()
+    uncovered = np.flatnonzero((starts > 0) & (~reached | in_no_cell))
+    listed = uncovered[np.argsort(-starts[uncovered], kind="stable")][:most].tolist()
     total = max(int(counts.sum()), 1)
     tokens = tuple(
-        LostToken(i, quoted(teacher.token_bytes[i]), int(starts[i]), int(starts[i]) / total, bool(lost[i]))
+        UncoveredToken(i, quoted(teacher.token_bytes[i]), int(starts[i]), int(starts[i]) / total, bool(in_no_cell[i]))
         for i in listed
     )
-    totals = (None, None) if left_out is None else (float(left_out[0].sum()), float(left_out[1].sum()))
-    return Masses("tokens", groups[0], groups[1], tokens, *totals)
-
-
-_LAST_TOKENS = 400
-"""So many of the most frequent last tokens are looked at, and as many of the others stand for all of those."""
-FloatArray = npt.NDArray[np.float64]
-
-
-def _shares(ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], size: int) -> FloatArray:
-    total = np.bincount(ids, counts, size)
-    shares: FloatArray = total / max(total.sum(), 1)
-    return shares
-
-
-def _part(part: FloatArray, whole: FloatArray) -> float | None:
-    return float(part.sum() / whole.sum()) if whole.sum() else None
-
-
-def _excluded(trees: VocabTrees, counter: PairCounter) -> tuple[FloatArray, FloatArray]:
-    """[V_s], [V_t]: mass of each token that the other side's last token rules out, in the cheap form, with the shares
-    of first tokens as both models' distribution everywhere."""
-    rows, columns, counts = counter.pairs()
-    known = Conditions(trees, exact=False)
-    out = []
-    for ids, size, tables, last in (
-        (rows, counter.shape[0], known.teacher, counter.teacher_last),
-        (columns, counter.shape[1], known.student, counter.student_last),
-    ):
-        share, barred = _shares(ids, counts, size), np.zeros(size)
-        by_count = np.argsort(-last, kind="stable")[: np.count_nonzero(last)]
-        total = max(int(last.sum()), 1)
-        for tokens in (by_count[:_LAST_TOKENS], by_count[_LAST_TOKENS:]):
-            # evenly over the sorted counts: every range of frequencies is there, whatever the text
-            drawn = tokens[np.linspace(0, tokens.size - 1, min(tokens.size, _LAST_TOKENS)).round().astype(np.int64)]
-            scale = last[tokens].sum() / max(int(last[drawn].sum()), 1) / total
-            for token in drawn.tolist():
-                barred[tables[token]] += last[token] * scale
-        out.append(share * barred)
-    return out[0], out[1]
+    return Masses("tokens", groups[0], groups[1], tokens)
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -361,12 +297,12 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _reach_warning(share: float, mass: float | None) -> str | None:
-    found = share if mass is None else mass
-    if found >= REACHED:
+    reached = share if mass is None else mass
+    if reached >= REACHED:
         return None
     what = "tokens" if mass is None else "tokens in the corpus"
     return (
-        f"the student reaches {found:.1%} of the teacher's {what}: losses on the projection (boundary_kl and others) "
+        f"the student reaches {reached:.1%} of the teacher's {what}: losses on the projection (boundary_kl and others) "
         "drop the rest of its distribution; use mode tree_kl, which compares cells of tokens."
     )
 
@@ -378,7 +314,7 @@ def audit_projection(
     *,
     corpus_tokens: npt.NDArray[np.int64] | None = None,
 ) -> Audit:
-    """Measure what the vocabularies share and recommend a family of losses.
+    """Measure what the vocabularies share.
 
     `corpus_tokens` [V_s]: how often each student token occurs in a corpus (`PairCounter.student_tokens`). Raises
     ProjectionError where the vocabularies share no byte string, or where the projection belongs to others.
@@ -392,9 +328,6 @@ def audit_projection(
     classes = class_coverage(student, teacher, corpus_tokens)
     tokens, teacher_tokens = len(student.ids_by_bytes), len(teacher.ids_by_bytes)
     exact = sum(coverage.exact for coverage in classes.values())
-    recommendation, mode, reason = recommend(classes)
-    if student.fingerprint == teacher.fingerprint:
-        recommendation, reason = "none", SAME_VOCABULARY
     text_ids = np.fromiter((bool(data) for data in student.token_bytes), dtype=bool, count=student.size)
     return Audit(
         student_tokens=tokens,
@@ -405,9 +338,7 @@ def audit_projection(
         unmapped_tokens=int((text_ids & ~projection.mapped).sum()),
         classes=classes,
         corpus_share=_corpus_share(classes),
-        recommendation=recommendation,
-        mode=mode,
-        reason=reason,
+        same_vocabulary=student.same_tokens(teacher),
         examples=examples(projection, student, teacher),
     )
 
@@ -425,6 +356,7 @@ def class_coverage(
             continue
         name = token_class(data)
         is_exact = data in teacher.ids_by_bytes
+        # ids of equal bytes are one string of the vocabulary, but each has its own occurrences in a corpus
         if student.ids_by_bytes[data] == token_id:
             total[name] += 1
             exact[name] += is_exact
@@ -433,30 +365,6 @@ def class_coverage(
     if corpus_tokens is None:
         return {name: ClassCoverage(total[name], exact[name]) for name in names}
     return {name: ClassCoverage(total[name], exact[name], seen[name], seen_exact[name]) for name in names}
-
-
-def recommend(classes: Mapping[str, ClassCoverage]) -> tuple[str, str, str]:
-    """Published family of losses, the mode to use, and the reason for the family, from the coverage of the classes.
-
-    The mode is the default loss whatever the coverage: it needs no common tokens.
-
-    A loss on common tokens (H-KL) pushes tokens outside the common set down; that is harmless while every class that
-    matters is inside. Where one is outside, the whole distribution must be compared (P-KL family; of ours, tree_kl).
-    """
-    for name, needed in CRITICAL.items():
-        coverage = classes[name]
-        if coverage.share < needed:
-            found = f"{coverage.exact} of {coverage.total} {name} tokens of the student are teacher tokens"
-            return "P-KL", DEFAULT_LOSS, f"{found}; a loss on common tokens would push the others down."
-    occurrences = sum(coverage.corpus_tokens or 0 for coverage in classes.values())
-    for name, coverage in classes.items():
-        share = coverage.corpus_share
-        if share is None or (coverage.corpus_tokens or 0) < CORPUS_SHARE * occurrences:
-            continue
-        if share < CORPUS_EXACT:
-            found = f"only {share:.0%} of the corpus's {name} tokens are teacher tokens"
-            return "P-KL", DEFAULT_LOSS, f"{found}; a loss on common tokens would push the others down."
-    return "H-KL", DEFAULT_LOSS, "every critical class (numerals, punctuation, words) is covered by common tokens."
 
 
 def examples(projection: Projection, student: ByteVocab, teacher: ByteVocab, per_class: int = 2) -> tuple[Example, ...]:
@@ -472,9 +380,10 @@ def examples(projection: Projection, student: ByteVocab, teacher: ByteVocab, per
         room[key] -= 1
         left -= 1
         filled = projection.indices[token_id] >= 0
+        # not strict: weights of empty slots stand behind the filled ones
         pieces = zip(projection.indices[token_id][filled].tolist(), projection.weights[token_id].tolist(), strict=False)
-        shown = tuple((quoted(teacher.token_bytes[piece]), round(weight, 4)) for piece, weight in pieces)
-        chosen.append(Example(quoted(data), key[0], key[1], shown))
+        readable = tuple((quoted(teacher.token_bytes[piece]), round(weight, 4)) for piece, weight in pieces)
+        chosen.append(Example(quoted(data), key[0], key[1], readable))
         if not left:
             break
     return tuple(sorted(chosen, key=lambda e: (CLASSES.index(e.token_class), not e.exact)))

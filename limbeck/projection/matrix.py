@@ -7,6 +7,7 @@ here is ever dense in both vocabularies.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import is_zipfile
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,6 @@ VERSION = 1
 MAX_WIDTH = 1024
 MAX_VOCAB = 1 << 24
 ROW_SUM_TOLERANCE = 1e-4
-RELAXED_THRESHOLD = 0.6
 
 IntArray = npt.NDArray[np.int64]
 _TENSORS = {"indices": "I32", "weights": "F32", "exact": "I32"}
@@ -96,6 +97,7 @@ class Projection:
         sizes = self.student_size, self.teacher_size
         if self.trees is not None and (self.trees.student_cell.size, self.trees.teacher_cell.size) != sizes:
             raise ProjectionError(f"the trees are not those of vocabularies of {sizes[0]} and {sizes[1]} ids")
+        # views of them are computed once; a write would leave those behind
         for array in (self.indices, self.weights, self.exact):
             array.setflags(write=False)
 
@@ -118,22 +120,6 @@ class Projection:
         """Pairs with equal bytes or equal role: the common set of the `gold` loss."""
         student_ids = np.flatnonzero(self.exact >= 0)
         return Pairs(student_ids.astype(np.int64), self.exact[student_ids].astype(np.int64))
-
-    def relaxed_pairs(self, threshold: float = RELAXED_THRESHOLD) -> Pairs:
-        """Pairs whose largest weight is at least `threshold`: the common set of the `H-KL` loss.
-
-        Where several student tokens claim one teacher token, the larger weight wins, then the pair with equal bytes,
-        then the lower student id.
-        """
-        best = self.weights[:, 0]
-        students = np.flatnonzero((self.indices[:, 0] >= 0) & (best >= np.float32(threshold)))
-        teachers = self.indices[students, 0].astype(np.int64)
-        is_exact = self.exact[students] == teachers
-        order = np.lexsort((students, ~is_exact, -best[students], teachers))
-        first = np.ones(order.size, dtype=bool)
-        first[1:] = np.diff(teachers[order]) != 0
-        kept = np.sort(students[order[first]])
-        return Pairs(kept.astype(np.int64), self.indices[kept, 0].astype(np.int64))
 
     @cached_property
     def _teacher_view(self) -> TeacherView:
@@ -166,8 +152,8 @@ class Projection:
         counts = view.offsets[wanted + 1] - starts
         column = np.repeat(np.arange(wanted.size, dtype=np.int64), counts)
         within = np.arange(column.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        at = within + np.repeat(starts, counts)
-        return Columns(view.student_ids[at], column, view.weights[at])
+        entry = within + np.repeat(starts, counts)
+        return Columns(view.student_ids[entry], column, view.weights[entry])
 
     def check_vocabularies(self, student: ByteVocab | None = None, teacher: ByteVocab | None = None) -> None:
         """Raise ProjectionError unless the given vocabularies are the ones this projection was built for."""
@@ -175,7 +161,7 @@ class Projection:
             ("student", student, self.student_fingerprint, self.student_size),
             ("teacher", teacher, self.teacher_fingerprint, self.teacher_size),
         ):
-            if vocab is not None and (not vocab.has_fingerprint(fingerprint) or vocab.size != size):
+            if vocab is not None and (vocab.fingerprint != fingerprint or vocab.size != size):
                 raise ProjectionError(
                     f"the projection belongs to another {side} tokenizer (fingerprint {fingerprint[:12]}, {size} ids; "
                     f"this {side}: {vocab.fingerprint[:12]}, {vocab.size} ids); build it anew with `limbeck project`."
@@ -199,7 +185,8 @@ class Projection:
         tensors: dict[str, npt.NDArray[Any]] = {"indices": self.indices, "weights": self.weights, "exact": self.exact}
         if self.trees is not None:
             tensors |= {_TREES + name: array for name, array in self.trees.tensors().items()}
-        data = to_bytes({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=header)
+        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        data = to_bytes(tensors, metadata={**header, "checksum": _checksum(header, tensors)})
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, data)
@@ -214,6 +201,12 @@ class Projection:
         if not target.is_file():
             raise ProjectionError(f"there is no projection at {target}; build one with `limbeck project -o {target}`.")
         header, tensors = _read(target)
+        checksum = header.pop("checksum", None)
+        # files of earlier versions have none
+        if checksum is not None and checksum != _checksum(header, tensors):
+            raise ProjectionError(
+                f"{target}: the contents do not fit their checksum; the file is damaged: build it anew."
+            )
         trees = {name.removeprefix(_TREES): array for name, array in tensors.items() if name.startswith(_TREES)}
         try:
             projection = cls(
@@ -221,8 +214,8 @@ class Projection:
                 weights=tensors["weights"],
                 exact=tensors["exact"],
                 teacher_size=_header_int(header, "teacher_size"),
-                student_fingerprint=_present(header["student_fingerprint"], student),
-                teacher_fingerprint=_present(header["teacher_fingerprint"], teacher),
+                student_fingerprint=header["student_fingerprint"],
+                teacher_fingerprint=header["teacher_fingerprint"],
                 rule=header["rule"],
                 details=_header_details(header),
                 trees=VocabTrees.from_tensors(trees) if trees else None,
@@ -258,11 +251,13 @@ def from_triples(
     totals = np.bincount(inverse, weights=np.asarray(weights, dtype=np.float64), minlength=keys.size)
     keys, totals = keys[totals > 0], totals[totals > 0]
     row_ids, column_ids = np.divmod(keys, shape[1])
+    # the last key counts first
     order = np.lexsort((column_ids, -totals, row_ids))
     row_ids, column_ids, totals = row_ids[order], column_ids[order], totals[order]
     slots = np.arange(row_ids.size) - np.searchsorted(row_ids, row_ids)
     kept = slots < k
     row_ids, column_ids, totals, slots = row_ids[kept], column_ids[kept], totals[kept], slots[kept]
+    # after the cut to k, so that what stays sums to 1
     sums = np.bincount(row_ids, weights=totals, minlength=shape[0])
     out_indices = np.full((shape[0], k), -1, dtype=np.int32)
     out_weights = np.zeros((shape[0], k), dtype=np.float32)
@@ -289,18 +284,32 @@ def _read(target: Path) -> tuple[dict[str, str], dict[str, npt.NDArray[Any]]]:
             header = reader.metadata() or {}
             _check_header(target, header)
             names = set(reader.keys())
-            own = {name for name in names if not name.startswith(_TREES)}
-            if own != set(_TENSORS):
-                raise ProjectionError(f"{target}: holds the arrays {sorted(own)}, expected {sorted(_TENSORS)}.")
+            arrays = {name for name in names if not name.startswith(_TREES)}
+            if arrays != set(_TENSORS):
+                raise ProjectionError(f"{target}: holds the arrays {sorted(arrays)}, expected {sorted(_TENSORS)}.")
             for name in names:
-                found, dtype = reader.get_slice(name).get_dtype(), _TENSORS.get(name, "I32")
-                if found != dtype:
-                    raise ProjectionError(f"{target}: `{name}` has dtype {found}, expected {dtype}; build it anew.")
+                stored, expected = reader.get_slice(name).get_dtype(), _TENSORS.get(name, "I32")
+                if stored != expected:
+                    raise ProjectionError(f"{target}: `{name}` has dtype {stored}, expected {expected}; build it anew.")
             return header, {name: reader.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
+        if target.is_file() and is_zipfile(target):
+            raise ProjectionError(
+                f"{target} is no safetensors file but one that torch saved; a published matrix is converted by limbeck "
+                f"project --student S --teacher T --convert {target} -o W.safetensors"
+            ) from None
         raise ProjectionError(
             f"{target} is not a readable safetensors file ({error}); it may be truncated: build it anew."
         ) from None
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Checksum of everything that a file says: one flipped bit can leave a matrix that is as valid as the right one."""
+    digest = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
+    for name, array in sorted(tensors.items()):
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _check_header(target: Path, header: Mapping[str, str]) -> None:
@@ -319,13 +328,9 @@ def _check_header(target: Path, header: Mapping[str, str]) -> None:
         raise ProjectionError(f"{target}: the header lacks {', '.join(missing)}; build it anew.")
 
 
-def _present(fingerprint: str, vocab: ByteVocab | None) -> str:
-    """A stored fingerprint in its present version, where it is the vocabulary's in any."""
-    return vocab.fingerprint if vocab is not None and vocab.has_fingerprint(fingerprint) else fingerprint
-
-
 def _header_int(header: Mapping[str, str], name: str) -> int:
     text = header[name]
+    # isdigit alone holds for `²`, which int() refuses, as it does thousands of digits
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise ProjectionError(f"the header's {name} is {text[:40]!r}, expected a count")
     return int(text)
@@ -334,6 +339,7 @@ def _header_int(header: Mapping[str, str], name: str) -> int:
 def _header_details(header: Mapping[str, str]) -> dict[str, str]:
     try:
         details = json.loads(header["details"])
+    # deep nesting is a RecursionError
     except (json.JSONDecodeError, RecursionError):
         details = None
     if not isinstance(details, dict) or not all(isinstance(value, str) for value in details.values()):

@@ -1,5 +1,5 @@
-"""What two vocabularies share in bytes: which token of one begins a token of the other, and which tokens go on with
-given bytes. Sorted by their bytes, tokens that begin alike follow each other."""
+"""Prefixes that two vocabularies share in bytes: which token of one begins a token of the other, and which tokens go on
+with given bytes. Sorted by their bytes, tokens that begin alike follow each other."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class SortedTokens:
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        # ids break ties, so that `id_of` keeps the lowest of equal bytes
         order = sorted((i for i, data in enumerate(token_bytes) if data), key=lambda i: (token_bytes[i], i))
         self.ids: IntArray = np.array(order, np.int64)
         self.data = [token_bytes[i] for i in order]
@@ -34,20 +35,21 @@ class SortedTokens:
 
     def going_on(self, prefix: bytes) -> tuple[int, int]:
         """Half-open range of the tokens whose bytes begin with `prefix`."""
+        # no token that begins with `prefix` sorts behind this
         last = prefix + b"\xff" * max(self.longest - len(prefix), 0)
         return bisect_left(self.data, prefix), bisect_right(self.data, last)
 
     def beginning(self, data: bytes) -> int:
         """The longest token that `data` begins with, -1 where there is none."""
         for size in range(min(len(data), self.longest), 0, -1):
-            if (found := self.id_of.get(data[:size], -1)) >= 0:
-                return found
+            if (token_id := self.id_of.get(data[:size], -1)) >= 0:
+                return token_id
         return -1
 
 
 @dataclass(frozen=True, eq=False)
 class Completions:
-    """What may follow a student token inside teacher tokens that the student lacks.
+    """Continuations of a student token inside teacher tokens that the student lacks.
 
     Events are groups of teacher tokens without an equal in the student's vocabulary, of which one begins all others;
     `group` int64 [V_t] numbers them, -1 elsewhere. Behind student token a, the entries `start[a] : stop[a]` name the
@@ -98,19 +100,21 @@ class BytePrefixes:
         for i, data in zip(self.teacher.ids, self.teacher.data, strict=True):
             if data in self.student.id_of:
                 continue
+            # in byte order all that a token begins follow it directly, so the last one is the only candidate
             if not shortest or not data.startswith(shortest[-1]):
                 shortest.append(data)
             group[i] = len(shortest) - 1
-        found: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int]] = []
         for number, data in enumerate(shortest):
             for size in range(1, len(data)):
                 token = self.student.id_of.get(data[:size])
                 first, last = self.student.going_on(data[size:]) if token is not None else (0, 0)
                 if token is not None and first < last:
-                    found.append((token, number, first, last))
-        entries = np.array(sorted(found), np.int64).reshape(-1, 4)
-        own = np.full(len(self.student_bytes), -1, np.int64)
+                    rows.append((token, number, first, last))
+        entries = np.array(sorted(rows), np.int64).reshape(-1, 4)
+        first_id = np.full(len(self.student_bytes), -1, np.int64)
         for i, data in zip(self.student.ids, self.student.data, strict=True):
-            own[i] = self.student.id_of[data]
-        start, stop = (np.searchsorted(entries[:, 0], own, side=side) for side in ("left", "right"))
+            # entries are listed under the lowest id of equal bytes; the others share them
+            first_id[i] = self.student.id_of[data]
+        start, stop = (np.searchsorted(entries[:, 0], first_id, side=side) for side in ("left", "right"))
         return Completions(len(shortest), group, start, stop, entries[:, 1], entries[:, 2], entries[:, 3])

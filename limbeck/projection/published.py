@@ -20,7 +20,7 @@ import numpy.typing as npt
 from limbeck.errors import ProjectionError
 from limbeck.projection.matrix import MAX_VOCAB, MAX_WIDTH, ROW_SUM_TOLERANCE, Projection, from_triples
 from limbeck.projection.rules import exact_partners, refuse_empty_overlap
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 
 _NOTES: dict[str, type] = {"student_model_id": str, "teacher_model_id": str, "enable_scale_trick": bool}
 
@@ -49,7 +49,7 @@ def convert_published(path: str | os.PathLike[str], student_tokenizer: object, t
     its sizes, so the result is bound to the ones given here."""
     target = Path(path)
     indices, likelihoods, notes = _read(target)
-    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    of_student, of_teacher = ByteTokenizer.of(student_tokenizer), ByteTokenizer.of(teacher_tokenizer)
     student, teacher = of_student.vocab, of_teacher.vocab
     student_ids, teacher_ids = of_student.canonical_ids(), of_teacher.canonical_ids()
     refuse_empty_overlap(student_ids, teacher_ids)
@@ -97,14 +97,15 @@ def _read(target: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64],
             f"{target} is no file of plain tensors ({reason[:120]}); expected a dict of `indices` and `likelihoods`."
         ) from None
     if not isinstance(content, dict) or not {"indices", "likelihoods"} <= content.keys():
-        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise ProjectionError(f"{target} holds {found}, expected a dict of `indices` and `likelihoods`.")
+        content_keys = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise ProjectionError(f"{target} holds {content_keys}, expected a dict of `indices` and `likelihoods`.")
     notes = {name: value for name, value in content.items() if name not in ("indices", "likelihoods")}
     for name, value in notes.items():
         if name not in _NOTES or not isinstance(value, _NOTES[name]):
             raise ProjectionError(f"{target} holds the unknown entry {name!r} ({type(value).__name__}); refused.")
     _check_tensors(target, content["indices"], content["likelihoods"])
     indices = content["indices"].to(torch.int64).numpy()
+    # numpy has no bfloat16, in which such files may be stored
     likelihoods = content["likelihoods"].to(torch.float64).numpy()
     if not np.isfinite(likelihoods).all() or (likelihoods < 0).any():
         row = int(np.flatnonzero((~np.isfinite(likelihoods) | (likelihoods < 0)).any(axis=1))[0])
@@ -126,6 +127,7 @@ def _check_tensors(target: Path, indices: Any, likelihoods: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype not in kinds[name]:
             kind = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ProjectionError(f"{target}: `{name}` is {kind}, expected a dense tensor of {kinds[name]}.")
+        # strides of 0 let a few stored bytes claim any shape, and a copy would fill the memory
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ProjectionError(
                 f"{target}: `{name}` claims the shape {tuple(value.shape)}, which the file does not hold."

@@ -14,18 +14,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.errors import ProjectionError
+from limbeck.errors import ConfigError, ProjectionError
 from limbeck.projection.matrix import VERSION, Projection, from_triples
-from limbeck.projection.pairs import PairRule
 from limbeck.projection.trees import VocabTrees
-from limbeck.tokens import ByteVocab, Tokenizer
+from limbeck.tokens import ByteTokenizer, ByteVocab
 from limbeck.tokens.tokenizer import Advance, Spelling
 from limbeck.tokens.vocab import role_class
 from limbeck.utils import files
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_K = 4
+PIECES = 4
+"""A token that the teacher lacks stands for so many of the pieces that spell it."""
+RULE = "rules"
+"""Name that a matrix of this module carries in its header."""
 FIRST_WEIGHT = 0.9
 DECAY = 0.1
 
@@ -49,49 +51,41 @@ def build_rules(
     student_tokenizer: object,
     teacher_tokenizer: object,
     *,
-    k: int = DEFAULT_K,
-    reverse: bool = False,
     progress: Advance | None = None,
 ) -> Projection:
     """Build W by rules.
 
     - A student token whose bytes are a teacher token: weight 1 on it.
-    - Any other: its bytes, spelled by the teacher as t_0, t_1, ...; weight 0.9 * 0.1^i on t_i for the first k, row
+    - Any other: its bytes, spelled by the teacher as t_0, t_1, ...; weight 0.9 * 0.1^i on t_i for the first four, row
       normalised (two pieces: .9091 / .0909).
     - A special token: weight 1 on the teacher's token of the same role, or, for ends of turns and documents, on another
       end; without one the row stays empty.
-    - `reverse`: teacher tokens that have no equal in the student's vocabulary are spelled by the student, and each
-      piece s_i gains 0.9 * 0.1^i towards that teacher token. Rows with equal bytes keep their weight of 1.
 
     Raises ProjectionError where the vocabularies share no byte string at all.
     """
-    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    of_student, of_teacher = ByteTokenizer.of(student_tokenizer), ByteTokenizer.of(teacher_tokenizer)
     student, teacher = of_student.vocab, of_teacher.vocab
+    # of several ids with equal bytes, the one that the tokenizer writes itself
     student_ids, teacher_ids = of_student.canonical_ids(), of_teacher.canonical_ids()
     refuse_empty_overlap(student_ids, teacher_ids)
 
     triples = Triples()
-    settled = np.zeros(student.size, dtype=bool)
     open_rows: list[int] = []
     for row, data in enumerate(student.token_bytes):
         if data in teacher_ids:
             triples.add(row, teacher_ids[data], 1.0)
-            settled[row] = True
         elif data:
             open_rows.append(row)
     for row, column in role_partners(student, teacher).items():
         triples.add(row, column, 1.0)
-        settled[row] = True
 
     spellings = of_teacher.spell([student.token_bytes[row] for row in open_rows], progress)
     for row, spelling in zip(open_rows, spellings, strict=True):
-        _add_pieces(triples, ((row, piece) for piece in spelling[:k]))
-    details = {"reverse": str(reverse).lower(), "unspelled_tokens": str(sum(not s for s in spellings))}
-    if reverse:
-        _add_reverse(triples, of_student, teacher, set(student_ids), settled, k, progress)
+        _add_pieces(triples, ((row, piece) for piece in spelling[:PIECES]))
+    details = {"unspelled_tokens": str(sum(not s for s in spellings))}
 
     indices, weights = from_triples(
-        triples.rows, triples.columns, triples.weights, shape=(student.size, teacher.size), k=k
+        triples.rows, triples.columns, triples.weights, shape=(student.size, teacher.size), k=PIECES
     )
     return Projection(
         indices=indices,
@@ -100,15 +94,10 @@ def build_rules(
         teacher_size=teacher.size,
         student_fingerprint=student.fingerprint,
         teacher_fingerprint=teacher.fingerprint,
-        rule=rule_name(reverse),
+        rule=RULE,
         details=details,
         token_bytes=(student.token_bytes, teacher.token_bytes),
     )
-
-
-def rule_name(reverse: bool) -> str:
-    """Name that a matrix of this module carries in its header."""
-    return "rules+reverse" if reverse else "rules"
 
 
 def refuse_empty_overlap(student_ids: Mapping[bytes, int], teacher_ids: Mapping[bytes, int]) -> None:
@@ -146,6 +135,7 @@ def exact_partners(
         exact[token_id] = teacher_ids.get(data, -1)
     taken: set[int] = set()
     for token_id, partner in sorted(role_partners(student, teacher).items()):
+        # a partner of the same class alone (another end) counts in W, but is no equal
         if student.roles[token_id] == teacher.roles[partner] and partner not in taken:
             taken.add(partner)
             exact[token_id] = partner
@@ -153,68 +143,47 @@ def exact_partners(
 
 
 def _add_pieces(triples: Triples, pairs: Iterable[tuple[int, int]]) -> None:
-    for place, (row, column) in enumerate(pairs):
-        triples.add(row, column, FIRST_WEIGHT * DECAY**place)
-
-
-def _add_reverse(
-    triples: Triples,
-    of_student: Tokenizer,
-    teacher: ByteVocab,
-    known: set[bytes],
-    settled: npt.NDArray[np.bool_],
-    k: int,
-    progress: Advance | None,
-) -> None:
-    columns = [column for column, data in enumerate(teacher.token_bytes) if data and data not in known]
-    spellings: list[Spelling] = of_student.spell([teacher.token_bytes[column] for column in columns], progress)
-    for column, spelling in zip(columns, spellings, strict=True):
-        for place, row in enumerate(spelling[:k]):
-            if not settled[row]:
-                triples.add(row, column, FIRST_WEIGHT * DECAY**place)
+    for rank, (row, column) in enumerate(pairs):
+        triples.add(row, column, FIRST_WEIGHT * DECAY**rank)
 
 
 def build_trees(student_tokenizer: object, teacher_tokenizer: object, *, progress: Advance | None = None) -> VocabTrees:
     """Cells, trees and pair rules of two tokenizers."""
-    of_student, of_teacher = Tokenizer.of(student_tokenizer), Tokenizer.of(teacher_tokenizer)
+    of_student, of_teacher = ByteTokenizer.of(student_tokenizer), ByteTokenizer.of(teacher_tokenizer)
     student, teacher = of_student.vocab, of_teacher.vocab
     total = student.size + teacher.size
 
-    def spelled(speller: Tokenizer, own: ByteVocab, other: ByteVocab, done: int) -> list[Spelling]:
-        ids = [i for i, data in enumerate(own.token_bytes) if data]
+    def spelled(speller: ByteTokenizer, vocab: ByteVocab, other: ByteVocab, done: int) -> list[Spelling]:
+        ids = [i for i, data in enumerate(vocab.token_bytes) if data]
         report = None if progress is None else lambda count, _: progress(done + count, total)
-        out: list[Spelling] = [()] * own.size
-        for i, spelling in zip(ids, speller.spell([own.token_bytes[i] for i in ids], report), strict=True):
+        out: list[Spelling] = [()] * vocab.size
+        for i, spelling in zip(ids, speller.spell([vocab.token_bytes[i] for i in ids], report), strict=True):
             out[i] = spelling
-        for i, partner in role_partners(own, other).items():
+        for i, partner in role_partners(vocab, other).items():
             out[i] = (partner,)
         return out
 
     sigma = spelled(of_student, teacher, student, 0)
     tau = spelled(of_teacher, student, teacher, teacher.size)
-    rules = (
-        PairRule.from_tokenizer(tokenizer, vocab.token_bytes)
-        for tokenizer, vocab in ((student_tokenizer, student), (teacher_tokenizer, teacher))
-    )
-    return VocabTrees.from_spellings(sigma, tau, *rules)
+    return VocabTrees.from_spellings(sigma, tau)
 
 
 # -- from a file, from the cache, or built on the spot -----------------------------------------------------------------
 
 
-def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path, *, k: int, reverse: bool) -> Path:
-    """File of a pair of tokenizers in the cache; everything that decides the content is in its name.
+def cache_path(student: ByteVocab, teacher: ByteVocab, cache_dir: Path) -> Path:
+    """File of a pair of tokenizers in the cache; everything that decides the content is in its name."""
+    pair = f"{student.fingerprint[:20]}_{teacher.fingerprint[:20]}"
+    return cache_dir / f"{pair}_{RULE}_k{PIECES}_v{VERSION}.safetensors"
 
-    A file that an earlier release stored under the fingerprints of version 1 goes on being used.
-    """
-    current, earlier = (
-        cache_dir / f"{of_student[:20]}_{of_teacher[:20]}_{rule_name(reverse)}_k{k}_v{VERSION}.safetensors"
-        for of_student, of_teacher in (
-            (student.fingerprint, teacher.fingerprint),
-            (student.first_fingerprint, teacher.first_fingerprint),
+
+def refuse_missing(path: str | os.PathLike[str] | None, key: str) -> None:
+    """Refuse a stored projection that is not there. ``key``: of the run file."""
+    if path is not None and not Path(path).exists():
+        raise ConfigError(
+            f"{key} is {str(path)!r}, which does not exist; correct it, or leave it out: the projection is then made "
+            "from the tokenizers"
         )
-    )
-    return earlier if earlier.exists() and not current.exists() else current
 
 
 def load_or_build(
@@ -223,8 +192,6 @@ def load_or_build(
     path: str | os.PathLike[str] | None = None,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    k: int = DEFAULT_K,
-    reverse: bool = False,
     trees: bool = False,
     progress: Advance | None = None,
 ) -> Projection:
@@ -237,7 +204,7 @@ def load_or_build(
     trees: with cells and trees. A cached matrix without them gets them; a file at `path` is left as it is, and its
     trees are built for this process only.
     """
-    student, teacher = Tokenizer.of(student_tokenizer).vocab, Tokenizer.of(teacher_tokenizer).vocab
+    student, teacher = ByteTokenizer.of(student_tokenizer).vocab, ByteTokenizer.of(teacher_tokenizer).vocab
     projection: Projection | None = None
     if path is not None:
         target = Path(path)
@@ -245,17 +212,18 @@ def load_or_build(
             projection = Projection.load(target, student, teacher)
     else:
         folder = files.cache_dir("projections") if cache_dir is None else Path(cache_dir)
-        target = cache_path(student, teacher, folder, k=k, reverse=reverse)
+        target = cache_path(student, teacher, folder)
         if target.exists():
             try:
                 projection = Projection.load(target, student, teacher)
+            # the cache may be replaced; a file that was named is refused above instead
             except ProjectionError as error:
                 logger.warning("the cached projection is not usable and is built anew: %s", error)
     is_given = path is not None and projection is not None
     if projection is not None and (projection.trees is not None or not trees):
         return projection
     if projection is None:
-        projection = build_rules(student_tokenizer, teacher_tokenizer, k=k, reverse=reverse, progress=progress)
+        projection = build_rules(student_tokenizer, teacher_tokenizer, progress=progress)
     if trees:
         if is_given:
             logger.info("%s holds no trees: they are built now; `limbeck project -o` stores them", target)

@@ -1,4 +1,4 @@
-"""What two vocabularies can both say: cells of tokens, and trees of spellings.
+"""Events that two vocabularies can both state: cells of tokens, and trees of spellings.
 
 `sigma(t)` is the student's spelling of teacher token t, `tau(s)` the teacher's spelling of student token s. The first
 token of a spelling is a prefix of the token, on the other side. Following first tokens from side to side, tokens get
@@ -13,14 +13,13 @@ tokens `a` that begin some spelling, the teacher's next-token distribution says 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from limbeck.errors import ProjectionError
-from limbeck.projection.pairs import PairRule
 
 Spelling = tuple[int, ...]
 IdArray = npt.NDArray[np.int32]
@@ -77,6 +76,7 @@ class SpellingTree:
             and (self.token[1:] >= 0).all()
             and (np.diff(self.child_keys) > 0).all()
             and (self.start + self.ends <= self.stop).all()
+            # minlength: nothing has no maximum
             and np.bincount(self.order, minlength=1).max() <= 1
         )
         if not sound:
@@ -116,6 +116,7 @@ class SpellingTree:
     @cached_property
     def child_keys(self) -> IntArray:
         """`parent * fine_size + token` of nodes 1, 2, ...: ascending, so a child is found by bisection."""
+        # nodes times tokens are beyond int32
         return self.parent[1:].astype(np.int64) * self.fine_size + self.token[1:]
 
     @cached_property
@@ -134,10 +135,11 @@ class SpellingTree:
     def children(self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]) -> IntArray:
         """The child of each node by each fine token, -1 where there is none or the node is -1 itself."""
         keys = np.asarray(nodes, np.int64) * self.fine_size + tokens
-        at = np.searchsorted(self.child_keys, keys)
-        found = at < self.child_keys.size
-        found &= self.child_keys[np.where(found, at, 0)] == keys if self.child_keys.size else False
-        return np.where(found & (np.asarray(nodes) >= 0), at + 1, -1)
+        index = np.searchsorted(self.child_keys, keys)
+        # bisection says `size` for keys behind the last
+        exists = index < self.child_keys.size
+        exists &= self.child_keys[np.where(exists, index, 0)] == keys if self.child_keys.size else False
+        return np.where(exists & (np.asarray(nodes) >= 0), index + 1, -1)
 
     def find(self, spelling: Sequence[int]) -> int:
         """The node of a spelling, -1 where no coarse token's spelling begins so."""
@@ -147,8 +149,8 @@ class SpellingTree:
         return int(node[0])
 
     @cached_property
-    def place(self) -> IdArray:
-        """[coarse_size]; where each coarse id stands in `order`, -1 where it has no spelling."""
+    def position(self) -> IdArray:
+        """[coarse_size]; position of each coarse id in `order`, -1 where it has no spelling."""
         out = np.full(self.coarse_size, -1, dtype=np.int32)
         out[self.order] = np.arange(self.order.size)
         return out
@@ -170,29 +172,14 @@ class SpellingTree:
         while start.size:
             node = self.children(node, ids[start + depth])
             if depth:
-                place = self.place[coarse]
-                on_tree += int(((node >= 0) & (place >= self.start[node]) & (place < self.stop[node])).sum())
+                position = self.position[coarse]
+                # a node of -1 looks up the last one, which the first condition takes out again
+                on_tree += int(((node >= 0) & (position >= self.start[node]) & (position < self.stop[node])).sum())
                 inner += start.size
             depth += 1
             longer = end - start > depth
             start, end, node, coarse = start[longer], end[longer], node[longer], coarse[longer]
         return inner, on_tree
-
-    def inner_nodes(self, ids: IntArray, first: IntArray, count: IntArray, coarse: IntArray) -> list[int]:
-        """Nodes at which runs of fine tokens stand before a token that is not their first and still spells their coarse
-        token. first, count: the runs in `ids`; coarse: one coarse id each."""
-        found = list[IntArray]()
-        node, depth = np.zeros(first.size, np.int64), 0
-        while first.size:
-            following = self.children(node, ids[first + depth])
-            place = self.place[coarse]
-            on_tree = (following >= 0) & (place >= self.start[following]) & (place < self.stop[following])
-            if depth:
-                found.append(node[on_tree])
-            depth += 1
-            longer = on_tree & (count > depth)
-            first, count, node, coarse = first[longer], count[longer], following[longer], coarse[longer]
-        return [int(node) for node in np.concatenate([np.zeros(0, np.int64), *found])]
 
     def spellings(self) -> list[Spelling]:
         """The spelling of each coarse id, `()` where it has none: what `from_spellings` was given."""
@@ -218,15 +205,12 @@ class VocabTrees:
         student_cell, teacher_cell: int32 [V_s], [V_t]; the cell of each id, -1 for an id that the other side cannot
             say at all (specials without a partner, ids that no text gives).
         student_tree: the teacher's tokens by their student spelling; teacher_tree: the mirror.
-        student_pairs, teacher_pairs: which token may follow which; None where the tokenizer is no byte-pair one.
     """
 
     student_cell: IdArray
     teacher_cell: IdArray
     student_tree: SpellingTree
     teacher_tree: SpellingTree
-    student_pairs: PairRule | None = None
-    teacher_pairs: PairRule | None = None
 
     def __post_init__(self) -> None:
         sizes = self.student_cell.size, self.teacher_cell.size
@@ -235,21 +219,12 @@ class VocabTrees:
             self.teacher_tree.fine_size,
         ) != sizes:
             raise ProjectionError(f"cells of {sizes[0]} and {sizes[1]} ids do not fit the trees")
-        for rule, size in ((self.student_pairs, sizes[0]), (self.teacher_pairs, sizes[1])):
-            if rule is not None and rule.size != size:
-                raise ProjectionError(f"a pair rule of {rule.size} ids does not fit a vocabulary of {size}")
         counts = [_cell_sizes(cells) for cells in (self.student_cell, self.teacher_cell)]
         if counts[0].size != counts[1].size or not all(count.all() for count in counts):
             raise ProjectionError("a cell has no token on one of the sides")
 
     @classmethod
-    def from_spellings(
-        cls,
-        sigma: Sequence[Spelling],
-        tau: Sequence[Spelling],
-        student_pairs: PairRule | None = None,
-        teacher_pairs: PairRule | None = None,
-    ) -> VocabTrees:
+    def from_spellings(cls, sigma: Sequence[Spelling], tau: Sequence[Spelling]) -> VocabTrees:
         """From the student's spelling of each teacher id and the teacher's of each student id (`()`: none).
 
         A special token is spelled by its partner on the other side.
@@ -257,7 +232,7 @@ class VocabTrees:
         student_cell, teacher_cell = find_cells(sigma, tau)
         student_tree = SpellingTree.from_spellings(sigma, len(tau))
         teacher_tree = SpellingTree.from_spellings(tau, len(sigma))
-        return cls(student_cell, teacher_cell, student_tree, teacher_tree, student_pairs, teacher_pairs)
+        return cls(student_cell, teacher_cell, student_tree, teacher_tree)
 
     @property
     def num_cells(self) -> int:
@@ -269,58 +244,16 @@ class VocabTrees:
         """[cells] each: student and teacher ids in every cell."""
         return _cell_sizes(self.student_cell), _cell_sizes(self.teacher_cell)
 
-    def refined(self, students: IntArray, teachers: IntArray, counts: IntArray, epsilon: float) -> VocabTrees:
-        """These trees with finer cells: without the links that a corpus hardly uses.
-
-        students, teachers, counts: first tokens of the two sides at shared boundaries and how often (`PairCounter`).
-        A link from a token to the one that its spelling begins with is used by the boundaries at which exactly one
-        side's token hangs below it; where these are less than a share `epsilon` of the cell's boundaries, it is cut. A
-        part that then has tokens of one side only belongs to no cell. The error is the share of boundaries whose
-        tokens no longer share a cell. Cells that the corpus does not hold stay as they are.
-        """
-        if not 0 <= epsilon < 1:
-            raise ProjectionError(f"epsilon is {epsilon}; a share of a cell's boundaries lies in [0, 1)")
-        sizes = self.student_cell.size, self.teacher_cell.size
-        up = _links(self.teacher_tree.first, self.student_tree.first)
-        depth, root = _depths(up)
-        cell = np.concatenate([self.student_cell, self.teacher_cell])
-        used, total = np.zeros(up.size, np.int64), np.zeros(self.num_cells + 1, np.int64)
-        pair = np.stack([students, teachers + sizes[0]])
-        same = (root[pair[0]] == root[pair[1]]) & (cell[pair[0]] >= 0)
-        pair, counts = pair[:, same], counts[same]
-        np.add.at(total, cell[pair[0]], counts)
-        while pair.size:  # both tokens climb to where they meet
-            first = depth[pair[0]] >= depth[pair[1]]
-            climbing = np.where(first, pair[0], pair[1])
-            np.add.at(used, climbing, counts)
-            pair = np.where(np.stack([first, ~first]), up[pair], pair)
-            apart = pair[0] != pair[1]
-            pair, counts = pair[:, apart], counts[apart]
-        own = np.arange(up.size)
-        # a root and its partner of equal bytes stay together
-        partner = own == _partners(self.teacher_tree.first, self.student_tree.first)[root]
-        cut = (up != own) & ~partner & (cell >= 0) & (used < epsilon * total[cell])
-        _, root = _depths(np.where(cut, own, up))
-        student_cell, teacher_cell = _numbered(root, sizes[0])
-        return replace(self, student_cell=student_cell, teacher_cell=teacher_cell)
-
     def tensors(self) -> dict[str, npt.NDArray[np.int32]]:
         """All arrays, as a projection's file holds them."""
         out = {"student_cell": self.student_cell, "teacher_cell": self.teacher_cell}
-        parts: dict[str, SpellingTree | PairRule | None] = {
-            "student_tree": self.student_tree,
-            "teacher_tree": self.teacher_tree,
-            "student_pairs": self.student_pairs,
-            "teacher_pairs": self.teacher_pairs,
-        }
-        for part, owner in parts.items():
-            if owner is not None:
-                out |= {f"{part}.{name}": array for name, array in owner.arrays().items()}
+        for part, tree in (("student_tree", self.student_tree), ("teacher_tree", self.teacher_tree)):
+            out |= {f"{part}.{name}": array for name, array in tree.arrays().items()}
         return out
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, npt.NDArray[np.int32]]) -> VocabTrees:
-        """What `tensors` gave; raises ProjectionError where an array is missing, unknown or out of range."""
+        """Trees from what `tensors` gave; raises ProjectionError where an array is missing, unknown or out of range."""
         left = dict(tensors)
 
         def take(part: str, names: Sequence[str]) -> dict[str, npt.NDArray[np.int32]]:
@@ -339,13 +272,9 @@ class VocabTrees:
         tree_names = [f.name for f in fields(SpellingTree) if not f.name.endswith("size")]
         student_tree = SpellingTree(**take("student_tree", tree_names), coarse_size=sizes[1], fine_size=sizes[0])
         teacher_tree = SpellingTree(**take("teacher_tree", tree_names), coarse_size=sizes[0], fine_size=sizes[1])
-        rules: list[PairRule | None] = []
-        for part in ("student_pairs", "teacher_pairs"):
-            stored = any(name.startswith(part) for name in left)
-            rules.append(PairRule(**take(part, [f.name for f in fields(PairRule)])) if stored else None)
         if left:
             raise ProjectionError(f"trees: unknown arrays {sorted(left)[:3]}; build it anew.")
-        return cls(*cells, student_tree, teacher_tree, *rules)
+        return cls(*cells, student_tree, teacher_tree)
 
 
 def find_cells(sigma: Sequence[Spelling], tau: Sequence[Spelling]) -> tuple[IdArray, IdArray]:
@@ -354,35 +283,31 @@ def find_cells(sigma: Sequence[Spelling], tau: Sequence[Spelling]) -> tuple[IdAr
         np.fromiter((spelling[0] if spelling else -1 for spelling in side), dtype=np.int64, count=len(side))
         for side in (tau, sigma)
     ]
-    up = _links(*firsts)
-    _, root = _depths(up)
-    return _numbered(root, len(tau))
+    return _numbered(_roots(_links(*firsts)), len(tau))
 
 
-def _partners(student_first: npt.NDArray[np.integer], teacher_first: npt.NDArray[np.integer]) -> IntArray:
-    """The token that each one's spelling begins with, student ids first; itself where it has no spelling."""
+def _links(student_first: IntArray, teacher_first: IntArray) -> IntArray:
+    """The token that each one's spelling begins with, student ids first; itself where it has no spelling.
+
+    The first of two tokens that point at each other is the root of both.
+    """
     size = student_first.size
-    out = np.arange(size + teacher_first.size)
-    out[:size][student_first >= 0] = size + student_first[student_first >= 0]
-    out[size:][teacher_first >= 0] = teacher_first[teacher_first >= 0]
-    return out
+    token = np.arange(size + teacher_first.size)
+    parent = token.copy()
+    parent[:size][student_first >= 0] = size + student_first[student_first >= 0]
+    parent[size:][teacher_first >= 0] = teacher_first[teacher_first >= 0]
+    return np.where(parent[parent] == token, np.minimum(token, parent), parent)
 
 
-def _links(student_first: npt.NDArray[np.integer], teacher_first: npt.NDArray[np.integer]) -> IntArray:
-    """`_partners`, with the first of two tokens that point at each other as the root of both."""
-    parent = _partners(student_first, teacher_first)
-    own = np.arange(parent.size)
-    return np.where(parent[parent] == own, np.minimum(own, parent), parent)
-
-
-def _depths(up: IntArray) -> tuple[IntArray, IntArray]:
-    """How many links lie above each token, and its root."""
-    depth, root = (up != np.arange(up.size)).astype(np.int64), up
+def _roots(up: IntArray) -> IntArray:
+    """Where each token's links lead."""
+    root = up
+    # each pass doubles the distance, and no chain is longer than there are tokens
     for _ in range(up.size.bit_length()):
-        depth, root = depth + depth[root], root[root]
+        root = root[root]
     if (up[root] != root).any():
         raise ProjectionError("the spellings of the two vocabularies run in circles; they are not those of tokenizers")
-    return depth, root
+    return root
 
 
 def _numbered(root: IntArray, students: int) -> tuple[IdArray, IdArray]:

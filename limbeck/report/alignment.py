@@ -42,10 +42,12 @@ def _viewer_row(view: dict[str, Any]) -> dict[str, Any]:
         for name, side in sides.items()
         for piece in side.get("left_out", [])
     ]
-    dropped = [
+    # samples of earlier runs call them "dropped"
+    counts = {name: side["skipped"] if "skipped" in side else side["dropped"] for name, side in sides.items()}
+    skipped = [
         {"side": name, "count": count, "why": explain(reason) or reason}
-        for name, side in sides.items()
-        for reason, count in side["dropped"].items()
+        for name, reasons in counts.items()
+        for reason, count in reasons.items()
     ]
     counted = [{"side": "", "count": n, "why": explain(why) or why} for why, n in view["summary"]["left_out"].items()]
     # what a template writes around the supervised text is worth showing; a plain text has nothing around it
@@ -57,24 +59,24 @@ def _viewer_row(view: dict[str, Any]) -> dict[str, Any]:
     return {
         "source": view.get("source", ""),
         "left_out": left,
-        "dropped": [*counted, *dropped],
+        "skipped": [*counted, *skipped],
         "reads": reads,
         "chunks": [_viewer_chunk(chunk) for chunk in view["chunks"]],
     }
 
 
 def _viewer_chunk(chunk: dict[str, Any]) -> dict[str, Any]:
-    shown = {key: chunk[key] for key in ("kind", "exact", "role", "student_ids", "teacher_ids")}
-    shown["bytes"] = chunk.get("bytes", "")
-    shown["student"] = [readable(token) for token in chunk["student_tokens"]]
-    shown["teacher"] = [readable(token) for token in chunk["teacher_tokens"]]
-    shown["ends_line"] = "\n" in chunk["text"] or chunk["role"]  # special tokens that meet end a turn or a document
+    box = {key: chunk[key] for key in ("kind", "exact", "role", "student_ids", "teacher_ids")}
+    box["bytes"] = chunk.get("bytes", "")
+    box["student"] = [readable(token) for token in chunk["student_tokens"]]
+    box["teacher"] = [readable(token) for token in chunk["teacher_tokens"]]
+    box["ends_line"] = "\n" in chunk["text"] or chunk["role"]  # special tokens that meet end a turn or a document
     scores = ("student_logprobs", "teacher_logprobs", "student_logprob", "teacher_logprob", "divergence")
-    shown.update({key: chunk[key] for key in scores if chunk.get(key) is not None})
+    box.update({key: chunk[key] for key in scores if chunk.get(key) is not None})
     for key in ("student_top", "teacher_top"):
         if chunk.get(key):
-            shown[key] = [[readable(token), share] for token, share in chunk[key]]
-    return shown
+            box[key] = [[readable(token), share] for token, share in chunk[key]]
+    return box
 
 
 def alignment_page(view: dict[str, Any], names: tuple[str, str], *, notes: Sequence[str] = ()) -> Page:
@@ -84,20 +86,20 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str], *, notes: Seque
     cards = [
         ("Chunks", f"{s['chunks']:,}", f"in {len(rows):,} rows" if len(rows) > 1 else ""),
         ("One to one", _share(s["kinds"]["1:1"], s["chunks"]), "of the chunks"),
-        ("Exact", f"{s['coverage']:.1%}", "of the supervised bytes"),
+        ("Covered", f"{s['coverage']:.1%}", "of the supervised bytes"),
         ("Student", f"{s['student_tokens_per_byte']:.3f}", "tokens per byte"),
         ("Teacher", f"{s['teacher_tokens_per_byte']:.3f}", "tokens per byte"),
         *_score_cards(rows),
     ]
-    shown = _fitting(rows)
-    left = [f"The page shows the first {len(shown):,} rows; the figures are of all."] if len(shown) < len(rows) else []
+    fitting = _fitting(rows)
+    cut = f"The page shows the first {len(fitting):,} rows; the figures are of all."
     data = {
         "student": names[0],
         "teacher": names[1],
-        "notes": [*notes, *left],
+        "notes": [*notes, *([cut] if len(fitting) < len(rows) else [])],
         "left_out": "; ".join(f"{v:,} {explain(k) or k}" for k, v in sorted(s["left_out"].items())) or "nothing",
         "cards": [{"title": title, "value": value, "below": below} for title, value, below in cards],
-        "viewer": viewer(shown, names),
+        "viewer": viewer(fitting, names),
     }
     return Page("alignment", f"Alignment of {names[0]} and {names[1]}", data)
 
@@ -105,6 +107,7 @@ def alignment_page(view: dict[str, Any], names: tuple[str, str], *, notes: Seque
 def _fitting(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """The first rows, at least one, whose chunks are not too many for a page."""
     ends = accumulate(len(row.get("chunks", ())) for row in rows)
+    # ends rise, so that the rows that fit are the first ones
     return rows[: max(sum(end <= MOST_CHUNKS for end in ends), 1)]
 
 

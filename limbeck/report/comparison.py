@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from limbeck.report.run_charts import run_axis, short
 from limbeck.report.run_data import RunData
 from limbeck.report.series import NARROW, WIDE, Series, chart, format_number, wants_log
 from limbeck.utils.files import short_names
+from limbeck.utils.paired import paired
 
 _COLOURS = 8
 _SMALL_CHARTS = (
@@ -37,6 +39,7 @@ _TOLD_BY = {
 def comparison_page(runs: Sequence[RunData]) -> Page:
     """Several runs as one page."""
     names = list(short_names([str(run.folder.resolve()) for run in runs]).values())
+    # a folder that is given twice has one entry
     if len(names) < len(runs):
         names = [str(run.folder) for run in runs]
     data = {
@@ -44,6 +47,7 @@ def comparison_page(runs: Sequence[RunData]) -> Page:
         "facts": _common(runs),
         "notes": [f"{name}: {p}" for name, run in zip(names, runs, strict=True) for p in run.problems],
         "figures": _figures(runs, names),
+        "tasks": _tasks(runs, names),
         "axes": [run_axis(run) for run in runs],
         "charts": _curves(runs, names),
         "small_charts": _small_curves(runs, names),
@@ -64,12 +68,12 @@ def _figures(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any]:
     bits = [run.points("val/bpb") for run in runs]
     ends = [points[-1][1] for points in bits if points]
     first = bits[0][-1][1] if bits[0] else None
-    titles = ("run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "teacher's bpb", "not reached")
+    titles = ["run", "loss", "steps", "bpb at start", "bpb at end", "to the first", "over its baseline"]
+    titles += ["teacher's bpb", "not covered"]
     rows: list[list[Any]] = []
     for i, (run, name, points) in enumerate(zip(runs, names, bits, strict=True)):
         teacher, speed = run.last("val/teacher_bpb"), run.points("train/tokens_per_s")
-        lost = [run.last(f"val/teacher_0/{key}") for key in ("unreached_mass", "lost_mass")]
-        share = next((value for value in lost if value is not None), None)
+        share = run.last("val/teacher_0/uncovered_mass")
         last = format_number(points[-1][1]) if points else ""
         best = bool(points) and len(ends) > 1 and points[-1][1] == min(ends)
         rows.append(
@@ -80,6 +84,7 @@ def _figures(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any]:
                 format_number(points[0][1]) if points else "",
                 {"best": last} if best else last,
                 f"{points[-1][1] - first:+.4f}" if i and points and first is not None else "",
+                "" if run.gain is None else run.shown_gain(run.gain[0]),
                 "" if teacher is None else format_number(teacher),
                 "" if share is None else f"{share:.1%}",
                 format_number(run.last("train/loss") or 0.0) if not ends and run.points("train/loss") else "",
@@ -89,6 +94,36 @@ def _figures(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any]:
     columns = [*titles, "last training loss", "tokens/s"]
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     return {"columns": [columns[i] for i in kept], "rows": [[row[i] for i in kept] for row in rows]}
+
+
+def _tasks(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any]:
+    """Each run against the first on the problems that both were asked; none where no task is shared."""
+    columns = ["task", "run", "solved", "the first", "difference", "alone solved", "p (McNemar)", "problems"]
+    rows: list[list[str]] = []
+    known = dict.fromkeys(str(row.get("task")) for run in runs for row in run.tasks)
+    for task in known:
+        first = runs[0].solved(task)
+        for run, name in zip(runs[1:], names[1:], strict=True):
+            second = run.solved(task)
+            pair = paired(first, second)
+            if pair is None:
+                continue
+            # paired: both runs' means are over the problems that both were asked
+            common = sorted(first.keys() & second.keys())
+            means = [sum(scores[i] for i in common) / len(common) for scores in (second, first)]
+            error = "" if math.isnan(pair["standard_error"]) else f" ± {pair['standard_error']:.1%}"
+            rows.append(
+                [
+                    task,
+                    name,
+                    *(f"{mean:.1%}" for mean in means),
+                    f"{pair['difference']:+.1%}{error}",
+                    f"{pair['gained']:.0f} against {pair['lost']:.0f}",
+                    f"{pair['p']:.2g}",
+                    f"{pair['problems']:.0f}",
+                ]
+            )
+    return {"columns": columns, "rows": rows}
 
 
 def _curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -108,12 +143,15 @@ def _curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any
     for objective, members in _alike(runs, [_sums(run) for run in runs]):
         series = _overlay(runs, names, members, "train/loss", smooth=True)
         charts.append(chart("Training loss", series, note=objective.partition("\n")[0]))
+    for name in dict.fromkeys(str(row.get("task")) for run in runs for row in run.tasks):
+        series = _overlay(runs, names, everyone, f"val/task/{name}", smooth=False)
+        charts.append(chart(f"Task {name}", series, note="share of problems solved; more is better"))
     charts.append(chart("Accuracy, validation", _overlay(runs, names, everyone, "val/accuracy", smooth=False)))
-    return [found for found in charts if found]
+    return [drawn for drawn in charts if drawn]
 
 
 def _sums(run: RunData) -> str | None:
-    """What a run's loss adds up; None where another chart shows the same."""
+    """Terms of a run's loss; None where another chart shows the same."""
     if run.objective == "cross-entropy alone" and run.points("train/ce_loss"):
         return None
     return f"{run.objective}\n{sorted(_flat(run.setting('loss_fn', run.setting('loss', {}))).items(), key=str)}"
@@ -134,7 +172,7 @@ def _small_curves(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[st
         log = any(map(wants_log, points)) and all(value > 0 for one in points for _, value in one)
         series = _overlay(runs, names, range(len(runs)), key, smooth=smooth)
         charts.append(chart(title, series, width=NARROW, height=220, log=log, zero=not log))
-    return [found for found in charts if found]
+    return [drawn for drawn in charts if drawn]
 
 
 def _overlay(
@@ -169,30 +207,31 @@ def _differences(runs: Sequence[RunData]) -> dict[str, Any]:
     """
     settings = [_flat(run.config) if run.config else {} for run in runs]
     keys = list(dict.fromkeys(key for flat in settings for key in flat if not key.startswith(_PLACES)))
+    # repr: lists cannot be in a set, and True equals 1
     differ = [key for key in keys if len({repr(flat.get(key)) for flat in settings}) > 1]
-    found: list[list[str]] = []
+    rows_shown: list[list[str]] = []
     folded = []
     for section in dict.fromkeys(key.partition(".")[0] for key in differ):
-        own = [key for key in differ if key.partition(".")[0] == section]
+        section_keys = [key for key in differ if key.partition(".")[0] == section]
         inside = [sum(key.startswith(f"{section}.") for key in flat) for flat in settings]
-        if 0 in inside and len(own) > 1:
-            told = f"{section}.{_TOLD_BY.get(section, '')}".rstrip(".")
-            found.append([told, *(_block(*one, section) for one in zip(runs, settings, inside, strict=True))])
+        if 0 in inside and len(section_keys) > 1:
+            title = f"{section}.{_TOLD_BY.get(section, '')}".rstrip(".")
+            rows_shown.append([title, *(_block(*one, section) for one in zip(runs, settings, inside, strict=True))])
             continue
-        rows = [[key, *(_value(flat, key) for flat in settings)] for key in own]
+        rows = [[key, *(_value(flat, key) for flat in settings)] for key in section_keys]
         if len(rows) > _MOST_ROWS:
             folded.append({"section": section, "rows": rows})
         else:
-            found += rows
-    return {"rows": found, "folded": folded}
+            rows_shown += rows
+    return {"rows": rows_shown, "folded": folded}
 
 
 def _block(run: RunData, flat: Mapping[str, Any], size: int, section: str) -> str:
     """A whole section in one cell."""
     if not size:
         return "-" if flat.get(section) is None else str(flat[section])
-    told = flat.get(f"{section}.{_TOLD_BY.get(section, '')}")
-    names = run.teachers if section.startswith("teacher") else [] if told is None else [str(told)]
+    name = flat.get(f"{section}.{_TOLD_BY.get(section, '')}")
+    names = run.teachers if section.startswith("teacher") else [] if name is None else [str(name)]
     return ", ".join([*names, f"{size} settings"])
 
 

@@ -17,7 +17,7 @@ from limbeck.errors import ConfigError, one_line
 from limbeck.utils.files import write_atomic
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("charts.js", "page.js", "traces.js", "alignment.js", "vocabulary.js")
+_SCRIPTS = ("make.js", "charts.js", "page.js", "traces.js", "alignment.js")
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,31 @@ class Page:
         return target
 
 
+# Characters that a browser hides, drops or obeys: control characters, and those that turn the direction of text around.
+_TURNS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SIGNS = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: "\u2421",
+    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_TURNS)},
+}
+
+
+def _with_signs(value: Any) -> Any:
+    """Text of data with a sign for every character that could not be seen or would change what is seen around it."""
+    # exactly str: Markup (the script behind the policy's hash, JSON) must stay as it is
+    return value.translate(_SIGNS) if type(value) is str else value
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, auto_reload=False
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        auto_reload=False,
+        finalize=_with_signs,
     )
+    # NaN and Infinity are no JSON: the browser's JSON.parse would refuse all of it
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return environment
 

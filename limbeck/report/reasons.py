@@ -1,4 +1,4 @@
-"""What the counted reasons mean, in one sentence each."""
+"""Meanings of the counted reasons, in one sentence each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _REASONS = {
     "skipped_record": "records that could not be rendered",
     "inexact_tokens": "tokens whose bytes the tokenizer's normaliser changed",
     "inexact_chunks": "chunks whose bytes differ between the two sides, kept out of the loss",
+    "added_space_chunks": "chunks behind a space that one tokenizer writes by itself, kept out of losses that compare "
+    "tokens; alm and the policy gradient compare their probabilities",
     "segment_missing": "messages or parts that only one side's template renders",
     "segment_differs": "messages that the two templates render differently",
     "call_fields_differ": "names, keys and values of tool calls that the two templates write differently",
@@ -29,7 +31,7 @@ _REASONS = {
     "unrendered_tools": "tools given to a template that reads none",
     "no_end_of_turn": "answers without an end-of-turn token",
     "outside_generation": "answers outside the template's generation markers",
-    "edge_whitespace": "strings whose outer white space could not be told from the template's",
+    "edge_whitespace": "strings whose outer white space could not be distinguished from the template's",
     "blank_chunks": "chunks of the student's own text that are nothing but spaces and tabs",
     "cut_chunks": "last chunks of answers that the length limit cut off",
     "special_in_answer": "answers with a special token inside; what follows it is not compared",

@@ -18,8 +18,6 @@ PARTS = {
     "root_kl": "cells at chunk starts",
     "inner_student_kl": "inside teacher tokens",
     "inner_teacher_kl": "inside student tokens",
-    "terminal_kl": "after spelled tokens",
-    "first_kl": "first level of deep cells",
     "chunk_kl": "whole chunks",
     "common_kl": "common tokens",
     "strict_kl": "one-to-one chunks",
@@ -36,20 +34,16 @@ KINDS = {
 """Distillation loss by the tokens of chunks, as validations count it for every teacher."""
 CLASSES = {name: name.replace("_", " ") for name in TEXT_CLASSES}
 """Classes of tokens by which validations count cross-entropy and, by their first tokens, chunks."""
-LOST = {
-    "unreached_mass": "unreached by the projection",
-    "lost_mass": "lost at chunk starts",
-    "excluded_mass_student": "excluded, student's",
-    "excluded_mass_teacher": "excluded, teacher's",
-    "excluded_mass_inner": "excluded, inner positions",
+UNCOVERED = {
+    "uncovered_mass": "the teacher's, at chunk starts",
+    "uncovered_root_student": "the student's, at roots",
+    "uncovered_root_teacher": "the teacher's, at roots",
 }
 """Shares of probability that a loss does not compare."""
 UNSURE = {
     "cell_error": "first tokens in different cells",
-    "unconditioned": "not conditioned, chunk starts",
-    "unconditioned_inner": "not conditioned, inner positions",
     "gate": "chunks that the gate lets through",
-    "blank_rows": "rows of white space, left out",
+    "blank_rows": "rows of white space, masked",
 }
 """Shares of chunks."""
 _LOG_PROBS = {
@@ -105,10 +99,9 @@ _WAITING = ("data", "wait")
 _MEMORY = {
     "train/memory/resident_gib": "resident in main memory",
     "train/memory/device_gib": "accelerator, most so far",
-    "gpu/memory_gib": "accelerator, allocated",
-    "gpu/peak_memory_gib": "accelerator, peak",
+    "train/memory/allocated_gib": "accelerator, after a step",
 }
-"""Memory of the process of rank 0; the last two with ``logger.monitor_gpus``."""
+"""Memory of the process of rank 0; the last one with ``logger.monitor_gpus``."""
 
 
 def teacher_levels(run: RunData) -> list[tuple[str, Points]]:
@@ -141,7 +134,7 @@ class RunCharts:
     def sections(self) -> list[dict[str, Any]]:
         """``title``, ``note`` and ``charts`` of every section that has any, then ``further`` for what is left."""
         run = self.run
-        made: list[tuple[str, str, bool, Sequence[Chart | None]]] = [
+        parts: list[tuple[str, str, bool, Sequence[Chart | None]]] = [
             ("Quality", "on held-out text", False, self._quality()),
             ("Losses", "", False, self._losses()),
             ("Reach", "what of the two models is compared", True, self._reach()),
@@ -150,12 +143,12 @@ class RunCharts:
             ("Time and memory", "", True, self._machine()),
         ]
         if run.on_traces:
-            made.insert(0, ("Traces", "failed and rejected should fall, chosen should rise", False, self._traces()))
-        found = [
+            parts.insert(0, ("Traces", "failed and rejected should fall, chosen should rise", False, self._traces()))
+        sections = [
             {"title": title, "note": note, "small": small, "charts": [c for c in charts if c]}
-            for title, note, small, charts in made
+            for title, note, small, charts in parts
         ]
-        return [section for section in found if section["charts"]]
+        return [section for section in sections if section["charts"]]
 
     def further(self) -> list[Chart]:
         """All metrics that no section has shown, small; call it after :meth:`sections`."""
@@ -167,7 +160,7 @@ class RunCharts:
             colour = 2 if key.startswith("val/") else 7
             one = Series(key.partition("/")[0], points, colour, smooth=len(points) > 60, markers=True)
             charts.append(chart(key.partition("/")[2] or key, [one], width=NARROW, height=200, log=wants_log(points)))
-        return [found for found in charts if found]
+        return [drawn for drawn in charts if drawn]
 
     # -- curves -------------------------------------------------------------------------------------------------------
 
@@ -186,18 +179,18 @@ class RunCharts:
         return chart(title, [self._train("train", f"train/{name}"), self._val("validation", f"val/{name}")], note=note)
 
     def _named(self, names: Mapping[str, str], prefix: str) -> list[Series]:
-        """A series for every metric of a teacher that is there; several teachers are told apart by number."""
+        """A series for every metric of a teacher that is there; several teachers are distinguished by number."""
         teachers = _numbers(self.run, prefix)
-        found: list[Series] = []
-        for name, shown in names.items():
+        series_list: list[Series] = []
+        for name, title in names.items():
             for i in teachers:
-                label = shown if len(teachers) == 1 else f"{shown}, teacher {i}"
+                label = title if len(teachers) == 1 else f"{title}, teacher {i}"
                 make = self._train if prefix == "train" else self._val
-                series = make(label, f"{prefix}/teacher_{i}/{name}", len(found) % 8)
+                series = make(label, f"{prefix}/teacher_{i}/{name}", len(series_list) % 8)
                 # a part that is switched off is logged as 0
                 if any(value for _, value in series.points):
-                    found.append(series)
-        return found
+                    series_list.append(series)
+        return series_list
 
     # -- sections -----------------------------------------------------------------------------------------------------
 
@@ -207,12 +200,28 @@ class RunCharts:
         for i, (name, points) in enumerate(teacher_levels(run)):
             bits.append(Series(name, _level(points, run), 1 + i, dashed=True))
         self._shown |= {key for key in run.metric_names if re.fullmatch(r"val/teacher_(\d+_)?bpb", key)}
+        if run.baseline is not None:
+            bits.append(Series("cross-entropy alone", run.baseline.points("val/bpb"), 7))
         charts = [chart("Bits per byte", bits, width=WIDE, height=300, note="less is better")] if bits[0].points else []
         for name, student, teacher in sources(run):
             teachers = [Series("teacher", _level(self._points(teacher), run), 1, dashed=True)] if teacher else []
             charts.append(chart(f"Bits per byte, {name}", [self._val("student", student, 0), *teachers]))
         accuracy = [self._val("next token", "val/accuracy"), self._val("teacher's choice", "val/proj_accuracy", 1)]
         charts.append(chart("Accuracy", accuracy, note="share of tokens; of chunks for the teacher's choice"))
+        return self._of_tasks() + charts
+
+    def _of_tasks(self) -> list[Chart | None]:
+        names = dict.fromkeys(str(row.get("task")) for row in self.run.tasks)
+        figures = {"solved": "", "cut off": "_cut", "no answer": "_no_answer"}
+        charts = []
+        for name in names:
+            lines = [self._val(title, f"val/task/{name}{end}", i) for i, (title, end) in enumerate(figures.items())]
+            last = self.run.last(f"val/task/{name}_se")
+            error = "" if last is None else f"; standard error at the end {last:.1%}"
+            charts.append(
+                chart(f"Task {name}", lines, note=f"share of problems solved by the verifier's verdict{error}")
+            )
+            self._shown |= {key for key in self.run.metric_names if key.startswith(f"val/task/{name}")}
         return charts
 
     def _losses(self) -> list[Chart | None]:
@@ -235,11 +244,11 @@ class RunCharts:
 
     def _by_kind(self) -> list[Chart | None]:
         """Losses of a validation by kind of chunk and by class of token, where there is more than one."""
-        plain = [self._val(shown, f"val/ce_loss/{name}", i) for i, (name, shown) in enumerate(CLASSES.items())]
+        plain = [self._val(title, f"val/ce_loss/{name}", i) for i, (name, title) in enumerate(CLASSES.items())]
         groups = {
             "Distillation loss by kind of chunk": self._named(KINDS, "val"),
             "Distillation loss by class of token": self._named(
-                {f"kl_loss/{name}": shown for name, shown in CLASSES.items()}, "val"
+                {f"kl_loss/{name}": title for name, title in CLASSES.items()}, "val"
             ),
             "Cross-entropy by class of token": [series for series in plain if any(v for _, v in series.points)],
         }
@@ -268,35 +277,36 @@ class RunCharts:
         coverage = [self._val("target tokens in exact chunks", "val/coverage", 3)]
         prefix = "val" if any(k.startswith("val/teacher_") for k in self.run.metric_names) else "train"
         other = "train" if prefix == "val" else "val"
-        lost, unsure = self._named(LOST, prefix), self._named(UNSURE, prefix)
-        for names in (LOST, UNSURE):
+        uncovered, unsure = self._named(UNCOVERED, prefix), self._named(UNSURE, prefix)
+        for names in (UNCOVERED, UNSURE):
+            # for what it marks as shown: `further` would draw the same metrics of the other part once more
             self._named(names, other)
         where = "validation" if prefix == "val" else "training"
         return [
             chart("Alignment coverage", coverage, width=NARROW, height=210, note="validation"),
-            chart("Probability that is not compared", lost, width=NARROW, height=210, zero=True, note=where),
+            chart("Uncovered probability", uncovered, width=NARROW, height=210, zero=True, note=where),
             chart("Shares of chunks", unsure, width=NARROW, height=210, zero=True, note=where),
-            self._dropped(),
+            self._skipped(),
         ]
 
-    def _dropped(self) -> Chart | None:
-        """What was left out so far, by reason; the eight largest."""
-        logged = [key for key in self.run.metric_names if key.startswith("train/dropped/")]
-        found = {key: [(step, n) for step, n in self._points(key) if n > 0] for key in logged}
-        keys = sorted((key for key in logged if found[key]), key=lambda key: -found[key][-1][1])[:8]
-        names = [key.removeprefix("train/dropped/").replace("_", " ") for key in keys]
+    def _skipped(self) -> Chart | None:
+        """Skipped records so far, by reason; the eight largest."""
+        logged = [key for key in self.run.metric_names if key.startswith("train/skipped/")]
+        counts = {key: [(step, n) for step, n in self._points(key) if n > 0] for key in logged}
+        keys = sorted((key for key in logged if counts[key]), key=lambda key: -counts[key][-1][1])[:8]
+        names = [key.removeprefix("train/skipped/").replace("_", " ") for key in keys]
         lines = [
-            Series(name, found[key], i, markers=True) for i, (key, name) in enumerate(zip(keys, names, strict=True))
+            Series(name, counts[key], i, markers=True) for i, (key, name) in enumerate(zip(keys, names, strict=True))
         ]
         # tokens, chunks and records in one chart
-        wide = bool(keys) and found[keys[0]][-1][1] > 30 * found[keys[-1]][-1][1]
+        wide = bool(keys) and counts[keys[0]][-1][1] > 30 * counts[keys[-1]][-1][1]
         return chart("Left out so far", lines, width=NARROW, height=210, zero=not wide, log=wide, note="by reason")
 
     def _sampled(self) -> list[Chart | None]:
         return [
             chart(
                 title,
-                [self._train(shown, f"train/sample/{key}", i) for i, (key, shown) in enumerate(keys.items())],
+                [self._train(label, f"train/sample/{key}", i) for i, (key, label) in enumerate(keys.items())],
                 width=NARROW,
                 height=210,
             )
@@ -349,7 +359,7 @@ class RunCharts:
         return parts
 
     def _traces(self) -> list[Chart | None]:
-        """What a run on traces is judged by, and what shows early when it collapses."""
+        """Figures that a run on traces is judged by, and that show early when it collapses."""
         four = [self._val(name, key, i) for i, (key, name) in enumerate(_LOG_PROBS.items())]
         losses = [self._train(name, key, i) for i, (key, name) in enumerate(_CHANNELS.items())]
         charts = [chart("Log-probability of messages", four, width=WIDE, height=300, note="nats per message")]
@@ -361,19 +371,20 @@ class RunCharts:
 
 def sources(run: RunData) -> list[tuple[str, str, str | None]]:
     """Name, metric of the student and metric of the teacher for every data source that is validated by itself."""
-    found = []
+    rows = []
     for key in run.metric_names:
+        # a teacher's own metrics have the form of a source's
         match = re.fullmatch(r"val/(?!teacher_\d+/)(.+)/bpb", key)
         if match:
             teacher = f"{key.removesuffix('bpb')}teacher_bpb"
-            found.append((match[1], key, teacher if run.points(teacher) else None))
-    return found
+            rows.append((match[1], key, teacher if run.points(teacher) else None))
+    return rows
 
 
 def _numbers(run: RunData, prefix: str) -> list[int]:
     """Numbers of the teachers that have metrics of their own."""
-    found = (re.match(rf"{prefix}/teacher_(\d+)/", key) for key in run.metric_names)
-    return sorted({int(match[1]) for match in found if match})
+    matches = (re.match(rf"{prefix}/teacher_(\d+)/", key) for key in run.metric_names)
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def _level(points: Points, run: RunData) -> Points:
@@ -382,7 +393,7 @@ def _level(points: Points, run: RunData) -> Points:
 
 
 def _sum_note(run: RunData) -> str:
-    """What the loss adds up."""
+    """Terms of the loss."""
     if run.on_traces or run.divergence is None:
         return ""
     if run.setting("loss_fn.dynamic_loss_scaling", False):

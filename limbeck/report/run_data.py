@@ -1,4 +1,4 @@
-"""What a run folder says, read without trusting it: a run may have just begun, been killed, or be training now."""
+"""Content of a run folder, read without trusting it: a run may have just begun, been killed, or be training now."""
 
 from __future__ import annotations
 
@@ -15,11 +15,27 @@ from typing import Any
 from limbeck.config import parse_yaml
 from limbeck.errors import ConfigError, LimbeckError, one_line
 from limbeck.utils.jsonl import parse
+from limbeck.utils.paired import paired_rates
 
 _MARKS = ("metrics.jsonl", "config.yaml", "versions.json")
+BASELINE = "baseline"
 _OPTIONS: dict[str, Any] = {"direction": "forward", "temperature": 1.0, "condition": "none", "gate": "none"}
 """Settings, with their defaults, that make another divergence of a mode."""
+_OLD_METRICS = (
+    (r"train/dropped/(.*)", r"train/skipped/\1"),
+    (r"(.*/)(?:unreached|lost)_mass", r"\1uncovered_mass"),
+    (r"(.*/)excluded_mass_(student|teacher)", r"\1uncovered_root_\2"),
+)
+"""Names in the logs of earlier runs, and what they are called now."""
 Points = list[tuple[int, float]]
+
+
+def current_name(key: str) -> str:
+    """The name under which a metric of a log is read."""
+    for old, new in _OLD_METRICS:
+        if match := re.fullmatch(old, key):
+            return match.expand(new)
+    return key
 
 
 class JsonLines:
@@ -30,19 +46,21 @@ class JsonLines:
 
     Attributes:
         bad: number of lines that are no such object.
+        cut: the last line has no end.
         problem: why the file cannot be read, or empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bad = 0
+        self.cut = False
         self.problem = ""
         self._file: tuple[int, int] | None = None
         self._at = 0
 
     def read(self, restart: Callable[[], None], take: Callable[[dict[str, Any]], None]) -> None:
         """Hand what has come since the last time to ``take``; ``restart`` comes before a file's first line."""
-        self.problem = ""
+        self.problem, self.cut = "", False
         try:
             status = self.path.stat() if self.path.is_file() else None
             file = None if status is None else (status.st_dev, status.st_ino)
@@ -60,13 +78,16 @@ class JsonLines:
     def _new(self, stream: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         for raw in stream:
             if not raw.endswith(b"\n"):
+                self.cut = True
                 return
+            # in bytes, where the next read goes on: characters of a text file would be other places
             self._at += len(raw)
             if not raw.strip():
                 continue
             try:
                 row = parse(raw)
                 yield {**row, "step": int(row["step"])}
+            # RecursionError: nesting deeper than the parser can follow is no ValueError
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.bad += 1
 
@@ -77,11 +98,14 @@ class History:
     def __init__(self) -> None:
         self.steps: dict[int, None] = {}
         self._columns: dict[str, tuple[list[int], list[float]]] = {}
+        # by the names of the log, so that a name is looked up once and not with every line
+        self._columns_of_log: dict[str, tuple[list[int], list[float]]] = {}
 
     def clear(self) -> None:
         """Forget everything."""
         self.steps.clear()
         self._columns.clear()
+        self._columns_of_log.clear()
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take over the values of one line."""
@@ -91,9 +115,10 @@ class History:
             number = value if type(value) is float and math.isfinite(value) else as_number(value)
             if number is None or key in ("step", "timestamp"):
                 continue
-            column = self._columns.get(key)
+            column = self._columns_of_log.get(key)
             if column is None:
-                column = self._columns[sys.intern(key)] = ([], [])
+                column = self._columns.setdefault(sys.intern(current_name(key)), ([], []))
+                self._columns_of_log[sys.intern(key)] = column
             column[0].append(step)
             column[1].append(number)
 
@@ -105,6 +130,7 @@ class History:
         """(step, value) in order of steps."""
         steps, values = self._columns.get(key, ([], []))
         points = list(zip(steps, values, strict=True))
+        # a resumed run logs steps again: of two values of a step dict keeps the later one
         rising = all(a < b for a, b in pairwise(steps))
         return points if rising else sorted(dict(points).items())
 
@@ -115,8 +141,12 @@ class RunData:
 
     Attributes:
         history: all metrics by step.
+        end: how the run ended before its last step; empty where it did not.
         samples: what models wrote, as ``Logger.log_samples`` stores it.
+        tasks: scores of single problems, as ``Logger.log_tasks`` stores them.
+        records: bits of single validation records, as ``Logger.log_records`` stores them.
         problems: one sentence for each file that is damaged; a missing file is no problem.
+        baseline: the same student by cross-entropy alone on the same records, where it was trained beside.
     """
 
     folder: Path
@@ -125,12 +155,27 @@ class RunData:
     versions: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=History)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    dropped: dict[str, Any] = field(default_factory=dict)
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[str, Any] = field(default_factory=dict)
+    end: str = ""
     alignment: dict[str, Any] | None = None
     checkpoints: list[int] = field(default_factory=list)
     failed_steps: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     files: dict[str, JsonLines] = field(default_factory=dict, repr=False)
+    baseline: RunData | None = None
+
+    def solved(self, task: str) -> dict[int, float]:
+        """Scores of a task's problems at its last validation, by the numbers of their records."""
+        rows = [row for row in self.tasks if row.get("task") == task]
+        if not rows:
+            return {}
+        problems, scores = rows[-1].get("problems"), rows[-1].get("scores")
+        if not isinstance(problems, list) or not isinstance(scores, list) or len(problems) != len(scores):
+            return {}
+        pairs = zip(problems, scores, strict=True)
+        return {int(i): float(s) for i, s in pairs if isinstance(i, int) and isinstance(s, int | float)}
 
     @property
     def name(self) -> str:
@@ -145,6 +190,47 @@ class RunData:
         """The last value of a metric."""
         points = self.points(key)
         return points[-1][1] if points else None
+
+    @property
+    def gain(self) -> tuple[int, float] | None:
+        """The last step that this run and its baseline were both validated at, and the bits per byte by which this one
+        is ahead there."""
+        if self.baseline is None:
+            return None
+        bits, other = dict(self.points("val/bpb")), dict(self.baseline.points("val/bpb"))
+        # both begin as the same student
+        steps = [step for step in bits.keys() & other.keys() if step > 0]
+        return (max(steps), other[max(steps)] - bits[max(steps)]) if steps else None
+
+    def gain_error(self, step: int) -> float | None:
+        """Standard error over the validation records of the gain at a step; None where they were not scored one by
+        one."""
+        if self.baseline is None:
+            return None
+        (bits, sizes), (alone, _) = (run.record_bits(step) for run in (self, self.baseline))
+        pair = paired_rates(alone, bits, sizes)
+        return None if pair is None or math.isnan(pair[1]) else pair[1]
+
+    def shown_gain(self, step: int) -> str:
+        """Bits per byte over the baseline at a step that both were validated at, with the standard error where it is
+        known; less is better."""
+        assert self.baseline is not None
+        change = dict(self.points("val/bpb"))[step] - dict(self.baseline.points("val/bpb"))[step]
+        error = self.gain_error(step)
+        return f"{change:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+    def record_bits(self, step: int) -> tuple[dict[int, float], dict[int, float]]:
+        """Bits of validation records at a step, and the bytes that they stand for, by the records' numbers."""
+        rows = [row for row in self.records if row.get("step") == step]
+        columns = [rows[-1].get(name) for name in ("records", "bits", "bytes")] if rows else []
+        tables: tuple[dict[int, float], dict[int, float]] = {}, {}
+        if all(isinstance(column, list) for column in columns):
+            # columns of a damaged line may differ in length
+            for number, *values in zip(*columns, strict=False):
+                bits, size = map(as_number, values)
+                if isinstance(number, int) and bits is not None and size is not None:
+                    tables[0][number], tables[1][number] = bits, size
+        return tables
 
     @property
     def metric_names(self) -> list[str]:
@@ -192,28 +278,42 @@ class RunData:
 
     @property
     def divergence(self) -> str | None:
-        """What the distillation loss of the run is; None where no teacher counts, as in cross-entropy alone. Values of
+        """Name of the run's distillation loss; None where no teacher counts, as in cross-entropy alone. Values of
         different divergences cannot be compared."""
         mode = self.setting("loss_fn.mode")
-        if mode is None or not self.teachers:
+        # a run of weight 0 asks no teacher, whatever scales its loss
+        if mode is None or not self.teachers or self.setting("loss_fn.kl_loss_weight", 1.0) == 0:
             return None
-        told = [str(mode)]
+        many = self.setting("teachers", [])
+        objectives = [teacher.get("loss_fn") for teacher in many if isinstance(teacher, Mapping)] if many else [None]
+        modes = dict.fromkeys(str(one.get("mode", mode) if isinstance(one, Mapping) else mode) for one in objectives)
+        words = [self._compared_as(" and ".join(modes))]
         for name, usual in _OPTIONS.items():
             value = self.setting(f"loss_fn.{name}", usual)
             if value != usual:
-                told.append(str(value) if name == "direction" else f"{name} {value}")
-        if self.setting("loss_fn.kl_loss_weight", 1.0) == 0 and not self.setting("loss_fn.dynamic_loss_scaling", False):
-            told.append("measured only")
-        return ", ".join(told)
+                words.append(str(value) if name == "direction" else f"{name} {value}")
+        return ", ".join(words)
+
+    def _compared_as(self, mode: str) -> str:
+        """``mode``, or what takes its place for teachers with the student's own tokenizer."""
+        student, stored = self.versions.get("student_fingerprint"), self.versions.get("teacher_fingerprints")
+        theirs = stored if isinstance(stored, list) else []
+        same = [i for i, tokenizer in enumerate(theirs) if tokenizer == student]
+        if student is None or not same:
+            return mode
+        if len(same) == len(theirs):
+            return "token by token"
+        return f"{mode}, {' and '.join(f'teacher {i}' for i in same)} token by token"
 
     @property
     def objective(self) -> str:
-        """What the run was trained with, in a few words; empty where the configuration does not say."""
+        """Settings that the run was trained with, in a few words; empty where the configuration does not say."""
         if self.on_traces:
             return ""
-        if self.divergence is None or self.divergence.endswith("measured only"):
+        if self.divergence is None:
             return "cross-entropy alone" if self.config else ""
-        alone = self.setting("loss_fn.ce_loss_scale", 1.0) == 0
+        # dynamic scaling scales to cross-entropy, which then counts whole
+        alone = self.setting("loss_fn.ce_loss_scale", 1.0) == 0 and not self.setting("loss_fn.dynamic_loss_scaling")
         return self.divergence if alone else f"{self.divergence} + cross-entropy"
 
     @property
@@ -249,8 +349,10 @@ class RunData:
             return "unknown"
         if section.get("model_name"):
             return str(section["model_name"])
-        if section.get("cache"):
-            return f"cache {section['cache']}"
+        source = section.get("source")
+        if isinstance(source, Mapping) and source.get("kind") not in (None, "live"):
+            where = source.get("folder") or source.get("weights")
+            return " ".join(str(word) for word in (source["kind"], where) if word)
         overrides = section.get("model_overrides")
         kind = overrides.get("model_type") if isinstance(overrides, Mapping) else None
         return f"new {kind}" if kind else "unknown"
@@ -258,6 +360,7 @@ class RunData:
 
 def as_number(value: Any) -> float | None:
     """The value where it is a finite number; JSON can spell others."""
+    # a bool is an int to isinstance, and an integer of JSON may be larger than any float
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -274,10 +377,10 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(folders: list[Path]) -> list[Path]:
     """The run folders among ``folders``; one that only holds run folders stands for them."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
         if is_run(folder):
-            found.append(folder)
+            runs.append(folder)
             continue
         inner = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
         if not inner:
@@ -285,8 +388,8 @@ def find_runs(folders: list[Path]) -> list[Path]:
             raise ConfigError(
                 f"{str(folder)!r} {what}; expected a run folder with {', '.join(_MARKS[:2])} (logger.log_dir of a run)."
             )
-        found.extend(inner)
-    return found
+        runs.extend(inner)
+    return runs
 
 
 def read_run(folder: Path, before: RunData | None = None) -> RunData:
@@ -297,14 +400,21 @@ def read_run(folder: Path, before: RunData | None = None) -> RunData:
     run = RunData(folder)
     if before is not None:
         run.files, run.history, run.samples = before.files, before.history, before.samples
+        run.tasks, run.records = before.tasks, before.records
     _read_config(run)
     run.versions = _read_json(run, "versions.json") or {}
-    run.dropped = _read_json(run, "dropped.json") or {}
+    # earlier runs wrote dropped.json
+    run.skipped = _read_json(run, "skipped.json") or _read_json(run, "dropped.json") or {}
+    run.end = str((_read_json(run, "end.json") or {}).get("line", ""))
     run.alignment = _read_json(run, "alignment_sample.json")
     _read_lines(run, "metrics.jsonl", run.history.clear, run.history.add)
     _read_lines(run, "samples.jsonl", run.samples.clear, run.samples.append)
+    _read_lines(run, "tasks.jsonl", run.tasks.clear, run.tasks.append)
+    _read_lines(run, "records.jsonl", run.records.clear, run.records.append)
     run.checkpoints = _numbers(folder / "checkpoints", r"step_(\d+)")
     run.failed_steps = _numbers(folder, r"failed_batch_step_(\d+)")
+    if is_run(folder / BASELINE):
+        run.baseline = read_run(folder / BASELINE, None if before is None else before.baseline)
     return run
 
 
@@ -355,6 +465,10 @@ def _read_lines(run: RunData, name: str, restart: Callable[[], None], take: Call
     lines.read(restart, take)
     if lines.problem:
         run.problems.append(lines.problem)
+    if lines.cut:
+        run.problems.append(
+            f"{name} ends inside a line, which is left out: the run was killed while writing, or writes just now."
+        )
     if lines.bad:
         plural = "s" if lines.bad > 1 else ""
         run.problems.append(f"{name} has {lines.bad} damaged line{plural}; they are left out.")

@@ -12,9 +12,10 @@ from limbeck.report.alignment import viewer
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
-from limbeck.report.run_charts import LOST, RunCharts, run_axis, short, sources, teacher_levels
+from limbeck.report.run_charts import RunCharts, run_axis, short, sources, teacher_levels
 from limbeck.report.run_data import Points, RunData, as_number, find_runs, read_run
 from limbeck.report.series import format_number
+from limbeck.tokens.vocab import readable
 
 PAGE_NAME = "report.html"
 _MOST_CHUNKS = 400
@@ -75,8 +76,8 @@ def run_page(run: RunData) -> Page:
         "sections": charts.sections(),
         "further_charts": charts.further(),
         "validation": _validations(run),
-        "dropped": _dropped(run),
-        "counted": (run.folder / "dropped.json").is_file(),
+        "skipped": _skipped(run),
+        "counted": any((run.folder / name).is_file() for name in ("skipped.json", "dropped.json")),
         "alignment": _alignment(run),
         "config_text": run.config_text,
         "versions": [(name, _plain(value)) for name, value in sorted(run.versions.items())],
@@ -111,6 +112,8 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
 
 def _notes(run: RunData) -> list[str]:
     notes = list(run.problems)
+    if run.end:
+        notes.append(f"{run.end[:1].upper()}{run.end[1:]}.")
     notes += [f"Step {step} failed; its batch is kept in failed_batch_step_{step}." for step in run.failed_steps]
     if not run.history.steps:
         notes.append("There are no metrics yet: the run has not finished its first step.")
@@ -118,26 +121,26 @@ def _notes(run: RunData) -> list[str]:
 
 
 def _banners(run: RunData) -> list[str]:
-    """What a reader must know before the figures: a teacher worse than its student, a student that got worse."""
-    found = []
+    """Warnings in front of the figures: a teacher worse than its student, a student that got worse."""
+    banners = []
     bits = [value for _, value in run.points("val/bpb")]
     for name, points in teacher_levels(run):
         if not bits or not points:
             continue
         level, who = points[-1][1], "The teacher" if name == "teacher" else name.capitalize()
         start, now = (
-            f"{format_number(level)} against {format_number(own)} bits per byte on the validation text"
-            for own in (bits[0], bits[-1])
+            f"{format_number(level)} against {format_number(value)} bits per byte on the validation text"
+            for value in (bits[0], bits[-1])
         )
         if level > bits[0]:
             advice = "It pulls the student back; take another teacher, other text, or cross-entropy alone."
-            found.append(f"{who} is worse than the student was at the start: {start}. {advice}")
+            banners.append(f"{who} is worse than the student was at the start: {start}. {advice}")
         elif level > bits[-1]:
-            found.append(f"{who} is now worse than the student: {now}. From here on it may pull the student back.")
+            banners.append(f"{who} is now worse than the student: {now}. From here on it may pull the student back.")
     if len(bits) > 1 and bits[-1] > bits[0]:
         both = f"{format_number(bits[0])} bits per byte at the start, {format_number(bits[-1])} now"
-        found.append(f"The student got worse: {both}.")
-    return found
+        banners.append(f"The student got worse: {both}.")
+    return banners
 
 
 def _course(title: str, points: Points, *, higher: bool = False, judged: bool = True) -> dict[str, str]:
@@ -147,6 +150,7 @@ def _course(title: str, points: Points, *, higher: bool = False, judged: bool = 
         return {"title": title, "value": format_number(first), "below": ""}
     card = {"title": title, "first": format_number(first), "value": format_number(last), "below": ""}
     if first != 0:
+        # rounded before it is judged, as it is shown; abs, as log-probabilities are negative
         change = round((last - first) / abs(first), 3)
         better = change > 0 if higher else change < 0
         kind = "" if change == 0 or not judged else "good" if better else "bad"
@@ -164,7 +168,9 @@ def _cards(run: RunData) -> list[dict[str, str]]:
         cards.append(_course("Bits per byte, validation", bpb, judged=not worse))
     for name, level in levels:
         title = "Teacher's bits per byte" if name == "teacher" else f"{name.capitalize()}, bits per byte"
-        cards.append({"title": title, "value": format_number(level), "below": _gap(bpb, level)})
+        below = "worse than the student from the start" if bpb and bpb[0][1] <= level else ""
+        cards.append({"title": title, "value": format_number(level), "below": below})
+    cards += _worth(run)
     kl = run.points("val/kl_loss") or run.points("train/kl_loss")
     if kl and run.divergence is not None:
         where = "validation" if run.points("val/kl_loss") else "training"
@@ -185,34 +191,39 @@ def _cards(run: RunData) -> list[dict[str, str]]:
     return cards
 
 
-def _gap(bpb: Points, level: float) -> str:
-    """What a teacher's level says about the way that its student has gone."""
-    if len(bpb) < 2:
-        return ""
-    first, last = bpb[0][1], bpb[-1][1]
-    if first <= level:
-        return "worse than the student from the start"
-    return f"{(first - last) / (first - level):.0%} of the student's gap closed"
+def _worth(run: RunData) -> list[dict[str, str]]:
+    """Gain by the teacher beside cross-entropy alone; nothing where that was not trained."""
+    if run.gain is None or run.baseline is None:
+        return []
+    step, _ = run.gain
+    level = format_number(dict(run.baseline.points("val/bpb"))[step])
+    return [
+        {
+            "title": "Over cross-entropy alone",
+            "value": run.shown_gain(step),
+            "below": f"bits per byte at step {step:,}; {level} without the teacher",
+        }
+    ]
 
 
 def _reach(run: RunData) -> list[dict[str, str]]:
     """How much of a teacher's probability the loss cannot compare."""
     cards = []
     for i in range(max(1, len(run.teachers))):
-        keys = [f"{where}/teacher_{i}/{name}" for name in ("unreached_mass", "lost_mass") for where in ("val", "train")]
+        keys = [f"{where}/teacher_{i}/uncovered_mass" for where in ("val", "train")]
         share = next((value for key in keys if (value := run.last(key)) is not None), None)
         if share is not None:
             whose = f"teacher {i}'s probability" if len(run.teachers) > 1 else "the teacher's probability"
-            cards.append({"title": "Not reached", "value": f"{share:.1%}", "below": f"of {whose}"})
+            cards.append({"title": "Not covered", "value": f"{share:.1%}", "below": f"of {whose}"})
     return cards
 
 
 def _effort(run: RunData) -> str:
     """Tokens and time of all logged steps."""
-    found = run_axis(run)
-    if "tokens" not in found:
+    totals = run_axis(run)
+    if "tokens" not in totals:
         return "median over all steps"
-    return f"{_compact(found['tokens'][-1])} tokens in {_duration(found['seconds'][-1])} of steps"
+    return f"{_compact(totals['tokens'][-1])} tokens in {_duration(totals['seconds'][-1])} of steps"
 
 
 def _compact(value: float) -> str:
@@ -234,7 +245,7 @@ def _duration(seconds: float) -> str:
 
 
 def _samples(run: RunData) -> dict[str, Any]:
-    """What models wrote: behind each fixed prompt side by side, and the last of every other kind in a list."""
+    """Samples of the models: behind each fixed prompt side by side, and the last of every other kind in a list."""
     rows = [row for row in run.samples if isinstance(row.get("text"), str) and isinstance(row.get("prompt"), str)]
     fixed: dict[tuple[str, str], list[dict[str, Any]]] = {}
     others: dict[str, list[dict[str, Any]]] = {}
@@ -243,26 +254,27 @@ def _samples(run: RunData) -> dict[str, Any]:
             others.setdefault(str(row["kind"]), []).append(row)
         else:
             fixed.setdefault((str(row.get("number")), row["prompt"]), []).append(row)
-    prompts = [_side_by_side(prompt, own) for (_, prompt), own in list(fixed.items())[-_MOST_SAMPLES:]]
+    prompts = [_side_by_side(prompt, samples) for (_, prompt), samples in list(fixed.items())[-_MOST_SAMPLES:]]
     kinds = [
-        {"kind": kind, "count": len(own), "rows": [_written(row) for row in own[-_MOST_SAMPLES:]]}
-        for kind, own in others.items()
+        {"kind": kind, "count": len(samples), "rows": [_written(row) for row in samples[-_MOST_SAMPLES:]]}
+        for kind, samples in others.items()
     ]
     return {"prompts": prompts, "kinds": kinds}
 
 
 def _side_by_side(prompt: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    own = sorted((row for row in rows if row.get("writer") == "student"), key=lambda row: row["step"])
-    shown = [(f"Student, step {row['step']:,}", row) for row in ([own[0], own[-1]] if len(own) > 1 else own)]
+    by_student = sorted((row for row in rows if row.get("writer") == "student"), key=lambda row: row["step"])
+    first_and_last = [by_student[0], by_student[-1]] if len(by_student) > 1 else by_student
+    columns = [(f"Student, step {row['step']:,}", row) for row in first_and_last]
     for row in rows:
         writer = str(row.get("writer"))
         if writer != "student":
-            shown.append(("How the text goes on" if writer == "data" else writer.capitalize(), row))
-    between = own[1:-1]
+            columns.append(("How the text goes on" if writer == "data" else writer.capitalize(), row))
+    between = by_student[1:-1]
     kept = [between[i * len(between) // _MOST_SAMPLES] for i in range(min(len(between), _MOST_SAMPLES))]
     return {
         "prompt": prompt[-_MOST_CHARACTERS:],
-        "columns": [{"who": who, **_written(row)} for who, row in shown],
+        "columns": [{"who": who, **_written(row)} for who, row in columns],
         "between": [_written(row) for row in (between if len(between) <= _MOST_SAMPLES else kept)],
     }
 
@@ -276,10 +288,15 @@ def _written(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": row["step"],
         "prompt": row["prompt"][-_MOST_CHARACTERS:],
-        "text": row["text"][:_MOST_CHARACTERS],
+        "text": _seen(row["text"][:_MOST_CHARACTERS]),
         "cut": row.get("ended") is False or len(row["text"]) > _MOST_CHARACTERS,
         "figures": figures,
     }
+
+
+def _seen(text: str) -> str:
+    """A text whose signs are all white space as signs that can be seen: a beginner of a student writes such ones."""
+    return text if text.strip() else readable(text) or "(nothing)"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -289,7 +306,7 @@ def _validations(run: RunData) -> dict[str, Any] | None:
     titles = dict(_VALIDATION)
     for i in range(len(run.teachers)):
         whose = f", teacher {i}" if len(run.teachers) > 1 else ""
-        titles |= {f"val/teacher_{i}/{name}": (f"{name.replace('_', ' ')}{whose}", None) for name in list(LOST)[:2]}
+        titles[f"val/teacher_{i}/uncovered_mass"] = (f"uncovered mass{whose}", None)
         if whose:
             titles[f"val/teacher_{i}_bpb"] = (f"teacher {i}'s bits", None)
     for name, student, _ in sources(run):
@@ -297,23 +314,24 @@ def _validations(run: RunData) -> dict[str, Any] | None:
     values = {key: dict(points) for key in titles if (points := run.points(key))}
     if len(run.teachers) > 1 and "val/teacher_0_bpb" in values:
         values.pop("val/teacher_bpb", None)
-    steps = sorted({step for own in values.values() for step in own})
+    steps = sorted({step for by_step in values.values() for step in by_step})
     if not steps:
         return None
     best: dict[str, float] = {}
-    for key, own in values.items():
+    for key, by_step in values.items():
         higher = titles[key][1]
         if higher is not None and len(steps) > 1:
-            best[key] = max(own.values()) if higher else min(own.values())
-    shown = set(steps)
+            best[key] = max(by_step.values()) if higher else min(by_step.values())
+    steps_shown = set(steps)
     if len(steps) > _MOST_VALIDATIONS:
-        shown = {steps[i * len(steps) // _MOST_VALIDATIONS] for i in range(_MOST_VALIDATIONS)} | {steps[-1]}
-        shown |= {step for key, value in best.items() for step, v in values[key].items() if v == value}
+        steps_shown = {steps[i * len(steps) // _MOST_VALIDATIONS] for i in range(_MOST_VALIDATIONS)} | {steps[-1]}
+        # the best values are marked, so that their rows stay
+        steps_shown |= {step for key, value in best.items() for step, v in values[key].items() if v == value}
     cells = []
-    for step in (step for step in steps if step in shown):
+    for step in (step for step in steps if step in steps_shown):
         line: list[dict[str, Any]] = [{"text": f"{step:,}", "best": False}]
-        for key, own in values.items():
-            value = own.get(step)
+        for key, by_step in values.items():
+            value = by_step.get(step)
             text = "" if value is None else f"{value:.4f}"
             line.append({"text": text, "best": bool(text) and value == best.get(key)})
         cells.append(line)
@@ -321,17 +339,17 @@ def _validations(run: RunData) -> dict[str, Any] | None:
     return {"columns": columns, "rows": cells, "left_out": len(steps) - len(cells)}
 
 
-def _dropped(run: RunData) -> list[dict[str, Any]]:
+def _skipped(run: RunData) -> list[dict[str, Any]]:
     """Reason, what it means, how often, and a bar's length of at most 100."""
-    counts = sorted(_counts(run.dropped), key=lambda found: -found[1])
-    for group, inner in run.dropped.items():
+    counts = sorted(_counts(run.skipped), key=lambda pair: -pair[1])
+    for group, inner in run.skipped.items():
         if isinstance(inner, dict):
             counts += [(f"{group}: {reason}", n) for reason, n in _counts(inner)]
     most = max((n for _, n in counts), default=0.0)
     read = run_axis(run).get("tokens", [])
-    lost = dict(counts).get("truncated_tokens", 0.0)
+    cut = dict(counts).get("truncated_tokens", 0.0)
     # of what was read and what was cut off
-    share = f": {lost / (lost + read[-1]):.0%} of the text" if read and lost else ""
+    share = f": {cut / (cut + read[-1]):.0%} of the text" if read and cut else ""
     return [
         {
             "reason": reason,
@@ -343,8 +361,8 @@ def _dropped(run: RunData) -> list[dict[str, Any]]:
     ]
 
 
-def _counts(found: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(reason, n) for reason, value in found.items() if (n := as_number(value)) is not None]
+def _counts(reasons: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(reason, n) for reason, value in reasons.items() if (n := as_number(value)) is not None]
 
 
 def _alignment(run: RunData) -> dict[str, Any] | None:

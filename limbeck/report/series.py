@@ -101,21 +101,21 @@ def chart(
     ``width``: the share of the page that it takes. ``log``: the y axis is logarithmic at first. ``zero``: the y axis
     begins at 0. ``stack``: the series are parts of a whole, at the same steps, and lie one upon another.
     """
-    shown = [cut for s in series if (cut := replace(s, points=[p for p in s.points if _drawable(p)])).points]
-    if not shown:
+    drawn = [cut for s in series if (cut := replace(s, points=[p for p in s.points if _drawable(p)])).points]
+    if not drawn:
         return None
     return {
         "title": title,
         "note": note,
         "wide": width == WIDE,
-        "described": f"{title}: " + "; ".join(f"{s.name} {format_number(s.points[-1][1])} at the end" for s in shown),
+        "described": f"{title}: " + "; ".join(f"{s.name} {format_number(s.points[-1][1])} at the end" for s in drawn),
         "plot": {
             "width": width,
             "height": height,
             "log": log,
             "zero": zero or stack,
             "stack": stack,
-            "series": [_curve(s, stack) for s in shown],
+            "series": [_curve(s, stack) for s in drawn],
         },
     }
 
@@ -135,6 +135,7 @@ def _curve(s: Series, stack: bool) -> dict[str, Any]:
         "smooth": s.smooth,
         "bare": s.bare,
         "run": s.run,
+        # parts are stacked point by point, and `thinned` picks other steps for each of them
         "points": _short(means(s.points) if stack else thinned(s.points)),
         "means": _short(means(s.points)) if s.smooth and long and not stack else None,
     }
@@ -166,7 +167,7 @@ def axis(speed: Points, seconds: Points, most: int = 1000) -> dict[str, list[flo
     if passed[-1] == 0:
         return {"steps": []}
     keep = [*range(0, len(steps) - 1, -(-len(steps) // most)), len(steps) - 1]
-    found = {"steps": [steps[i] for i in keep], "seconds": [round(passed[i], 3) for i in keep]}
+    totals = {"steps": [steps[i] for i in keep], "seconds": [round(passed[i], 3) for i in keep]}
     if tokens[-1] > 0:
-        found["tokens"] = [round(tokens[i]) for i in keep]
-    return found
+        totals["tokens"] = [round(tokens[i]) for i in keep]
+    return totals

@@ -15,11 +15,11 @@ from limbeck.report.alignment import box
 from limbeck.report.page import Page
 from limbeck.report.reasons import explain
 from limbeck.report.series import format_number
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 from limbeck.traces import ComposerDataCollator
-from limbeck.traces.collate.rows import SiteRow
+from limbeck.traces.collate.rows import HintRow, Skipped
+from limbeck.traces.failed_calls import FailedCall, FailedCallFinder
 from limbeck.traces.schema import Message, Trace
-from limbeck.traces.sites import Site, SiteFinder
 
 FOLD = 1500
 """Characters of a text that are shown before the rest is folded away."""
@@ -34,17 +34,17 @@ _SCORES = {"failed": "the failed message", "hinted": "the same behind its hint",
 
 @dataclass
 class TraceView:
-    """What a page of traces is made from.
+    """Material of a page of traces.
 
     Attributes:
         collator: renders traces for student and teacher; None shows conversations and hints alone.
-        sites: trace id -> its error sites; by default they are found here.
+        failed_calls: trace id -> its failed calls; by default they are found here.
         scores: model -> rows of ``evaluate_traces``: log-probabilities, in the order of the table's columns.
     """
 
     traces: Sequence[Trace]
     collator: ComposerDataCollator | None = None
-    sites: Mapping[str, Sequence[Site]] | None = None
+    failed_calls: Mapping[str, Sequence[FailedCall]] | None = None
     scores: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     names: tuple[str, str] = ("student", "teacher")
     notes: Sequence[str] = ()
@@ -52,16 +52,20 @@ class TraceView:
     def page(self, title: str) -> Page:
         """The page of all traces."""
         outcomes: Counter[str] = Counter()
-        shown = [self._trace(number, trace, outcomes) for number, trace in enumerate(self.traces)]
-        facts = [("traces", f"{len(shown):,}"), ("failed results", f"{outcomes.total():,}")]
+        pages = [self._trace(number, trace, outcomes) for number, trace in enumerate(self.traces)]
+        failures = [site for page in pages for message in page["messages"] for site in message["sites"]]
+        matters = next((site for site in failures if not site["reason"]), failures[0] if failures else None)
+        facts = [("traces", f"{len(pages):,}"), ("failed results", f"{outcomes.total():,}")]
         if self.collator is not None:
             both = [("student", self.names[0]), ("hinted teacher", self.names[1])]
             facts += both if self.collator.teacher is not self.collator.student else [("model", self.names[0])]
         data = {
             "facts": facts,
             "notes": list(self.notes),
-            "traces": shown,
+            "traces": pages,
             "failed": outcomes.total(),
+            "failures": failures,
+            "opens": "" if matters is None else matters["anchor"],
             "reasons": [(r, {"meaning": _meaning(r)}, f"{n:,}") for r, n in outcomes.most_common()],
             "fold": FOLD,
             "footer": "limbeck",
@@ -71,24 +75,25 @@ class TraceView:
     # -- one trace ------------------------------------------------------------------------------------------------
 
     def _trace(self, number: int, trace: Trace, outcomes: Counter[str]) -> dict[str, Any]:
-        finder = SiteFinder(recovery_weight=1.0)
-        found = finder.find(trace) if self.sites is None else list(self.sites.get(trace.id, ()))
-        rows, problems = self._rows(trace, found)
+        # not for the weight: with 0 the messages that put a failure right are not looked for
+        finder = FailedCallFinder(recovery_weight=1.0)
+        failures = finder.find(trace) if self.failed_calls is None else list(self.failed_calls.get(trace.id, ()))
+        rows, problems = self._rows(trace, failures)
         callers = trace.callers()
-        sites: dict[int, list[dict[str, Any]]] = {}
-        for site in found:
-            outcome = rows.get((site.target, site.cause))
-            shown = self._site(trace, number, site, outcome)
-            outcomes[shown["reason"] or "trained on"] += 1
-            sites.setdefault(site.target, []).append(shown)
-        left_out = finder.reasons if self.sites is None else {}
+        failed_calls: dict[int, list[dict[str, Any]]] = {}
+        for failed_call in failures:
+            outcome = rows.get((failed_call.target, failed_call.cause))
+            box = self._failed_call(trace, number, failed_call, outcome)
+            outcomes[box["reason"] or "trained on"] += 1
+            failed_calls.setdefault(failed_call.target, []).append(box)
+        left_out = finder.reasons if self.failed_calls is None else {}
         for cause, reason in left_out.items():
             outcomes[reason] += 1
             target = callers.get(cause, (cause, 0))[0]
-            sites.setdefault(target, []).append(_left_out(trace, number, target, cause, reason))
+            failed_calls.setdefault(target, []).append(_left_out(trace, number, target, cause, reason))
         failed = {i: callers.get(i) for i, message in trace.new_messages() if message.is_error}
         wrong = {caller for caller in failed.values() if caller is not None}
-        messages = [_message(i, m, sites.get(i, []), wrong) for i, m in enumerate(trace.messages)]
+        messages = [_message(i, m, failed_calls.get(i, []), wrong) for i, m in enumerate(trace.messages)]
         return {
             "anchor": f"trace-{number}",
             "id": trace.id,
@@ -100,44 +105,50 @@ class TraceView:
         }
 
     def _rows(
-        self, trace: Trace, sites: Sequence[Site]
-    ) -> tuple[dict[tuple[int, int | None], SiteRow | str], list[str]]:
-        """What becomes of each site, by target and cause."""
-        if self.collator is None or not sites:
+        self, trace: Trace, failed_calls: Sequence[FailedCall]
+    ) -> tuple[dict[tuple[int, int | None], HintRow | Skipped], list[str]]:
+        """Outcome of each failed call, by target and cause."""
+        if self.collator is None or not failed_calls:
             return {}, []
         try:
-            outcomes = self.collator.site_outcomes(trace, sites)
+            outcomes = self.collator.hint_outcomes(trace, failed_calls)
         except LimbeckError as error:
             return {}, [f"The chat template cannot show this trace: {error}"]
         return {(target.message, target.cause): row for target, row in outcomes if not target.recovery}, []
 
-    def _site(self, trace: Trace, number: int, site: Site, outcome: SiteRow | str | None) -> dict[str, Any]:
-        shown = _left_out(trace, number, site.target, site.cause, outcome if isinstance(outcome, str) else "")
-        shown |= {
-            "tool": site.tool or "",
-            "recovery": site.recovery,
-            "hint": site.hint,
-            "source": site.hint_source,
-            "scores": self._score_table(trace.id, site.target),
+    def _failed_call(
+        self, trace: Trace, number: int, failed_call: FailedCall, outcome: HintRow | Skipped | None
+    ) -> dict[str, Any]:
+        box = _left_out(
+            trace, number, failed_call.target, failed_call.cause, outcome.reason if isinstance(outcome, Skipped) else ""
+        )
+        box |= {
+            "tool": failed_call.tool or "",
+            "recovery": failed_call.recovery,
+            "hint": failed_call.hint,
+            "source": failed_call.hint_source,
+            "scores": self._score_table(trace.id, failed_call.target),
         }
-        if isinstance(outcome, SiteRow) and self.collator is not None:
-            shown |= _compared(self.collator, outcome)
-        return shown
+        if isinstance(outcome, HintRow) and self.collator is not None:
+            box |= _compared(self.collator, outcome)
+        return box
 
     def _score_table(self, trace: str, message: int) -> dict[str, Any] | None:
-        found = [
+        scored = [
             next((row for row in rows if (row.get("trace"), row.get("message")) == (trace, message)), {})
             for rows in self.scores.values()
         ]
         lines = [
-            [title, *("" if row.get(key) is None else format_number(row[key]) for row in found)]
+            [title, *("" if row.get(key) is None else format_number(row[key]) for row in scored)]
             for key, title in _SCORES.items()
-            if any(row.get(key) is not None for row in found)
+            if any(row.get(key) is not None for row in scored)
         ]
         return {"columns": list(self.scores), "rows": lines} if lines else None
 
 
-def _message(index: int, message: Message, sites: list[dict[str, Any]], wrong: set[tuple[int, int]]) -> dict[str, Any]:
+def _message(
+    index: int, message: Message, failed_calls: list[dict[str, Any]], wrong: set[tuple[int, int]]
+) -> dict[str, Any]:
     calls = [
         {
             "name": call.name,
@@ -149,7 +160,7 @@ def _message(index: int, message: Message, sites: list[dict[str, Any]], wrong: s
         for position, call in enumerate(message.tool_calls)
     ]
     tags = [f"failed: {message.error_kind} ({message.detector})"] if message.is_error else []
-    tags += ["target"] if any(not site["reason"] for site in sites) else []
+    tags += ["target"] if any(not failed_call["reason"] for failed_call in failed_calls) else []
     return {
         "index": index,
         "role": message.role,
@@ -157,9 +168,9 @@ def _message(index: int, message: Message, sites: list[dict[str, Any]], wrong: s
         "reasoning": message.reasoning or "",
         "calls": calls,
         "failed": message.is_error,
-        "target": any(call["failed"] for call in calls) or bool(sites),
+        "target": any(call["failed"] for call in calls) or bool(failed_calls),
         "tags": tags,
-        "sites": sites,
+        "sites": failed_calls,
     }
 
 
@@ -167,6 +178,7 @@ def _left_out(trace: Trace, number: int, target: int, cause: int, reason: str) -
     """A failed result with the reason why it is not trained on, if there is one."""
     return {
         "anchor": f"site-{number}-{cause}",
+        "trace": trace.id,
         "kind": trace.messages[cause].error_kind or "environment",
         "tool": "",
         "target": target,
@@ -192,25 +204,27 @@ def _meaning(reason: str) -> str:
 # -- what the two sides read -------------------------------------------------------------------------------------------
 
 
-def _compared(collator: ComposerDataCollator, row: SiteRow) -> dict[str, Any]:
+def _compared(collator: ComposerDataCollator, row: HintRow) -> dict[str, Any]:
     student, teacher = collator.student.tokenizer, collator.teacher.tokenizer
     return {
         "placement": _PLACES[collator.placement()],
-        "student": _reads(student, row.student_ids, int(row.student_places[0]), ""),
-        "teacher": _reads(teacher, row.teacher_ids, int(row.teacher_places[0]), row.target.hint),
+        "student": _reads(student, row.student_ids, int(row.student_positions[0]), ""),
+        "teacher": _reads(teacher, row.teacher_ids, int(row.teacher_positions[0]), row.target.hint),
         "compared": f"{row.compared:,} of {row.said:,} bytes of what the message says",
         "boxes": _boxes(student, teacher, row),
     }
 
 
-def _reads(tokenizer: Tokenizer, ids: Any, first: int, hint: str) -> dict[str, Any]:
+def _reads(tokenizer: ByteTokenizer, ids: Any, first: int, hint: str) -> dict[str, Any]:
     """The end of a sequence: what stands in front of the target, with the hint apart, and the target."""
     before = "".join(_spelled(tokenizer, ids[:first].tolist()))
     parts = [before]
+    # a template may write a turn as JSON, in which quotes and line ends are escaped
     for written in (hint, json.dumps(hint, ensure_ascii=False)[1:-1]) if hint else ():
-        at = before.rfind(written)
-        if at >= 0:
-            parts = [before[:at], written, before[at + len(written) :]]
+        # the last one: the hint stands directly before its target, and its words may occur earlier
+        hint_start = before.rfind(written)
+        if hint_start >= 0:
+            parts = [before[:hint_start], written, before[hint_start + len(written) :]]
             break
     start = parts[0]
     return {
@@ -221,7 +235,7 @@ def _reads(tokenizer: Tokenizer, ids: Any, first: int, hint: str) -> dict[str, A
     }
 
 
-def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def _spelled(tokenizer: ByteTokenizer, ids: Sequence[int]) -> list[str]:
     """Each token's text; bytes that are no whole character are shown by a sign."""
     contents = {number: content for content, number in tokenizer.special_ids.items()}
     vocab, out, waiting = tokenizer.vocab, [], b""
@@ -239,27 +253,27 @@ def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return [*out, waiting.decode("utf-8", "replace")] if waiting else out
 
 
-def _boxes(student: Tokenizer, teacher: Tokenizer, row: SiteRow) -> list[dict[str, Any]]:
+def _boxes(student: ByteTokenizer, teacher: ByteTokenizer, row: HintRow) -> list[dict[str, Any]]:
     """The student's target in order: chunks with the teacher's tokens, and tokens that nothing is compared with."""
     chunks, kinds = row.chunks, row.chunks.kinds()
     of = np.full(len(row.student_ids), -1, dtype=np.int64)
     for number, (start, end) in enumerate(zip(chunks.student_start, chunks.student_end, strict=True)):
         of[start:end] = number
-    shown: list[dict[str, Any]] = []
+    boxes: list[dict[str, Any]] = []
     last = -1
-    for place in row.student_places.tolist():
-        number = int(of[place])
+    for position in row.student_positions.tolist():
+        number = int(of[position])
         if number < 0:
-            own = student.vocab.display([int(row.student_ids[place])])
-            alone = {"kind": "alone", "title": "not compared", "student": own, "teacher": [], "ends_line": False}
-            shown.append(alone)
+            token = student.vocab.display([int(row.student_ids[position])])
+            alone = {"kind": "alone", "title": "not compared", "student": token, "teacher": [], "ends_line": False}
+            boxes.append(alone)
         elif number != last:
-            shown.append(_chunk(student, teacher, row, number, kinds[number]))
+            boxes.append(_chunk(student, teacher, row, number, kinds[number]))
         last = number
-    return shown
+    return boxes
 
 
-def _chunk(student: Tokenizer, teacher: Tokenizer, row: SiteRow, number: int, kind: str) -> dict[str, Any]:
+def _chunk(student: ByteTokenizer, teacher: ByteTokenizer, row: HintRow, number: int, kind: str) -> dict[str, Any]:
     chunks = row.chunks
     mine = row.student_ids[chunks.student_start[number] : chunks.student_end[number]].tolist()
     theirs = row.teacher_ids[chunks.teacher_start[number] : chunks.teacher_end[number]].tolist()

@@ -15,11 +15,21 @@ from threading import Lock
 from limbeck.errors import ConfigError
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
-from limbeck.report.run_data import RunData, find_runs, read_run
+from limbeck.report.run_data import BASELINE, RunData, find_runs, read_run
 from limbeck.report.run_page import run_page
 
 HOST, PORT = "127.0.0.1", 8321
-_FILES = ("config.yaml", "versions.json", "metrics.jsonl", "samples.jsonl", "dropped.json", "alignment_sample.json")
+_FILES = (
+    "config.yaml",
+    "versions.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "tasks.jsonl",
+    "skipped.json",
+    "end.json",
+    "records.jsonl",
+    "alignment_sample.json",
+)
 _SHARE = 0.1
 """Most of its time that the server spends on making pages, however long the runs are."""
 
@@ -42,14 +52,17 @@ class Watcher:
 
     def page(self) -> bytes:
         """The page as a browser takes it."""
+        # a server's threads share the runs that are read on from: two at once would take lines twice
         with self._lock:
             if self._page and self._now() < self._rest_until:
                 return self._page
-            found = self._found()
-            stamp = [(path, _stamp(path)) for folder in found for path in (folder / name for name in _FILES)]
+            runs = self._found()
+            folders = [inside for folder in runs for inside in (folder, folder / BASELINE)]
+            # before the files are read: what is written meanwhile then makes the next page anew
+            stamp = [(path, _stamp(path)) for folder in folders for path in (folder / name for name in _FILES)]
             if not self._page or stamp != self._stamp:
                 start = self._now()
-                self._stamp, self._page = stamp, self._made(found).render(live=True).encode("utf-8", "replace")
+                self._stamp, self._page = stamp, self._made(runs).render(live=True).encode("utf-8", "replace")
                 self._rest_until = self._now() + (self._now() - start) / _SHARE
             return self._page
 
@@ -60,12 +73,12 @@ class Watcher:
         except ConfigError:
             return []
 
-    def _made(self, found: Sequence[Path]) -> Page:
-        if not found:
+    def _made(self, folders: Sequence[Path]) -> Page:
+        if not folders:
             return Page("waiting", "Waiting for a run", {"folders": [str(folder) for folder in self.folders]})
-        self._runs = {folder: read_run(folder, self._runs.get(folder)) for folder in found}
+        self._runs = {folder: read_run(folder, self._runs.get(folder)) for folder in folders}
         runs = list(self._runs.values())
-        return run_page(runs[0]) if found == self.folders[:1] and len(runs) == 1 else comparison_page(runs)
+        return run_page(runs[0]) if folders == self.folders[:1] and len(runs) == 1 else comparison_page(runs)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -120,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
         for name, value in headers.items():
             self.send_header(name, value)
+        # HTTP/1.1 keeps the connection: without a length a browser would wait for more; these two have no body
         if status not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()

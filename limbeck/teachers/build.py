@@ -1,102 +1,176 @@
-"""Teachers from a run file: the configuration of one, and where its signals come from."""
+"""Teachers from a run file: the section of one, with the short forms of its source, and the teacher made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Discriminator, Field, SerializeAsAny, Tag, WrapValidator, model_validator
 from torch import nn
 
-from limbeck.config import FREE
-from limbeck.data.microbatch import BatchingConfig, PackingConfig
 from limbeck.distributed.comm import Comm
 from limbeck.distributed.device import default_device
 from limbeck.distributed.mesh import ParallelConfig, ParallelDims, current_world, mesh_shape_for
-from limbeck.errors import ConfigError
-from limbeck.losses.contract import Teacher
+from limbeck.losses.contract import State, Teacher
+from limbeck.losses.distillation_config import CrossTokenizerDistillationLossConfig
+from limbeck.losses.objectives import ObjectiveConfig, read_settings
+from limbeck.models.checkpoint import Checkpoint
+from limbeck.models.loading import ModelConfig
 from limbeck.models.policy import Policy, PolicyConfig
-from limbeck.teachers.cache.format import CacheSpec
-from limbeck.teachers.cached import CachedTeacher
-from limbeck.teachers.live import LiveTeacher
+from limbeck.teachers.cached import CacheSource
+from limbeck.teachers.kinds import (
+    KINDS,
+    OtherSource,
+    TeacherKind,
+    TeacherSetup,
+    find_kind,
+    kind_name,
+    read_other,
+)
+from limbeck.teachers.live import LiveSource
+from limbeck.teachers.self_teacher import SelfSource
 from limbeck.teachers.server.client import ServerConfig
-from limbeck.teachers.server.teacher import ServerTeacher
+from limbeck.teachers.server.teacher import ServerSource
 from limbeck.tokens import ByteVocab
 
+# as any: pydantic would write out the keys of the declared class alone, and an own kind's are those of its subclass
+Source = SerializeAsAny[
+    Annotated[
+        Annotated[LiveSource, Tag("live")]
+        | Annotated[CacheSource, Tag("cache")]
+        | Annotated[ServerSource, Tag("server")]
+        | Annotated[SelfSource, Tag("self")]
+        | Annotated[OtherSource, WrapValidator(read_other), Tag("other")],
+        Discriminator(kind_name),
+    ]
+]
+OwnObjective = SerializeAsAny[Annotated[ObjectiveConfig, WrapValidator(lambda data, _: read_objective(data))]]
+_OF_TRAINING = frozenset(PolicyConfig.model_fields) - frozenset(ModelConfig.model_fields)
 
-class TeacherConfig(PolicyConfig):
+
+class TeacherConfig(ModelConfig):
     """A teacher: a model, and where its signals come from."""
 
-    # how a teacher is batched decides only how it is scored with
-    dynamic_batching: BatchingConfig = Field(default=BatchingConfig(), json_schema_extra=FREE)
-    """As of ``policy``."""
-    sequence_packing: PackingConfig = Field(default=PackingConfig(), json_schema_extra=FREE)
-    """As of ``policy``."""
-    logprob_batch_size: int = Field(default=1, ge=1, json_schema_extra=FREE)
-    """Rows per forward pass."""
-    cache: str | None = None
-    """Folder written by ``limbeck cache``: train from stored signals, without the teacher's weights."""
-    cache_k: int = Field(default=128, ge=1)
-    """Most likely tokens that ``limbeck cache`` stores per position; with a server it stores ``server.k``."""
-    cache_kind: Literal["topk", "hidden"] = "topk"
-    """What ``limbeck cache`` stores: top-k lists, or hidden states with the head."""
-    server: ServerConfig | None = None
-    """A server that scores for this teacher, instead of weights in this process; only its tokenizer is loaded here.
-    With ``cache``: ``limbeck cache`` fills it from the server, and training reads the cache alone."""
+    name: str | None = Field(default=None, min_length=1)
+    """By which a record chooses this teacher (``data.teacher_key``) as its only one."""
+    source: Source = LiveSource()
+    """Where its signals come from; one word is a kind without settings."""
+    loss_fn: OwnObjective | None = None
+    """The objective that compares this one of several teachers with the student, its ``mode`` and its keys as above,
+    in place of the run's; one word is a mode."""
+    cache: str | None = Field(default=None, exclude=True)
+    """Short for ``source: {kind: cache, folder: ...}``; with ``server``: a cache that the server fills."""
+    cache_k: int | None = Field(default=None, ge=1, exclude=True)
+    """Short for ``source.k`` of a cache."""
+    cache_kind: Literal["topk", "hidden"] | None = Field(default=None, exclude=True)
+    """Short for ``source.holds`` of a cache."""
+    server: ServerConfig | None = Field(default=None, exclude=True)
+    """Short for ``source`` with ``kind: server``, or for ``source.filled_by`` of a cache."""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_of_a_remote_model(cls, data: Any) -> Any:
-        """A remote teacher needs no weights here, so its name or its tokenizer's is name enough."""
-        if isinstance(data, Mapping) and data.get("server") is not None and data.get("model_name") is None:
-            server, tokenizer = data["server"], data.get("tokenizer")
-            names = [
-                part.get(key) for part, key in ((server, "model"), (tokenizer, "name")) if isinstance(part, Mapping)
+    def _as_written(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        for key in _OF_TRAINING & set(data):
+            raise ValueError(f"a teacher is not trained, so it has no key {key!r}; leave it out")
+        out = {key: value for key, value in data.items() if key != "source"}
+        if data.get("source") is not None:
+            out["source"] = _named(data["source"])
+            short = [key for key in ("cache", "cache_k", "cache_kind", "server") if data.get(key) is not None]
+            if short:
+                raise ValueError(f"{short[0]!r} is short for keys of 'source', and both are given; keep one of them")
+        name = out.get("model_name") is None and _remote_name(out)
+        return {**out, "model_name": name} if name else out
+
+    @model_validator(mode="after")
+    def _sourced(self) -> TeacherConfig:
+        self.source = self._settled()
+        self.cache = self.cache_k = self.cache_kind = self.server = None
+        if self.kind.follows_student:
+            fields = TeacherConfig.model_fields
+            named = [
+                name
+                for name in ModelConfig.model_fields
+                if getattr(self, name) != fields[name].get_default(call_default_factory=True)
             ]
-            if any(names):
-                return {**data, "model_name": next(name for name in names if name)}
+            if named:
+                raise ValueError(
+                    f"source.kind is {self.source.kind!r}, which has the student's model and tokenizer; leave out "
+                    f"{', '.join(named)}"
+                )
+        return self
+
+    def _settled(self) -> Any:
+        """The source with its short forms written out."""
+        origin = LiveSource() if self.server is None else ServerSource(**self.server.model_dump())
+        if self.cache is None:
+            # what a cache would hold is of use to `limbeck cache`, which is given its folder
+            return self.source if self.server is None else origin
+        choices = {"k": self.cache_k, "holds": self.cache_kind}
+        choices = {key: value for key, value in choices.items() if value is not None}
+        return CacheSource.model_validate({"folder": self.cache, "filled_by": origin, **choices})
+
+    @property
+    def kind(self) -> type[TeacherKind]:
+        """The class of its source."""
+        return find_kind(self.source.kind)
+
+    @property
+    def needs_model(self) -> bool:
+        source = self._settled()
+        return find_kind(source.kind).needs_model(source)
+
+    @property
+    def shown_name(self) -> str:
+        if self.model_name is None and "model_type" not in self.model_overrides:
+            return f"({self.source.kind})"
+        return super().shown_name
+
+    def beside(self, student: PolicyConfig) -> TeacherConfig:
+        """This section, with the student's model and tokenizer where it follows the student."""
+        if not self.kind.follows_student:
+            return self
+        return self.model_copy(update={name: getattr(student, name) for name in ModelConfig.model_fields})
+
+
+def read_objective(data: Any) -> ObjectiveConfig:
+    """The objective of one teacher; what concerns all teachers is the run's."""
+    if isinstance(data, ObjectiveConfig):
         return data
+    section = {"mode": data} if isinstance(data, str) else data
+    if not isinstance(section, Mapping):
+        raise ValueError("expected a mode, or a section with mode and its keys")
+    for key in CrossTokenizerDistillationLossConfig.model_fields.keys() & section.keys() - {"mode"}:
+        raise ValueError(f"{key!r} concerns all teachers; give it in the run's loss_fn")
+    return read_settings(section)
 
 
-def connect_servers(
-    teachers: Sequence[TeacherConfig],
-    tokenizers: Sequence[Any],
-    student: ByteVocab,
-    *,
-    longest: Sequence[int],
-    layout: ParallelConfig | None,
-) -> dict[int, ServerTeacher]:
-    """A connection for every teacher that trains from a server, by its number, before any model is loaded. Collective.
-
-    Args:
-        longest: tokens of the longest row of each teacher.
-        layout: the student's, whose ranks may share rows; None: for teachers that have a cache to be filled instead,
-            where each process asks for rows of its own.
-    """
-    found: dict[int, ServerTeacher] = {}
-    for number, (own, tokenizer) in enumerate(zip(teachers, tokenizers, strict=True)):
-        if own.server is not None and (own.cache is not None) == (layout is None):
-            readers = Comm.alone() if layout is None else same_rows(layout)
-            found[number] = connect(
-                own.server, tokenizer, student, longest=longest[number], readers=readers, number=number
-            )
-    return found
+def _named(source: Any) -> Any:
+    """A source whose kind can be looked up."""
+    if isinstance(source, str):
+        source = {"kind": source}
+    plain = _plain(source)
+    name = plain.get("kind") if isinstance(plain, Mapping) else None
+    if not isinstance(name, str) or not (name in KINDS or ":" in name):
+        raise ValueError(f"source.kind is {name!r}; expected {', '.join(KINDS)}, or module:Class of your own")
+    return source
 
 
-def connect(
-    server: ServerConfig, tokenizer: object, student: ByteVocab, *, longest: int, readers: Comm, number: int = 0
-) -> ServerTeacher:
-    """A connected server, or the same error on all processes. Collective. readers: ranks that read the same rows."""
-    with Comm.world().fail_together():
-        teacher = ServerTeacher(
-            server,
-            tokenizer,
-            student_fingerprint=student.fingerprint,
-            longest=longest,
-            group=readers,
-            number=number,
-        )
-    return teacher
+def _remote_name(section: Mapping[str, Any]) -> str | None:
+    """A remote model needs no weights here, so its name or its tokenizer's is name enough."""
+    source, tokenizer = _plain(section.get("source")), _plain(section.get("tokenizer"))
+    if isinstance(source, Mapping) and source["kind"] == "cache":
+        source = _plain(source.get("filled_by"))
+    remote = source if isinstance(source, Mapping) and source.get("kind") == "server" else _plain(section.get("server"))
+    if not isinstance(remote, Mapping):
+        return None
+    return remote.get("model") or (tokenizer.get("name") if isinstance(tokenizer, Mapping) else None)
+
+
+def _plain(section: Any) -> Any:
+    """A section as a mapping, however it is given."""
+    return section.model_dump() if isinstance(section, BaseModel) else section
 
 
 def same_rows(layout: ParallelConfig) -> Comm:
@@ -105,31 +179,36 @@ def same_rows(layout: ParallelConfig) -> Comm:
     return ParallelDims.sharded(shape, default_device().type).rows if shape.same_rows > 1 else Comm.alone()
 
 
-def check_cache_kind(own: TeacherConfig, found: CacheSpec, number: int) -> None:
-    """Refuse a cache that holds another kind of signals than the run file says."""
-    if found.kind != own.cache_kind:
-        holds = {"topk": f"the {found.k} most likely tokens", "hidden": "hidden states"}[found.kind]
-        raise ConfigError(
-            f"teacher {number}: the cache {own.cache!r} holds {holds} of each position, but cache_kind is "
-            f"{own.cache_kind!r}; set cache_kind: {found.kind}, or fill another cache"
-        )
-
-
 def make_teacher(
-    own: TeacherConfig,
+    section: TeacherConfig,
     number: int,
     tokenizer: object,
     student: ByteVocab,
     *,
-    seed: int,
+    seed: int = 0,
+    longest: int | None = None,
+    readers: Comm | None = None,
     model: nn.Module | None = None,
-) -> Teacher:
-    """A teacher without a server: its cache where it has one, otherwise its frozen model, which may be given."""
-    if own.cache is not None:
-        cached = CachedTeacher(
-            own.cache, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer).fingerprints, number=number
-        )
-        check_cache_kind(own, cached.reader.spec, number)
-        return cached
-    policy = Policy(own, tokenizer, name=f"teacher_{number}", init_optimizer=False, seed=seed, model=model)
-    return LiveTeacher(policy, student_fingerprint=student.fingerprint, number=number)
+    policy: Policy | None = None,
+    start: PolicyConfig | None = None,
+) -> TeacherKind:
+    """The teacher of a section, see :class:`TeacherSetup` for the arguments. Collective."""
+    setup = TeacherSetup(section, tokenizer, student, number, seed, longest, readers, model, policy, start)
+    return section.kind.make(section.source, setup)
+
+
+def stored_states(teachers: Sequence[Teacher]) -> State:
+    """State that a checkpoint keeps of teachers that change, by name."""
+    states = {f"teacher_{teacher.number}": teacher.state_dict() for teacher in teachers}
+    return {name: state for name, state in states.items() if state}
+
+
+def load_states(teachers: Sequence[Teacher], latest: Checkpoint) -> State:
+    """Teachers that change, as a checkpoint has them; all that it keeps for the ranks together. Collective."""
+    # averaged weights arrive in this run's layout, whichever wrote them
+    template = stored_states(teachers)
+    shared = latest.shared(template or None)
+    for teacher in teachers:
+        if (name := f"teacher_{teacher.number}") in template:
+            teacher.load_state_dict(shared[name])
+    return shared

@@ -66,7 +66,7 @@ SCRIPTS = (
 """Names that `script_of` gives: writing by its first letter; ``no_script`` is signs, numerals and blanks, ``pieces``
 are bytes that are no whole characters."""
 
-# first code points of stretches, and their script; what a script does not name is told by whether it is a letter
+# first code points of stretches, and their script; where none is named, ``isalpha`` decides
 _STRETCHES: tuple[tuple[int, str], ...] = (
     *((0x00, ""), (0x41, "latin"), (0x5B, ""), (0x61, "latin"), (0x7B, ""), (0xC0, "latin"), (0x2B0, "")),
     *((0x370, "greek"), (0x400, "cyrillic"), (0x530, ""), (0x590, "hebrew"), (0x600, "arabic"), (0x780, "")),
@@ -128,6 +128,7 @@ def token_class(data: bytes) -> str:
         return "other"
     if max(data) >= 0x80:
         return "non_ascii"
+    # before the rest: a lone space has an empty body, which is a part of every set
     if _SPACES.issuperset(data):
         return "whitespace"
     body = data.removeprefix(b" ")
@@ -155,9 +156,10 @@ def form_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
     """Number in `FORM_CLASSES` of every row of a head of `size` rows; rows without a token are other."""
     tokens = zip(vocab.special.tolist(), vocab.token_bytes, strict=True)
     names = ["special" if special else _FORM_OF_SPELLING.get(token_class(data), "other") for special, data in tokens]
-    found = np.full(size, FORM_CLASSES.index("other"), dtype=np.int64)
-    found[: len(names)] = [FORM_CLASSES.index(name) for name in names[:size]]
-    return found
+    classes = np.full(size, FORM_CLASSES.index("other"), dtype=np.int64)
+    # a head may also be narrower than the vocabulary: ids behind its last row have none
+    classes[: len(names)] = [FORM_CLASSES.index(name) for name in names[:size]]
+    return classes
 
 
 CREDIT_CLASSES = ("end", "thinking", *FORM_CLASSES)
@@ -167,9 +169,9 @@ _THINKING = re.compile(rb"[<\[][^<>\[\]]*think[^<>\[\]]*[>\]]", re.IGNORECASE)
 
 def credit_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
     """Number in `CREDIT_CLASSES` of every row of a head of `size` rows. A tag that is a special token is special."""
-    found = form_table(vocab, size) + CREDIT_CLASSES.index(FORM_CLASSES[0])
+    classes = form_table(vocab, size) + CREDIT_CLASSES.index(FORM_CLASSES[0])
     ends = [i for i, role in vocab.roles.items() if is_end(role)]
     tags = [i for i, data in enumerate(vocab.token_bytes) if _THINKING.fullmatch(data)]
     for name, ids in (("end", ends), ("thinking", tags)):
-        found[[i for i in ids if i < size]] = CREDIT_CLASSES.index(name)
-    return found
+        classes[[i for i in ids if i < size]] = CREDIT_CLASSES.index(name)
+    return classes

@@ -1,6 +1,6 @@
 """Load a tokenizer from wherever a user has one.
 
-``read_tokenizer`` gives the form that the house works with and needs neither torch nor transformers for what has a
+``read_tokenizer`` gives a `ByteTokenizer` and needs neither torch nor transformers for what has a
 ``tokenizer.json``; ``load_tokenizer`` gives a transformers tokenizer, as models and checkpoints want it.
 """
 
@@ -14,28 +14,29 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from limbeck.errors import TokenizerError, one_line
-from limbeck.tokens.begin import gguf_adds_begin, set_begin
+from limbeck.errors import ConfigError, TokenizerError, one_line
+from limbeck.tokens.bos import gguf_adds_bos, set_bos
 from limbeck.tokens.sentencepiece import describe_model, read_model
-from limbeck.tokens.tokenizer import Tokenizer, require_transformers
+from limbeck.tokens.tokenizer import ByteTokenizer, require_transformers
 from limbeck.tokens.vocab import Spec
-from limbeck.utils.files import kept_conversion, model_path
+from limbeck.utils.files import kept_conversion
+from limbeck.utils.hub import HubId, locate, model_files
 
 T = TypeVar("T")
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_HUB_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def read_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+def read_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> ByteTokenizer:
     """Read a tokenizer from a model folder, a file (``tokenizer.json``, a SentencePiece ``.model``, GGUF,
     ``tekken.json``) or a hub id.
 
     ``package:NAME/FILE`` names a file inside an installed Python package. Folders without a ``tokenizer.json``, GGUF
     and tekken files are converted by transformers; the result of a GGUF file is kept in the cache folder.
     """
-    found = _from_disk(spec, partial(_read_folder, trust_remote_code=trust_remote_code), _read_file)
-    return _read_hub(str(spec), trust_remote_code) if found is None else found
+    tokenizer, hub_name = _read(spec, partial(_read_folder, trust_remote_code=trust_remote_code), _read_file)
+    tokenizer.name = hub_name or tokenizer.name
+    return tokenizer
 
 
 def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -43,57 +44,50 @@ def load_tokenizer(spec: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     A folder's ``tokenizer.json`` is read as it is: rebuilding a tokenizer from its class name can change ids.
     """
-    found = _from_disk(spec, partial(_load_folder, trust_remote_code=trust_remote_code), _load_file)
-    return _load_hub(str(spec), trust_remote_code) if found is None else found
+    tokenizer, hub_name = _read(spec, partial(_load_folder, trust_remote_code=trust_remote_code), _load_file)
+    tokenizer.name_or_path = hub_name or tokenizer.name_or_path
+    return tokenizer
 
 
-def _from_disk(spec: str | Path, folder: Callable[[Path], T], file: Callable[[Path], T]) -> T | None:
-    """What a reader of folders or of files finds at a local path; None for a hub id."""
-    path = _local(spec)
-    if path is None:
-        return None
+def _read(spec: str | Path, folder: Callable[[Path], T], file: Callable[[Path], T]) -> tuple[T, str | None]:
+    """Result of a reader of folders or of files for what ``spec`` names, and the hub id where it is one: messages name
+    that in place of a folder of the cache."""
     try:
-        return folder(path) if path.is_dir() else file(path)
+        location = locate(spec)
+        path = model_files(spec, "tokenizer")
+    except ConfigError as error:
+        raise TokenizerError(str(error)) from error
+    try:
+        return folder(path) if path.is_dir() else file(path), str(location) if isinstance(location, HubId) else None
     except TokenizerError:
         raise
     except Exception as error:  # the backend raises bare exceptions for malformed files
         raise TokenizerError(f"no tokenizer can be read from {spec}: {one_line(error)}") from error
 
 
-def _local(spec: str | Path) -> Path | None:
-    """The file or folder that ``spec`` names; None for a hub id."""
-    text = model_path(spec)
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    if path.suffix or text.startswith((".", "/", "~")):
-        raise TokenizerError(f"no tokenizer at {spec}: the path does not exist; give a model folder or a hub id.")
-    return None
-
-
 # -- without transformers ----------------------------------------------------------------------------------------------
 
 
-def _read_folder(path: Path, trust_remote_code: bool) -> Tokenizer:
+def _read_folder(path: Path, trust_remote_code: bool) -> ByteTokenizer:
     if (path / "tokenizer.json").is_file():
         return _read_json(path / "tokenizer.json", path)
     files = [*sorted(path.glob("*.gguf"))[:1], *path.glob("tekken.json")]
     if files:
         return _read_file(files[0])
-    return Tokenizer.of(_load_folder(path, trust_remote_code))
+    return ByteTokenizer.of(_load_folder(path, trust_remote_code))
 
 
-def _read_file(path: Path) -> Tokenizer:
+def _read_file(path: Path) -> ByteTokenizer:
     if path.suffix == ".gguf":
         return _read_gguf(path)
     if ".model" in path.suffixes:
         return _read_sentencepiece(path)
     if path.suffix == ".json" and not path.name.startswith("tekken"):
         return _read_json(path, path.parent if path.name == "tokenizer.json" else None)
-    return Tokenizer.of(_load_file(path))
+    return ByteTokenizer.of(_load_file(path))
 
 
-def _read_json(file: Path, folder: Path | None) -> Tokenizer:
+def _read_json(file: Path, folder: Path | None) -> ByteTokenizer:
     """A ``tokenizer.json`` with what its folder says about names, added tokens and chat templates."""
     text = file.read_text(encoding="utf-8")
     spec = json.loads(text)
@@ -103,30 +97,30 @@ def _read_json(file: Path, folder: Path | None) -> Tokenizer:
         named.setdefault("pad_token", spec["padding"]["pad_token"])
     spec = _with_added(spec, text, config, named)
     ids = {a["content"]: a["id"] for a in spec.get("added_tokens") or []}
-    begin = ids.get(named.get("bos_token", ""))
-    return Tokenizer(
+    bos_id = ids.get(named.get("bos_token", ""))
+    return ByteTokenizer(
         spec,
         named=named,
         templates={} if folder is None else _templates(folder, config),
-        adds_bos=begin is not None and _prefix(spec) == begin,
+        adds_bos=bos_id is not None and _prefix(spec) == bos_id,
         name=str(folder or file),
     )
 
 
-def _read_sentencepiece(file: Path) -> Tokenizer:
+def _read_sentencepiece(file: Path) -> ByteTokenizer:
     """A SentencePiece model by its own header, with what its folder says about names and chat templates."""
     model = read_model(file.read_bytes())
     spec = describe_model(model)
     folder = file.parent if file.name == "tokenizer.model" else None
     config = {} if folder is None else _config(folder)
     named = {key: model.pieces[i].text for key, i in model.named.items()} | _named(config)
-    begin = model.named.get("bos_token")
+    bos_id = model.named.get("bos_token")
     adds_bos = False
-    if begin is not None and config.get("add_bos_token"):
+    if bos_id is not None and config.get("add_bos_token"):
         adds_bos = True
-        spec["post_processor"] = _begin_with(model.pieces[begin].text, begin)
+        spec["post_processor"] = _bos_first(model.pieces[bos_id].text, bos_id)
     text = json.dumps(spec, ensure_ascii=False)
-    return Tokenizer(
+    return ByteTokenizer(
         _with_added(spec, text, config, named),
         named=named,
         templates={} if folder is None else _templates(folder, config),
@@ -135,7 +129,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     )
 
 
-def _begin_with(token: str, token_id: int) -> Spec:
+def _bos_first(token: str, token_id: int) -> Spec:
     """The last step of a tokenizer that puts a token in front of a text."""
     front, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
@@ -157,10 +151,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
     """The names that every model has, and those that only some have, such as ``image_token``."""
-    own = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
+    further = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
     extra = config.get("extra_special_tokens")
     usual = {key: _content(config[key]) for key in _NAMED if config.get(key)}
-    return own | {k: _content(v) for k, v in (extra if isinstance(extra, dict) else {}).items()} | usual
+    return further | {k: _content(v) for k, v in (extra if isinstance(extra, dict) else {}).items()} | usual
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -187,6 +181,7 @@ def _with_added(spec: Spec, text: str, config: Mapping[str, Any], named: Mapping
     if not missing and all(there.get(i) == token for i, token in decoder.items()):
         return spec
     backend = tokenizers.Tokenizer.from_str(text)
+    # in the order of their ids: the library gives what the vocabulary does not hold the next free one
     added = [tokenizers.AddedToken(**token) for _, token in sorted(decoder.items())]
     backend.add_tokens([*added, *(tokenizers.AddedToken(content, special=True) for content in missing)])
     merged: Spec = json.loads(backend.to_str())
@@ -200,17 +195,19 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         files["default"] = folder / "chat_template.jinja"
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    found = config.get("chat_template") or {}
-    if isinstance(found, str):
-        return {"default": found}
-    return {item["name"]: item["template"] for item in found} if isinstance(found, list) else dict(found)
+    stored = config.get("chat_template") or {}
+    if isinstance(stored, str):
+        return {"default": stored}
+    # transformers stores several templates as a list of objects with fixed keys
+    return {item["name"]: item["template"] for item in stored} if isinstance(stored, list) else dict(stored)
 
 
 def _prefix(spec: Spec) -> int | None:
     """The id that the tokenizer puts in front of a text by itself: what its last step does to a text of one token."""
     if not spec.get("post_processor"):
         return None
-    own = max((int(a["id"]) for a in spec.get("added_tokens") or []), default=0) + 1
+    # an id that no added token has, or the one in front could be taken for the text's
+    text_id = max((int(a["id"]) for a in spec.get("added_tokens") or []), default=0) + 1
     small = {
         "version": "1.0",
         "added_tokens": [],
@@ -218,16 +215,16 @@ def _prefix(spec: Spec) -> int | None:
         "pre_tokenizer": None,
         "post_processor": spec["post_processor"],
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {"a": own}, "unk_token": "a"},
+        "model": {"type": "WordLevel", "vocab": {"a": text_id}, "unk_token": "a"},
     }
     ids = tokenizers.Tokenizer.from_str(json.dumps(small)).encode("a").ids
-    return ids[0] if ids and ids[0] != own else None
+    return ids[0] if ids and ids[0] != text_id else None
 
 
-def _read_gguf(path: Path) -> Tokenizer:
+def _read_gguf(path: Path) -> ByteTokenizer:
     """The tokenizer of a GGUF file, converted once."""
     folder = _gguf_folder(path)
-    return Tokenizer.of(_convert_gguf(path)) if folder is None else _read_json(folder / "tokenizer.json", folder)
+    return ByteTokenizer.of(_convert_gguf(path)) if folder is None else _read_json(folder / "tokenizer.json", folder)
 
 
 def _gguf_folder(path: Path) -> Path | None:
@@ -235,31 +232,12 @@ def _gguf_folder(path: Path) -> Path | None:
 
 
 def _convert_gguf(path: Path) -> Any:
-    made = require_transformers(f"to read {path.name}").AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    begin = gguf_adds_begin(path)
-    if begin is not None and made.bos_token is not None:
-        set_begin(made, begin)
-    return made
-
-
-def _read_hub(name: str, trust_remote_code: bool) -> Tokenizer:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        file = Path(hf_hub_download(name, "tokenizer.json"))
-        for optional in _HUB_FILES:
-            try:
-                hf_hub_download(name, optional)
-            except EntryNotFoundError:
-                continue
-    except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, but of a hub that did not answer
-        raise TokenizerError(_unreachable(name, error)) from error
-    except EntryNotFoundError:
-        return Tokenizer.of(_load_hub(name, trust_remote_code))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(_unreachable(name, error)) from error
-    return _read_json(file, file.parent)
+    library = require_transformers(f"to read {path.name}")
+    tokenizer = library.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    adds = gguf_adds_bos(path)
+    if adds is not None and tokenizer.bos_token is not None:
+        set_bos(tokenizer, adds)
+    return tokenizer
 
 
 # -- with transformers -------------------------------------------------------------------------------------------------
@@ -300,18 +278,3 @@ def _load_file(path: Path) -> Any:
     if (path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
         return library.PreTrainedTokenizerFast.from_pretrained(path.parent)
     return library.PreTrainedTokenizerFast(tokenizer_file=str(path))
-
-
-def _load_hub(name: str, trust_remote_code: bool) -> Any:
-    library = require_transformers(f"{name!r} has no tokenizer.json on the hub, and to convert what it has")
-    try:
-        return library.PreTrainedTokenizerFast.from_pretrained(name)
-    except (OSError, ValueError) as first:
-        try:
-            return library.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise TokenizerError(_unreachable(name, error)) from first
-
-
-def _unreachable(name: str, error: BaseException) -> str:
-    return f"{name!r} is neither a local path nor a model that can be fetched from the hub: {one_line(error)}"

@@ -1,14 +1,13 @@
-"""A SentencePiece model file as a tokenizer's description: what its own header says, without the sentencepiece library.
+"""A SentencePiece model file as a tokenizer's description.
 
-The file is a protocol buffer with three messages: the pieces, what the trainer was told, how text is normalised. Only
-the fields named here are read; nothing in the file is executed.
+The conversion is ours because it keeps the order in which SentencePiece merges, by score; transformers, which ranks
+merges by id, writes runs of spaces otherwise.
 """
 
 from __future__ import annotations
 
 import base64
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ _UNIGRAM, _BPE = 1, 2
 
 @dataclass(frozen=True)
 class Piece:
-    """An entry of the vocabulary; its id is its place."""
+    """An entry of the vocabulary; its id is its position."""
 
     text: str
     score: float
@@ -31,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model file says that decides ids.
+    """Facts of a model file that decide ids.
 
     Attributes:
         kind: 1 unigram, 2 byte-pair merges.
@@ -51,25 +50,41 @@ class Model:
 
 def read_model(data: bytes) -> Model:
     """Parse a model file; ``TokenizerError`` where it is none, or asks for what its description cannot say."""
-    messages: dict[int, list[Any]] = {1: [], 2: [b""], 3: [b""]}
-    for number, value in _fields(data):
-        messages.setdefault(number, []).append(value)
-    if not messages[1] or not all(isinstance(value, bytes) for n in (1, 2, 3) for value in messages[n]):
-        raise TokenizerError("the file is no SentencePiece model.")
-    trainer, normaliser = (dict(_fields(messages[number][-1])) for number in (2, 3))
-    ids = {"unk": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2), "pad": trainer.get(43, -1)}
-    pieces = tuple(map(_piece, messages[1]))
-    if trainer.get(24) or not normaliser.get(5, 1):
+    proto = _parse(data)
+    trainer, normaliser = proto.trainer_spec, proto.normalizer_spec
+    ids = {"unk": trainer.unk_id, "bos": trainer.bos_id, "eos": trainer.eos_id, "pad": trainer.pad_id}
+    if trainer.treat_whitespace_as_suffix or not normaliser.escape_whitespaces:
         raise TokenizerError("the SentencePiece model writes spaces behind words or not at all; that is not supported.")
     return Model(
-        pieces=pieces,
-        kind=trainer.get(3, _UNIGRAM),
-        byte_fallback=bool(trainer.get(35)),
-        named={f"{key}_token": i for key, i in ids.items() if 0 <= i < len(pieces)},
-        charsmap=normaliser.get(2, b""),
-        adds_space=bool(normaliser.get(3, 1)),
-        trims=bool(normaliser.get(4, 1)),
+        pieces=tuple(Piece(piece.piece, piece.score, piece.type) for piece in proto.pieces),
+        kind=trainer.model_type,
+        byte_fallback=trainer.byte_fallback,
+        # -1 where the model has none; that is the default of pad
+        named={f"{key}_token": i for key, i in ids.items() if 0 <= i < len(proto.pieces)},
+        charsmap=normaliser.precompiled_charsmap,
+        adds_space=normaliser.add_dummy_prefix,
+        trims=normaliser.remove_extra_whitespaces,
     )
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        raise TokenizerError(
+            "to read a SentencePiece model file takes sentencepiece: pip install 'limbeck[sentencepiece]'"
+        ) from None
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is loaded
+    proto = messages.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError:
+        raise TokenizerError("the file is no SentencePiece model, or cut off.") from None
+    # protobuf takes an empty file for a message without fields
+    if not proto.pieces:
+        raise TokenizerError("the file is no SentencePiece model.")
+    return proto
 
 
 def describe_model(model: Model) -> Spec:
@@ -152,6 +167,7 @@ def _normaliser(model: Model) -> Spec:
     if model.charsmap:
         table = base64.b64encode(model.charsmap).decode("ascii")
         steps.append({"type": "Precompiled", "precompiled_charsmap": table})
+    # before the sign is put in front: behind it a space at the beginning would not be stripped
     if model.trims:
         steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
@@ -164,51 +180,9 @@ def _strip_front(model: Model) -> list[Spec]:
     return [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if model.adds_space else []
 
 
-def _replace(found: str, by: str) -> Spec:
-    return {"type": "Replace", "pattern": {"String": found}, "content": by}
+def _replace(pattern: str, by: str) -> Spec:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": by}
 
 
 def _sequence(of: str, steps: list[Spec]) -> Spec:
     return {"type": "Sequence", of: steps}
-
-
-# -- protocol buffers --------------------------------------------------------------------------------------------------
-
-
-def _piece(message: bytes) -> Piece:
-    values = dict(_fields(message))
-    try:
-        (score,) = struct.unpack("<f", values.get(2, b"\0\0\0\0"))
-        return Piece(values[1].decode("utf-8"), score, values.get(3, _NORMAL))
-    except (KeyError, AttributeError, TypeError, UnicodeDecodeError, struct.error):
-        raise TokenizerError("the SentencePiece model holds a piece that is none; the file is damaged.") from None
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a message: integers as such, everything else as its bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value - (1 << 64) if value >> 63 else value
-            continue
-        size = {1: 8, 5: 4}.get(wire)
-        if wire == 2:
-            size, at = _varint(data, at)
-        if size is None or at + size > len(data):
-            raise TokenizerError("the file is no SentencePiece model, or cut off.")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value & ((1 << 64) - 1), at
-    raise TokenizerError("the file is no SentencePiece model, or cut off.")

@@ -8,6 +8,7 @@ alias. Everything else (splitting, merges, normaliser) is the tokenizer's own, i
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import secrets
@@ -22,9 +23,9 @@ import numpy.typing as npt
 import tokenizers
 
 from limbeck.errors import TemplateError, TokenizerError, one_line
-from limbeck.tokens.rendering import Rendering, Segment
+from limbeck.tokens.tokenized_text import Segment, TokenizedText
 from limbeck.tokens.vocab import ByteVocab, Spec, byte_alphabet
-from limbeck.utils.files import package_file
+from limbeck.utils.files import content_hash, package_file
 
 Advance = Callable[[int, int], None]  # (done, total)
 Spelling = tuple[int, ...]
@@ -36,11 +37,14 @@ BoolArray = npt.NDArray[np.bool_]
 _ALIAS_OPEN, _ALIAS_CLOSE = "\U000f5a17", "\U000f5a18"
 _ALIAS = re.compile(f"{_ALIAS_OPEN}[0-9a-f]+{_ALIAS_CLOSE}")
 _ALIAS_BYTES = re.compile(_ALIAS.pattern.encode("utf-8"))
+_NONCE_BYTES = 8
+_ALIAS_NONCE = re.compile(f"{_ALIAS_OPEN}[0-9a-f]{{{2 * _NONCE_BYTES}}}")
 
 
 def _aliases(spec: Spec) -> dict[str, str]:
     """Special content -> the alias that stands for it."""
-    nonce = secrets.token_hex(8)
+    # drawn anew for every copy: a text with the aliases of another one must not yield special tokens
+    nonce = secrets.token_hex(_NONCE_BYTES)
     added = spec.get("added_tokens") or []
     return {a["content"]: f"{_ALIAS_OPEN}{nonce}{a['id']:x}{_ALIAS_CLOSE}" for a in added if a["special"]}
 
@@ -48,8 +52,9 @@ def _aliases(spec: Spec) -> dict[str, str]:
 CutMerges = list[tuple[int, list[str]]]
 
 
-def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Tokenizer, CutMerges]:
-    """A copy of the tokenizer whose special tokens answer to their aliases, and the merges that it lacks, by rank."""
+def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Tokenizer, CutMerges, str]:
+    """A copy of the tokenizer whose special tokens answer to their aliases, the merges that it lacks, by rank, and a
+    hash of what was copied, which is the same for every copy."""
     spec = copy.copy(spec)
     added = spec.get("added_tokens") or []
     spec["added_tokens"] = [{**a, "content": aliases.get(a["content"], a["content"])} for a in added]
@@ -72,8 +77,13 @@ def _alias_twin(spec: Spec, aliases: Mapping[str, str]) -> tuple[tokenizers.Toke
             model["merges"] = [m for rank, m in enumerate(merges) if rank not in left_out] if cut else merges
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
+    # a last step names special tokens by contents that are aliases here; `describe` puts it back
     spec.update(model=model, post_processor=None, truncation=None, padding=None)
-    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)), cut
+    text = json.dumps(spec, ensure_ascii=False)
+    # aliases hold digits drawn anew for every copy; without those they are the special ids
+    digest = hashlib.sha256(_ALIAS_NONCE.sub(_ALIAS_OPEN, text).encode("utf-8", "surrogatepass"))
+    digest.update(json.dumps(cut).encode("utf-8", "surrogatepass"))
+    return tokenizers.Tokenizer.from_str(text), cut, digest.hexdigest()
 
 
 def _char_byte_starts(text: str) -> IntArray:
@@ -98,6 +108,7 @@ def _group_starts(text: str, offsets: IntArray) -> tuple[BoolArray, IntArray]:
     first = np.ones(n, dtype=bool)
     first[1:] = (offsets[1:, 0] >= reach[:-1]) & (offsets[1:, 1] > reach[:-1])
     start = np.where(first, offsets[:, 0], 0)
+    # what a splitter drops in front of the first token goes to its group: groups leave no character out
     start[0] = 0
     gaps = np.flatnonzero(first)[1:]
     gaps = gaps[offsets[gaps, 0] > reach[gaps - 1]]
@@ -108,20 +119,20 @@ def _group_starts(text: str, offsets: IntArray) -> tuple[BoolArray, IntArray]:
     return first, np.maximum.accumulate(start)
 
 
-class Tokenizer:
-    """One vocabulary and its text rules: the only form of a tokenizer inside the house.
+class ByteTokenizer:
+    """One vocabulary and its text rules: the only form of a tokenizer inside Limbeck.
 
     Args:
         spec: its description, as in ``tokenizer.json``. Added tokens that ``named`` lists are special whatever their
             flag says.
         named: ``bos_token``, ``eos_token``, ``pad_token``, ... -> content.
         templates: name -> Jinja text of a chat template; ``default`` is the usual one.
-        adds_bos: whether it puts its begin token in front of a text by default.
+        adds_bos: whether it puts its BOS token in front of a text by default.
         name: what errors call it.
 
     Attributes:
         vocab: its :class:`ByteVocab`.
-        bos_id, eos_id, pad_id: begin and end of a document and padding, or None.
+        bos_id, eos_id, pad_id: BOS, end of a document and padding, or None.
         special_ids: content of each special token -> its id.
         added: contents of the other added tokens, which are cut out of a text before it is split.
         aliases: content of each special token -> the string that stands for it in :meth:`encode_aliased`.
@@ -142,6 +153,7 @@ class Tokenizer:
         self._spec: Spec | None = {**spec, "added_tokens": added}
         self._post_processor = spec.get("post_processor")
         self._cut_merges: CutMerges = []
+        self._digest = ""
         self.vocab = ByteVocab.from_spec(self._spec, self.named)
         self.special_ids: dict[str, int] = {a["content"]: a["id"] for a in added if a["special"]}
         self.added = tuple(a["content"] for a in added if not a["special"])
@@ -152,13 +164,13 @@ class Tokenizer:
         )
 
     @classmethod
-    def of(cls, tokenizer: object) -> Tokenizer:
-        """The form that the house uses of a tokenizer.
+    def of(cls, tokenizer: object) -> ByteTokenizer:
+        """The form of a tokenizer that Limbeck works with.
 
-        A ``Tokenizer`` as it is; a transformers fast tokenizer wrapped, once per object, with the chat template that it
+        A ``ByteTokenizer`` as it is; a transformers fast tokenizer wrapped, once per object, with the chat template it
         has now; a ``tokenizers.Tokenizer`` wrapped, without names for its special tokens.
         """
-        if isinstance(tokenizer, Tokenizer):
+        if isinstance(tokenizer, ByteTokenizer):
             return tokenizer
         if isinstance(tokenizer, tokenizers.Tokenizer):
             return cls(json.loads(tokenizer.to_str()))
@@ -167,33 +179,56 @@ class Tokenizer:
             known = _KNOWN[tokenizer] = cls._wrap(tokenizer)
         current = _state(tokenizer)
         if current != {key: getattr(known, key) for key in current}:
+            # whoever holds the earlier one keeps the templates and names that it was given
             known = copy.copy(known)
             known.__dict__.update(current)
             _KNOWN[tokenizer] = known
         return known
 
     @classmethod
-    def _wrap(cls, tokenizer: Any) -> Tokenizer:
+    def _wrap(cls, tokenizer: Any) -> ByteTokenizer:
         spec = backend_spec(tokenizer)
         named = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list)}
-        begin = tokenizer.bos_token_id
-        adds_bos = begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
+        bos_id = tokenizer.bos_token_id
+        adds_bos = bos_id is not None and tokenizer("a")["input_ids"][:1] == [bos_id]
         return cls(spec, named=named, adds_bos=adds_bos)
-
-    @classmethod
-    def for_tokenizer(cls, tokenizer: object) -> Tokenizer:
-        """:meth:`of`, by its earlier name."""
-        return cls.of(tokenizer)
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
         assert self._spec is not None, "the description is kept until the twin is built"
-        twin, self._cut_merges = _alias_twin(self._spec, self.aliases)
+        twin, self._cut_merges, self._digest = _alias_twin(self._spec, self.aliases)
+        # the twin can write it again (`describe`): a large vocabulary is not held twice
         self._spec = None
         moved = [c for c, i in self.special_ids.items() if twin.token_to_id(self.aliases[c]) != i]
         if moved:
             raise TokenizerError(f"special tokens {moved[:3]} cannot be isolated from text in this tokenizer.")
         return twin
+
+    def _encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[tokenizers.Encoding]:
+        """What the backend makes of texts; without offsets it is faster."""
+        work = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        try:
+            return work(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            # a regular expression of its rules that gives up panics, which is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            longest = max(map(len, texts))
+            raise TokenizerError(
+                f"the tokenizer {self.name!r} gives up on a text of up to {longest:,} characters "
+                f"({one_line(error, 200)}); its splitting rules are not for such texts: use another tokenizer.json, or "
+                "leave the text out"
+            ) from None
+
+    def identity(self) -> dict[str, str]:
+        """Hashes of what decides the ids of a text and of a conversation, by what messages call it."""
+        _ = self._backend
+        special = [self.named, self.special_ids, self.adds_bos, self._post_processor]
+        return {
+            "tokens and rules": self._digest,
+            "special tokens": content_hash(special),
+            "chat template": content_hash(self.templates),
+        }
 
     def describe(self) -> Spec:
         """Its description, in which every special token has its own content; takes seconds for a large vocabulary.
@@ -216,7 +251,7 @@ class Tokenizer:
             model["merges"].insert(rank, merge)
         return spec
 
-    def with_template(self, template: str | Path) -> Tokenizer:
+    def with_template(self, template: str | Path) -> ByteTokenizer:
         """The same tokenizer with one chat template in place of all that it has: a text, or a ``.jinja`` file."""
         other = copy.copy(self)
         other.templates = {"default": read_template(template)}
@@ -226,17 +261,18 @@ class Tokenizer:
         """The same tokenizer as a ``PreTrainedTokenizerFast``, with its chat templates; needs ``limbeck[train]``."""
         form = require_transformers("a tokenizer in the form of transformers").PreTrainedTokenizerFast
         usual = {key: token for key, token in self.named.items() if key in form.SPECIAL_TOKENS_ATTRIBUTES}
-        own = {key: token for key, token in self.named.items() if key not in usual}
-        made = form(
+        extra = {key: token for key, token in self.named.items() if key not in usual}
+        tokenizer = form(
             tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(self.describe())),
+            # where it is on, decoding takes spaces in front of punctuation out of a text
             clean_up_tokenization_spaces=False,
             name_or_path=self.name,
             **usual,
-            **({"extra_special_tokens": own} if own else {}),
+            **({"extra_special_tokens": extra} if extra else {}),
         )
         single = self.templates.keys() <= {"default"}
-        made.chat_template = self.templates.get("default") if single else dict(self.templates)
-        return made
+        tokenizer.chat_template = self.templates.get("default") if single else dict(self.templates)
+        return tokenizer
 
     @cached_property
     def _meant(self) -> BoolArray:
@@ -251,24 +287,26 @@ class Tokenizer:
         contents = sorted((c for c in self.aliases if c), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, contents))) if contents else None
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> Rendering:
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> TokenizedText:
         """Render a plain text: every token of it is a target, in one segment of kind ``text``.
 
-        With ``bos`` or ``eos`` the document's begin or end token is added, where the tokenizer has one; the end token
-        is a target (segment kind ``eot``), the begin token is not.
+        With ``bos`` or ``eos`` the document's BOS or end token is added, where the tokenizer has one; the end token
+        is a target (segment kind ``eot``), the BOS token is not.
         """
         return self.encode_batch([text], bos=bos, eos=eos)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, bos: bool = False, eos: bool = False) -> list[Rendering]:
+    def encode_batch(self, texts: Sequence[str], *, bos: bool = False, eos: bool = False) -> list[TokenizedText]:
         """:meth:`encode` of several texts; they do not influence each other."""
         for text in texts:
+            # a flag of the string, while the check encodes all of it; no surrogate is ASCII
             if not text.isascii():
                 _check_text(text)
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encode(texts)
+        # an empty rendering is false as well, and `_resync` gives the same one
         plain = [self._locate(e.ids, text) or self._resync(text) for text, e in zip(texts, encodings, strict=True)]
         return [self._frame(r, bos=bos, eos=eos) for r in plain]
 
-    def encode_bytes(self, data: bytes, *, bos: bool = False) -> Rendering:
+    def encode_bytes(self, data: bytes, *, bos: bool = False) -> TokenizedText:
         """:meth:`encode` of bytes that need not be text all through, as a model may write them.
 
         Parts that are no whole characters are spelled byte by byte. Where the vocabulary cannot, the rendering and its
@@ -284,24 +322,25 @@ class Tokenizer:
             if not len(ids):
                 break
             parts.append(self._plain(ids, np.cumsum(self.vocab.byte_len[ids]), run, np.ones(len(ids), dtype=bool), {}))
-        r = Rendering.joined(parts)
-        return self._frame(self._plain(r.ids, r.ends, r.source, r.exact, r.dropped), bos=bos, eos=False)
+        r = TokenizedText.joined(parts)
+        return self._frame(self._plain(r.ids, r.byte_ends, r.source, r.byte_exact, r.skipped), bos=bos, eos=False)
 
-    def encode_aliased(self, text: str) -> Rendering:
+    def encode_aliased(self, text: str) -> TokenizedText:
         """Render a text in which aliases stand for special tokens; nothing is a target yet."""
         _check_text(text)
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = self._encode([text])[0].ids
+        # what has an alias's form and is none of ours is text
         source = _ALIAS.sub(lambda match: "" if match[0] in self._alias_set else match[0], text)
         rendering = self._locate(ids, source) or self._resync(text)
-        return Rendering(
+        return TokenizedText(
             rendering.ids,
-            rendering.ends,
+            rendering.byte_ends,
             rendering.source,
-            rendering.exact,
+            rendering.byte_exact,
             rendering.special,
             np.zeros(len(ids), dtype=bool),
             (),
-            rendering.dropped,
+            rendering.skipped,
         )
 
     def spell(self, items: Sequence[bytes], progress: Advance | None = None) -> list[Spelling]:
@@ -372,14 +411,15 @@ class Tokenizer:
 
     def _spell_batch(self, items: Sequence[bytes]) -> Iterable[Spelling]:
         texts = [None if self._adds_prefix else _as_text(data) for data in items]
-        given = [text for text in texts if text is not None]
-        encodings = iter(self._backend.encode_batch_fast(given, add_special_tokens=False))
+        encodable = [text for text in texts if text is not None]
+        encodings = iter(self._encode(encodable))
         for data, text in zip(items, texts, strict=True):
             ids = () if text is None else tuple(next(encodings).ids)
             yield ids if ids and self._stands_for(ids, data) else self._spell_bytes(data)
 
     def _spell_bytes(self, data: bytes) -> Spelling:
         if self.vocab.family == "sentencepiece":
+            # by stretches, so that only broken characters go byte by byte and whole ones through the model
             pieces = [self.encode_bytes_ids(run) for run in _utf8_runs(data)]
             ids = tuple(i for piece in pieces for i in piece) if all(pieces) else ()
         else:
@@ -397,7 +437,7 @@ class Tokenizer:
     def _alias_set(self) -> frozenset[str]:
         return frozenset(self.aliases.values())
 
-    def _locate(self, ids: list[int], text: str) -> Rendering | None:
+    def _locate(self, ids: list[int], text: str) -> TokenizedText | None:
         """The rendering when joined token bytes equal the text's; None otherwise."""
         source = text.encode("utf-8")
         if b"".join(map(self.vocab.token_bytes.__getitem__, ids)) != source:
@@ -406,18 +446,18 @@ class Tokenizer:
         ends = np.cumsum(self.vocab.byte_len[array])
         return self._plain(array, ends, source, np.ones(len(array), dtype=bool), {})
 
-    def _resync(self, aliased: str) -> Rendering:
+    def _resync(self, aliased: str) -> TokenizedText:
         """Place tokens by character offsets where a normaliser changed the text; changed groups are not exact."""
-        encoding = self._backend.encode(aliased, add_special_tokens=False)
+        encoding = self._encode([aliased], offsets=True)[0]
         ids = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         source = aliased.encode("utf-8")
-        dropped: dict[str, int] = {}
+        skipped: dict[str, int] = {}
         if not len(ids):
             if source:
-                dropped["unencoded_bytes"] = len(source)
+                skipped["unencoded_bytes"] = len(source)
             empty = np.zeros(0, dtype=np.int64)
-            return self._plain(ids, empty, source, np.zeros(0, dtype=bool), dropped)
+            return self._plain(ids, empty, source, np.zeros(0, dtype=bool), skipped)
         first, start = _group_starts(aliased, offsets)
         byte_at = _char_byte_starts(aliased)
         group = np.cumsum(first) - 1
@@ -433,15 +473,15 @@ class Tokenizer:
         exact = same[group]
         # Inside a changed group no inner boundary is known, so all its tokens end where the group ends.
         ends = np.where(exact, cum - joined_start[group] + group_start[group], group_end[group])
-        return self._without_aliases(aliased, ids, ends, exact, dropped)
+        return self._without_aliases(aliased, ids, ends, exact, skipped)
 
     def _without_aliases(
-        self, aliased: str, ids: IntArray, ends: IntArray, exact: BoolArray, dropped: dict[str, int]
-    ) -> Rendering:
+        self, aliased: str, ids: IntArray, ends: IntArray, exact: BoolArray, skipped: dict[str, int]
+    ) -> TokenizedText:
         """Move byte ends from the aliased text to the text without aliases."""
         source = aliased.encode("utf-8")
-        found = _ALIAS_BYTES.finditer(source)
-        cuts = [match.span() for match in found if match[0].decode("utf-8") in self._alias_set]
+        matches = _ALIAS_BYTES.finditer(source)
+        cuts = [match.span() for match in matches if match[0].decode("utf-8") in self._alias_set]
         if cuts:
             keep = np.ones(len(source), dtype=bool)
             for start, end in cuts:
@@ -453,17 +493,17 @@ class Tokenizer:
         exact = exact | self._meant[ids]
         changed = int(np.count_nonzero(~exact))
         if changed:
-            dropped["inexact_tokens"] = changed
-        return self._plain(ids, ends, source, exact, dropped)
+            skipped["inexact_tokens"] = changed
+        return self._plain(ids, ends, source, exact, skipped)
 
     def _plain(
-        self, ids: IntArray, ends: IntArray, source: bytes, exact: BoolArray, dropped: dict[str, int]
-    ) -> Rendering:
+        self, ids: IntArray, ends: IntArray, source: bytes, exact: BoolArray, skipped: dict[str, int]
+    ) -> TokenizedText:
         special = self.vocab.special[ids] if len(ids) else np.zeros(0, dtype=bool)
         segments = (Segment(0, "text", 0, len(source), 0, len(ids)),)
-        return Rendering(ids, ends, source, exact, special, np.ones(len(ids), dtype=bool), segments, dropped)
+        return TokenizedText(ids, ends, source, exact, special, np.ones(len(ids), dtype=bool), segments, skipped)
 
-    def _frame(self, r: Rendering, *, bos: bool, eos: bool) -> Rendering:
+    def _frame(self, r: TokenizedText, *, bos: bool, eos: bool) -> TokenizedText:
         front = [self.bos_id] if bos and self.bos_id is not None else []
         back = [self.eos_id] if eos and self.eos_id is not None else []
         if not front and not back:
@@ -474,15 +514,15 @@ class Tokenizer:
         if back:
             segments.append(Segment(0, "eot", size, size, shift + n, shift + n + 1))
         edges = len(front), len(back)
-        return Rendering(
+        return TokenizedText(
             np.concatenate([np.array(front, np.int64), r.ids, np.array(back, np.int64)]),
-            np.pad(r.ends, edges, constant_values=(0, size)),
+            np.pad(r.byte_ends, edges, constant_values=(0, size)),
             r.source,
-            np.pad(r.exact, edges, constant_values=True),
+            np.pad(r.byte_exact, edges, constant_values=True),
             np.pad(r.special, edges, constant_values=True),
-            np.pad(r.target, edges, constant_values=(False, True)),
+            np.pad(r.loss_mask, edges, constant_values=(False, True)),
             tuple(segments),
-            r.dropped,
+            r.skipped,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -491,18 +531,14 @@ class Tokenizer:
         return self.__dict__
 
 
-TextEncoder = Tokenizer
-"""Its earlier name."""
-
-
-def read_template(given: str | Path) -> str:
+def read_template(template: str | Path) -> str:
     """A chat template's text, whether given itself or as the path of a ``.jinja`` file."""
-    if not str(given).endswith(".jinja"):
-        return str(given)
+    if not str(template).endswith(".jinja"):
+        return str(template)
     try:
-        return Path(package_file(given)).expanduser().read_text(encoding="utf-8")
+        return Path(package_file(template)).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"the chat template {str(given)!r} cannot be read: {one_line(error)}") from error
+        raise TemplateError(f"the chat template {str(template)!r} cannot be read: {one_line(error)}") from error
 
 
 def require_transformers(what: str) -> Any:
@@ -516,7 +552,7 @@ def require_transformers(what: str) -> Any:
 
 def backend_spec(tokenizer: Any) -> Spec:
     """A tokenizer's own description."""
-    if isinstance(tokenizer, Tokenizer):
+    if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.describe()
     backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
@@ -529,7 +565,8 @@ def backend_spec(tokenizer: Any) -> Spec:
 
 
 def _state(tokenizer: Any) -> dict[str, Any]:
-    """What can change on a transformers tokenizer after it is loaded, as attributes of :class:`Tokenizer`."""
+    """Settings that can change on a transformers tokenizer after it is loaded, as attributes of
+    :class:`ByteTokenizer`."""
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, str):
         templates = {"default": templates}
@@ -555,7 +592,7 @@ def _check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise TokenizerError(
             f"a text holds the lone surrogate {text[error.start]!r} at character {error.start}, which no UTF-8 text "
-            "can; mend the text or drop the record."
+            "can; correct the text or drop the record."
         ) from None
 
 
@@ -611,4 +648,4 @@ def _utf8_runs(data: bytes) -> list[bytes]:
 
 _DISPLAY = {b: c for c, b in byte_alphabet().items()}
 _SPELL_BATCH = 4096
-_KNOWN: weakref.WeakKeyDictionary[Any, Tokenizer] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, ByteTokenizer] = weakref.WeakKeyDictionary()

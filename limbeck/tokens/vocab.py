@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from limbeck.errors import TokenizerError
 
@@ -28,6 +27,8 @@ Spec = dict[str, Any]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE = "\u2581"
+MAX_SIZE = 1 << 22
+"""Ids that a tokenizer may have; every one costs memory, also where it names no token."""
 
 KNOWN_ROLES: dict[str, str] = {
     # beginning of a document
@@ -106,8 +107,8 @@ def byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
-    shown = set(printable)
-    hidden = [b for b in range(256) if b not in shown]
+    as_themselves = set(printable)
+    hidden = [b for b in range(256) if b not in as_themselves]
     table.update({chr(256 + i): b for i, b in enumerate(hidden)})
     return table
 
@@ -121,15 +122,15 @@ def _byte_codec() -> Any:
 
 def _types(node: Any) -> set[str]:
     """Every ``type`` named in a component of the description."""
-    found: set[str] = set()
+    types: set[str] = set()
     if isinstance(node, dict):
         if "type" in node:
-            found.add(str(node["type"]))
+            types.add(str(node["type"]))
         node = list(node.values())
     if isinstance(node, list):
         for child in node:
-            found |= _types(child)
-    return found
+            types |= _types(child)
+    return types
 
 
 def _family(spec: Spec) -> str:
@@ -140,6 +141,7 @@ def _family(spec: Spec) -> str:
     if "ByteLevel" in parts:
         return "byte_level"
     text = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer"), spec.get("normalizer")], ensure_ascii=False)
+    # a plain Replace by the sign for spaces has no type to tell it by
     if model == "Unigram" or "ByteFallback" in parts or "Metaspace" in parts or _METASPACE in text:
         return "sentencepiece"
     raise TokenizerError(
@@ -226,34 +228,21 @@ def _meaning(part: Any) -> Any:
     part = {key: _meaning(value) for key, value in part.items() if key not in _WITHOUT_MEANING}
     kind = part.get("type")
     if kind == "Metaspace" and "add_prefix_space" in part:
+        # how earlier versions of tokenizers write prepend_scheme
         before = part.pop("add_prefix_space")
         part.setdefault("prepend_scheme", "always" if before else "never")
+    if not part.get("dropout"):
+        part.pop("dropout", None)
     defaults = _DEFAULTS.get(str(kind), {})
-    return {key: value for key, value in part.items() if value not in (None, False, "") and defaults.get(key) != value}
-
-
-def _first_fingerprint(spec: Spec) -> str:
-    """The fingerprint of version 1, which files made before version 2 carry.
-
-    It covers the description as the installed ``tokenizers`` writes it, so that library has to write the options here;
-    entries and merges it leaves as they are, and does not get.
-    """
-    model = dict(spec["model"])
-    vocab = model.pop("vocab")
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.pop("merges", None) or []]
-    few: Any = {} if isinstance(vocab, dict) else vocab[: (model.get("unk_id") or 0) + 1]
-    small = {**model, "vocab": few, **({"merges": []} if "merges" in spec["model"] else {})}
-    empty: Spec = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    written = json.loads(Tokenizer.from_str(json.dumps({**spec, **empty, "model": small})).to_str())
-    options = {key: value for key, value in written["model"].items() if key not in ("vocab", "merges")}
-    entries = sorted(vocab.items(), key=lambda e: e[1]) if isinstance(vocab, dict) else vocab
-    added = sorted(spec.get("added_tokens") or [], key=lambda a: a["id"])
-    return _hash(entries, merges, options, written["normalizer"], written["pre_tokenizer"], added)
+    # by identity: an id of 0 equals False, and is none that is left out
+    given = {key: value for key, value in part.items() if value is not None and value is not False and value != ""}
+    return {key: value for key, value in given.items() if key not in defaults or defaults[key] != value}
 
 
 def _hash(*parts: Any) -> str:
     digest = hashlib.sha256()
     for part in parts:
+        # JSON can spell lone surrogates, which strict UTF-8 refuses
         digest.update(json.dumps(part, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()
@@ -299,7 +288,6 @@ class ByteVocab:
         lossless: whether joined bytes reproduce a text up to the tokenizer's normaliser.
         fingerprint: SHA-256 of vocabulary, merges, normaliser, splitting rules and added tokens: what they mean,
             however a file or a library writes them.
-        first_fingerprint: the same in version 1, as files of earlier releases carry it.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -309,7 +297,6 @@ class ByteVocab:
     family: str
     lossless: bool
     fingerprint: str
-    first_fingerprint: str
 
     @property
     def size(self) -> int:
@@ -342,15 +329,6 @@ class ByteVocab:
         """Whether two tokenizers are the same; decided by fingerprint, never by name or size."""
         return self.fingerprint == other.fingerprint
 
-    def has_fingerprint(self, fingerprint: str) -> bool:
-        """Whether a file that carries ``fingerprint``, of either version, was made for this vocabulary."""
-        return fingerprint in self.fingerprints
-
-    @property
-    def fingerprints(self) -> tuple[str, str]:
-        """The fingerprint in both versions, the present one first."""
-        return self.fingerprint, self.first_fingerprint
-
     def display(self, ids: Iterable[int]) -> list[str]:
         """Tokens for people: text where the bytes are text, ``\\xHH`` where they are not, roles in brackets."""
         tokens = ((self.token_bytes[i], self.roles.get(i, "empty")) for i in ids)
@@ -367,10 +345,10 @@ class ByteVocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: object) -> ByteVocab:
-        """``Tokenizer.of(tokenizer).vocab``."""
-        from limbeck.tokens.tokenizer import Tokenizer  # it is made of this class
+        """``ByteTokenizer.of(tokenizer).vocab``."""
+        from limbeck.tokens.tokenizer import ByteTokenizer  # it is made of this class
 
-        return Tokenizer.of(tokenizer).vocab
+        return ByteTokenizer.of(tokenizer).vocab
 
     @classmethod
     def from_spec(cls, spec: Spec, named: Mapping[str, str]) -> ByteVocab:
@@ -378,7 +356,13 @@ class ByteVocab:
         family = _family(spec)
         entries = _model_vocab(spec)
         added: Sequence[dict[str, Any]] = spec.get("added_tokens") or []
-        size = 1 + max([i for _, i in entries] + [a["id"] for a in added], default=-1)
+        numbers = [i for _, i in entries] + [a["id"] for a in added]
+        size = 1 + max(numbers, default=-1)
+        if min(numbers, default=0) < 0 or size > MAX_SIZE:
+            raise TokenizerError(
+                f"the tokenizer has ids from {min(numbers, default=0)} to {size - 1}; expected some from 0 to "
+                f"{MAX_SIZE - 1}"
+            )
         token_bytes = [b""] * size
         special = np.zeros(size, dtype=bool)
         present = np.zeros(size, dtype=bool)
@@ -399,9 +383,10 @@ class ByteVocab:
         for display, i in entries:
             if display == unknown and not special[i]:
                 token_bytes[i], special[i], roles[i] = b"", True, "unk"
-        prints = _fingerprint(spec), _first_fingerprint(spec)
-        return cls(tuple(token_bytes), special, present, roles, family, family != "wordpiece", *prints)
+        lossless = family != "wordpiece"
+        return cls(tuple(token_bytes), special, present, roles, family, lossless, _fingerprint(spec))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # without the cached tables, which would travel to every process
         fields = (self.token_bytes, self.special, self.present, self.roles, self.family, self.lossless)
-        return (type(self), (*fields, self.fingerprint, self.first_fingerprint))
+        return (type(self), (*fields, self.fingerprint))

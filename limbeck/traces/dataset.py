@@ -21,18 +21,19 @@ from limbeck.tokens.chat import Placement
 from limbeck.traces import CollatorConfig, ComposerDataCollator, TokenizerLike
 from limbeck.traces.collate.batch import ComposerBatch
 from limbeck.traces.collate.examples import to_example
+from limbeck.traces.failed_calls import FailedCall
 from limbeck.traces.files import (
     IngestOptions,
     IngestStats,
+    LogReadingConfig,
     attach_pairs,
     find_files,
     ingest,
+    read_failed_calls,
     read_pairs,
-    read_sites,
 )
 from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
 from limbeck.traces.schema import Trace
-from limbeck.traces.sites import Site
 
 
 class ChannelSwitches(BaseModel):
@@ -54,29 +55,19 @@ class ChannelSwitches(BaseModel):
         return self
 
 
-class TracesConfig(BaseModel):
-    """What is read, and how traces become rows of the three channels."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class TracesConfig(LogReadingConfig):
+    """Settings of what is read, and of how traces become rows of the three channels."""
 
     train: str | list[str]
     """Agent logs or canonical traces; files or globs."""
     validation: str | list[str] | None = None
     """Traces to validate on; default: those of ``train``."""
-    format: str | None = None
-    """Log format; default: by each file's content."""
-    detectors: Literal["standard", "extended"] = "standard"
-    """Which signs of a failed call count; ``extended`` also takes failures that carry no flag in the log."""
-    redact: bool = True
-    """Take keys, tokens and passwords out of logs."""
-    strip_reasoning: bool = False
-    """Leave out the assistant's reasoning parts."""
     sites: str | None = None
-    """Site file of ``limbeck traces sites`` (with hooks or judges of your own); default: sites are found here."""
-    pairs: str | list[str] = []
+    """File of ``limbeck traces errors`` (with hooks or judges of your own); default: failed calls are found here."""
+    pairs: str | list[str] = Field(default=[])
     """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
     hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
-    """Where hints come from, first to last, when there is no site file."""
+    """Where hints come from, first to last, when there is no file of failed calls."""
     failed_weight: float = Field(default=1.0, ge=0)
     """Factor, in the policy channel, of messages whose tool call failed; 0 leaves them to hints and pairs."""
     recovery_weight: float = Field(default=0.0, ge=0)
@@ -115,13 +106,13 @@ class TraceDataset:
     """Canonical traces by number.
 
     Attributes:
-        dropped: what reading left out, by reason.
+        skipped: what reading left out, by reason.
         fingerprint: of all traces; a checkpoint of other traces is not continued.
     """
 
-    def __init__(self, traces: Sequence[Trace], dropped: Counter[str] | None = None) -> None:
+    def __init__(self, traces: Sequence[Trace], skipped: Counter[str] | None = None) -> None:
         self.traces = list(traces)
-        self.dropped: Counter[str] = Counter() if dropped is None else dropped
+        self.skipped: Counter[str] = Counter() if skipped is None else skipped
         digest = hashlib.sha256()
         for trace in self.traces:
             digest.update(trace.to_json().encode())
@@ -138,17 +129,19 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
     """The traces of ``traces.train`` or ``traces.validation``, with the pairs of ``traces.pairs`` put in."""
     stats = IngestStats()
     files = find_files(getattr(config, which), f"traces.{which}")
-    options = IngestOptions(config.format, config.redact, config.strip_reasoning, config.detectors)
+    options = IngestOptions(config)
+    # read to the end first: `stats` fills while the traces are drawn
     traces = list(ingest(files, options, stats))
-    dropped = Counter(stats.log.skipped)
+    skipped = Counter(stats.log.skipped)
     if config.pairs:
         pairs = read_pairs(find_files(config.pairs, "traces.pairs"), stats.log)
-        traces = list(attach_pairs(traces, pairs, dropped))
-        dropped.update(stats.log.skipped - dropped)
+        traces = list(attach_pairs(traces, pairs, skipped))
+        # the log counts on from before: only what reading the pairs has added
+        skipped.update(stats.log.skipped - skipped)
     if not traces:
         places = "; ".join(stats.log.places[:3]) or "the files are empty"
         raise TraceError(f"traces.{which} holds no usable trace ({places})")
-    return TraceDataset(traces, dropped)
+    return TraceDataset(traces, skipped)
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -156,19 +149,19 @@ def load_traces(config: TracesConfig, which: str = "train") -> TraceDataset:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What the policy channel does with each trace, settled once for the whole data set.
+    """Plan of the policy channel for each trace, settled once for the whole data set.
 
     Attributes:
         cfg: settings with the mode that the data allows.
         values: ``[traces]`` float32; group means are taken over the data set, so they do not depend on batches.
         counted: ``[traces]`` bool; False for traces that take no part.
-        left_out: reason of those.
+        skip_reason: reason of those.
     """
 
     cfg: PolicyLossConfig
     values: Tensor
     counted: Tensor
-    left_out: str = "group_too_small"
+    skip_reason: str = "group_too_small"
 
 
 def compute_advantages(traces: Sequence[Trace], cfg: PolicyLossConfig, config: TracesConfig) -> Advantages:
@@ -193,6 +186,7 @@ def compute_advantages(traces: Sequence[Trace], cfg: PolicyLossConfig, config: T
         )
     except LossError as error:
         raise ConfigError(f"loss.policy.mode: {error}") from error
+    # the 0 of a missing reward is kept out of group means by `counted`
     known = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32)
     values = group_advantages(known, groups, valid=counted, std=settled.mode == "grpo", eps=cfg.std_eps)
     return Advantages(settled, values, counted)
@@ -226,17 +220,18 @@ class TraceCollate:
         return batch
 
     def _apply(self, advantages: Advantages, batch: ComposerBatch, index: Tensor) -> None:
-        dropped = Counter(batch["dropped"])
+        skipped = Counter(batch["skipped"])
         out = (batch["sample_mask"] > 0) & ~advantages.counted[index]
-        dropped[advantages.left_out] += int(out.sum())
+        # counted before the mask below hides them
+        skipped[advantages.skip_reason] += int(out.sum())
         batch["sample_mask"] = batch["sample_mask"] * advantages.counted[index]
         batch["advantages"] = advantages.values[index]
         if advantages.cfg.mode != "reward_weighted":
             # A ratio needs both policies' probabilities: tokens that the log has no value for cannot take part.
             unknown = (batch["response_mask"] > 0) & ~batch["behavior_valid"] & (batch["sample_mask"] > 0)[:, None]
-            dropped["tokens_without_behavior_logprob"] += int(unknown.sum())
+            skipped["tokens_without_behavior_logprob"] += int(unknown.sum())
             batch["response_mask"] = batch["response_mask"] * batch["behavior_valid"]
-        batch["dropped"] = {reason: count for reason, count in sorted(dropped.items()) if count}
+        batch["skipped"] = {reason: count for reason, count in sorted(skipped.items()) if count}
 
 
 @dataclass(frozen=True)
@@ -250,11 +245,11 @@ class RowLengths:
 
 def row_lengths(traces: TracesConfig, policy: ModelConfig, teacher: ModelConfig | None) -> RowLengths:
     """How long rows may be: as ``traces`` says, and never longer than the model that reads them may have them."""
-    own = policy.max_total_sequence_length
-    theirs = own if teacher is None else teacher.max_total_sequence_length
-    student = min(traces.max_seq_length, own)
+    max_length = policy.max_total_sequence_length
+    theirs = max_length if teacher is None else teacher.max_total_sequence_length
+    student = min(traces.max_seq_length, max_length)
     return RowLengths(
-        student, min(traces.max_pair_seq_length, own), min(traces.max_teacher_seq_length or student, theirs)
+        student, min(traces.max_pair_seq_length, max_length), min(traces.max_teacher_seq_length or student, theirs)
     )
 
 
@@ -288,13 +283,15 @@ def make_collator(
         teacher_template_kwargs={} if teacher is None else dict(teacher.tokenizer.chat_template_kwargs),
         pad_to_multiple_of=policy.make_sequence_length_divisible_by,
     )
-    return ComposerDataCollator(tokenizer, settings, teacher_tokenizer=teacher_tokenizer, sites=_sites(traces))
+    return ComposerDataCollator(
+        tokenizer, settings, teacher_tokenizer=teacher_tokenizer, failed_calls=_failed_calls(traces)
+    )
 
 
-def _sites(traces: TracesConfig) -> dict[str, list[Site]] | None:
+def _failed_calls(traces: TracesConfig) -> dict[str, list[FailedCall]] | None:
     if traces.sites is None:
         return None
-    by_trace: dict[str, list[Site]] = defaultdict(list)
-    for site in read_sites(Path(traces.sites)):
-        by_trace[site.trace_id].append(site)
+    by_trace: dict[str, list[FailedCall]] = defaultdict(list)
+    for failed_call in read_failed_calls(Path(traces.sites)):
+        by_trace[failed_call.trace_id].append(failed_call)
     return dict(by_trace)

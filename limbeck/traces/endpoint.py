@@ -130,6 +130,7 @@ class EndpointProposer:
     async def propose(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         """The endpoint's answer from this state; ``NoAnswer`` where there is none to be had."""
         body = self._body(messages, tools)
+        # the public address: a password in the other must not decide which answers are found, nor stand in a cache
         key = content_hash([self.config.public_url, body])
         stored = self.cache.get(key) if self.cache is not None else None
         if stored is not None:
@@ -183,6 +184,7 @@ class EndpointProposer:
         try:
             return answer, parse_answer(as_dicts(answer.get("choices"))[0].get("message"))
         except NoAnswer as failure:
+            # another attempt may be answered otherwise: what `retrying` does not repeat is a NoAnswer
             raise HttpFailure(failure.reason, str(failure), passing=True) from failure
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:

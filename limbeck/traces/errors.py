@@ -129,7 +129,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_call(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """What is wrong with a call according to the tool schemas; None where nothing is, or no schema is known."""
+    """Mistake in a call according to the tool schemas; None where nothing is, or no schema is known."""
+    # arguments are kept as text only where they do not parse, or where the call is written in the content
     if isinstance(call.arguments, str) and not call.in_content:
         return "invalid_json", {"tool": call.name}
     schemas = {name: spec for name, spec in map(_tool_schema, tools) if name}
@@ -175,6 +176,7 @@ def _mistyped(value: Any, spec: Mapping[str, Any]) -> str | None:
         return "one of " + ", ".join(map(str, spec["enum"]))
     if not isinstance(expected, str) or expected not in _JSON_TYPES:
         return None
+    # a bool is an int in Python, and no number in JSON Schema
     fits = isinstance(value, _JSON_TYPES[expected]) and (expected == "boolean" or not isinstance(value, bool))
     return None if fits else f"of type {expected}"
 
@@ -192,7 +194,7 @@ def detect_prefix(text: str) -> ErrorSignal | None:
 
 
 def detect_swe_agent(text: str) -> ErrorSignal | None:
-    """What SWE-agent's environment says when a step fails."""
+    """Sign of a failed step in what SWE-agent's environment says."""
     stripped = text.strip()
     if stripped.startswith("Your proposed edit has introduced new syntax error(s)"):
         return ErrorSignal("edit_rejected")

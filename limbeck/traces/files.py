@@ -1,4 +1,4 @@
-"""Trace files: logs, canonical traces, error sites and preference pairs, and figures of what was found in them."""
+"""Trace files: logs, canonical traces, failed calls and preference pairs, and figures of what was found in them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from limbeck.errors import TraceError, one_line
 from limbeck.traces.errors import check_call
+from limbeck.traces.failed_calls import FailedCall
 from limbeck.traces.readers import ReadLog, read_traces
 from limbeck.traces.readers.base import Detectors, as_dict, as_dicts, iter_records
 from limbeck.traces.redact import Redactor, default_redactor
 from limbeck.traces.schema import Message, PreferencePair, Trace, describe_validation
-from limbeck.traces.sites import Site
-from limbeck.utils.files import Output, package_file
+from limbeck.utils.files import package_file
 from limbeck.utils.jsonl import COMPRESSED, STDIN, parse, read_records
 
 LOG_ENDINGS = (".jsonl", ".json", ".ndjson", ".traj", ".eval")
-"""What the files of a folder are called that are read as logs, packed ones included."""
+"""Name endings of the files of a folder that are read as logs, packed ones included."""
 
 
-def find_files(given: str | Sequence[str | Path], key: str = "") -> list[Path]:
+def find_files(paths: str | Sequence[str | Path], key: str = "") -> list[Path]:
     """The files that paths, folders and globs stand for, in order and each once; ``-`` is standard input.
 
     What stands for none is an error, which names ``key``, the setting that it was given in.
     """
-    found: list[Path] = []
-    for pattern in [given] if isinstance(given, str) else given:
+    log_files: list[Path] = []
+    for pattern in [paths] if isinstance(paths, str) else paths:
         files = _files_of(Path(package_file(pattern)).expanduser())
         if not files:
             lacking = f"{key}: there is no file" if key else "there is no trace file"
             raise TraceError(f"{lacking} {str(pattern)!r}; give log files, folders or globs")
-        found += [file for file in files if file not in found]
-    return found
+        log_files += [file for file in files if file not in log_files]
+    return log_files
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -58,24 +58,32 @@ def _is_log(path: Path) -> bool:
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class IngestOptions:
-    """How logs are read.
+class LogReadingConfig(BaseModel):
+    """How logs are read: settings that run files and commands share."""
 
-    Attributes:
-        format: Name of a reader; None detects it from each file's content.
-        redact: Take secrets out.
-        redactor: By which rules; None takes the kept ones.
-        tools: Schemas for traces whose log has none.
-        system: System prompt for traces whose log has none.
-        strip_reasoning: Take hidden reasoning out of all messages.
-        detectors: ``extended`` also marks failures that carry no flag in the log.
-    """
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     format: str | None = None
-    redact: bool = True
-    strip_reasoning: bool = False
+    """Log format; default: by each file's content."""
     detectors: Detectors = "standard"
+    """Which signs of a failed call count; ``extended`` also takes failures that carry no flag in the log."""
+    redact: bool = True
+    """Take keys, tokens and passwords out of logs."""
+    strip_reasoning: bool = False
+    """Leave out the assistant's reasoning parts."""
+
+
+@dataclass(frozen=True)
+class IngestOptions:
+    """How logs are read, and what a user gives besides.
+
+    Attributes:
+        redactor: By which rules secrets are taken out; None takes the kept ones.
+        tools: Schemas for traces whose log has none.
+        system: System prompt for traces whose log has none.
+    """
+
+    reading: LogReadingConfig = field(default_factory=LogReadingConfig)
     redactor: Redactor | None = None
     tools: Sequence[dict[str, Any]] = ()
     system: str | None = None
@@ -132,18 +140,20 @@ class IngestStats:
 
 def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) -> Iterator[Trace]:
     """Stream the traces of log files, clean and counted in ``stats``."""
-    traces = read_traces(paths, format=options.format, detectors=options.detectors, log=stats.log)
+    reading = options.reading
+    traces = read_traces(paths, format=reading.format, detectors=reading.detectors, log=stats.log)
     redactor = options.redactor or default_redactor()
     for trace in traces:
         if options.tools and not trace.tools:
             trace = with_tools(trace, options.tools)
         if options.system and not any(message.role == "system" for message in trace.messages):
             trace = with_system(trace, options.system)
-        if options.strip_reasoning:
+        if reading.strip_reasoning:
             trace = trace.without_reasoning()
-        if options.redact:
-            trace, found = redactor.trace(trace)
-            stats.redacted += found
+        # last, so that tools and a system prompt that a user gives are cleaned too
+        if reading.redact:
+            trace, redacted = redactor.trace(trace)
+            stats.redacted += redacted
         stats.add(trace)
         yield trace
 
@@ -151,14 +161,14 @@ def ingest(paths: Sequence[Path], options: IngestOptions, stats: IngestStats) ->
 def read_tools(path: Path) -> list[dict[str, Any]]:
     """Tool schemas of a JSON file, a list in the form of OpenAI or Anthropic, in the chat template's form."""
     try:
-        given = parse(path.read_bytes())
+        content = parse(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise TraceError(f"the tools {str(path)!r} cannot be read: {one_line(error)}") from error
-    tools = as_dicts(given.get("tools") if isinstance(given, dict) else given)
-    found = [tool if "function" in tool else {"type": "function", "function": _function(tool)} for tool in tools]
-    if not found or not all(isinstance(as_dict(tool["function"]).get("name"), str) for tool in found):
+    tools = as_dicts(content.get("tools") if isinstance(content, dict) else content)
+    schemas = [tool if "function" in tool else {"type": "function", "function": _function(tool)} for tool in tools]
+    if not schemas or not all(isinstance(as_dict(tool["function"]).get("name"), str) for tool in schemas):
         raise TraceError(f"{str(path)!r} holds no tools: expected a JSON list of schemas with names")
-    return found
+    return schemas
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,36 +197,27 @@ def with_system(trace: Trace, text: str) -> Trace:
     return trace.model_copy(
         update={
             "messages": [Message(role="system", content=text), *trace.messages],
+            # 0 stays 0: a trace that shares no message does not share the new prompt
             "context_until": trace.context_until + 1 if trace.context_until else 0,
             "preference_pairs": pairs,
         }
     )
 
 
-def write_traces(traces: Iterable[Trace], path: Path) -> int:
-    """Write canonical traces, one per line; returns how many."""
-    count = 0
-    with Output(path) as out:
-        for trace in traces:
-            out.line(trace.to_json())
-            count += 1
-    return count
+# -- failed calls and pairs ------------------------------------------------------------------------------------------
 
 
-# -- sites and pairs ---------------------------------------------------------------------------------------------------
-
-
-def read_sites(path: Path) -> Iterator[Site]:
-    """The sites of a file written by ``limbeck traces sites``; a line that is no site is an error with its place."""
+def read_failed_calls(path: Path) -> Iterator[FailedCall]:
+    """The failed calls of a file written by ``limbeck traces errors``; any other line is an error with its place."""
     if not path.is_file():
-        raise TraceError(f"there is no site file {str(path)!r}: write one with `limbeck traces sites`")
+        raise TraceError(f"there is no file of failed calls {str(path)!r}: write one with `limbeck traces errors`")
 
     def refuse(line: int, why: str) -> None:
-        raise TraceError(f"{path.name}:{line}: not an error site ({why})")
+        raise TraceError(f"{path.name}:{line}: not a failed call ({why})")
 
     for line, value in read_records(path, bad=refuse):
         try:
-            yield Site.model_validate(value)
+            yield FailedCall.model_validate(value)
         except ValidationError as error:
             refuse(line, describe_validation(error))
 
@@ -234,20 +235,24 @@ def read_pairs(files: Iterable[Path], log: ReadLog) -> list[PreferencePair]:
 
 
 def attach_pairs(
-    traces: Iterable[Trace], pairs: Iterable[PreferencePair], dropped: Counter[str] | None = None
+    traces: Iterable[Trace], pairs: Iterable[PreferencePair], skipped: Counter[str] | None = None
 ) -> Iterator[Trace]:
     """The traces with their pairs added, by trace id.
 
-    A pair whose trace is not there is counted in ``dropped`` as ``pair_without_trace``, and an error without it.
+    A pair whose trace is not there is counted in ``skipped`` as ``pair_without_trace``, and an error without it.
     """
     by_trace: dict[str, list[PreferencePair]] = defaultdict(list)
     for pair in pairs:
         by_trace[pair.trace_id or ""].append(pair)
     for trace in traces:
-        found = by_trace.pop(trace.id, [])
-        yield trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *found]}) if found else trace
+        pairs_of_trace = by_trace.pop(trace.id, [])
+        yield (
+            trace.model_copy(update={"preference_pairs": [*trace.preference_pairs, *pairs_of_trace]})
+            if pairs_of_trace
+            else trace
+        )
     if not by_trace:
         return
-    if dropped is None:
+    if skipped is None:
         raise TraceError(f"preference pairs refer to traces that are not in the file, such as {next(iter(by_trace))!r}")
-    dropped["pair_without_trace"] += sum(map(len, by_trace.values()))
+    skipped["pair_without_trace"] += sum(map(len, by_trace.values()))

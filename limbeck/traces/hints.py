@@ -1,9 +1,9 @@
-"""Hints for error sites: what the teacher is told, directly before the message that went wrong.
+"""Hints for failed calls: text that the teacher reads directly before the message that went wrong.
 
 Generators are tried in order: a sentence by error kind, a judge where such a sentence would say little, the
 environment's own error text. A generator is anything with a name that maps a ``HintRequest`` to text or None. Whatever
 it does wrong (an exception, an empty or oversized answer, something that is no text) is counted, never fatal, and never
-retried: each generator is asked at most once per site.
+retried: each generator is asked at most once per failed call.
 
 A hint must not contain what the agent could only learn later. ``leaks`` checks that.
 """
@@ -47,7 +47,7 @@ MAX_HINT_CHARS = 2000
 
 @dataclass(frozen=True)
 class HintRequest:
-    """One error site, as a generator sees it.
+    """One failed call, as a generator sees it.
 
     Attributes:
         target: Index of the assistant message to correct.
@@ -82,7 +82,7 @@ class HintRequest:
 
 
 class HintGenerator(ABC):
-    """Maps a site to a hint, or to None where it has nothing to say; asked at most once per site."""
+    """Maps a failed call to a hint, or to None where it has nothing to say; asked at most once per failed call."""
 
     name: str
 
@@ -109,7 +109,8 @@ def _names(values: Any, limit: int = 20) -> str:
 
 def _unknown_tool(tool: str, meta: Mapping[str, Any]) -> str | None:
     known = meta.get("known_tools")
-    return f"There is no tool named `{tool}`. The available tools are {_names(known)}." if known else None
+    available = f"The available tools are {_names(known)}." if known else "Use one of the tools that are available."
+    return f"There is no tool named `{tool}`. {available}"
 
 
 def _missing(tool: str, meta: Mapping[str, Any]) -> str | None:
@@ -144,8 +145,10 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:half].rstrip()}\n[...]\n{text[-half:].lstrip()}"
 
 
+# a hint stands in front of the failed message: it tells of an action that comes to mind, not of one that was done
 _TEMPLATES: dict[str, str | Callable[[str, Mapping[str, Any]], str | None]] = {
     "unknown_tool": _unknown_tool,
+    "tool_not_found": _unknown_tool,
     "missing_argument": _missing,
     "extra_argument": _extra,
     "bad_argument": _bad,
@@ -199,6 +202,8 @@ class TemplateHints(HintGenerator):
         template = _TEMPLATES.get(request.error_kind)
         if template is None or (self.only_facts and request.error_kind not in _FACTUAL):
             return None
+        if self.only_facts and template is _unknown_tool and not request.error_meta.get("known_tools"):
+            return None
         name = request.call.name
         sentence = template(name, request.error_meta) if callable(template) else template.replace("{tool}", name)
         is_command = request.error_kind == "nonzero_exit" or "exit_code" in request.error_meta
@@ -208,7 +213,7 @@ class TemplateHints(HintGenerator):
         return f"{sentence} It is answered with:\n{said}" if said else f"{sentence} {_CHECK}"
 
 
-_FACTUAL = {"unknown_tool", "missing_argument", "extra_argument", "bad_argument", "invalid_json"}
+_FACTUAL = {"unknown_tool", "tool_not_found", "missing_argument", "extra_argument", "bad_argument", "invalid_json"}
 _MESSAGE_CHARS = 600
 _EXIT_LINE = re.compile(r"\A\s*(?:Error: )?Exit code \d+\s*")
 _CHECK = "Check what it depends on (paths, options, earlier steps) and run one that succeeds."
@@ -270,6 +275,7 @@ class JudgeHints(HintGenerator):
     def __call__(self, request: HintRequest) -> str | None:
         key = content_hash([self.name, request.key()])
         stored = self.cache.get(key) if self.cache is not None else None
+        # a kept None is an answer as well: this judge has nothing to say
         if stored is not None and "hint" in stored:
             return stored["hint"]
         hint = self.judge(request)
@@ -278,15 +284,15 @@ class JudgeHints(HintGenerator):
         return hint
 
 
-def as_generators(given: Any) -> tuple[HintGenerator, ...]:
-    """What a user may give for hints: nothing (the two cheap generators), a generator, or the published hook."""
-    if given is None:
+def as_generators(hints: Any) -> tuple[HintGenerator, ...]:
+    """Generators from what a user may give: nothing (the two cheap generators), a generator, or the published hook."""
+    if hints is None:
         return TemplateHints(), RawErrorHints()
-    if isinstance(given, HintGenerator):
-        return (given,)
-    if not callable(given):
-        raise ConfigError(f"hint_generator is {given!r:.60}; expected a callable (error_kind, error_meta) -> str")
-    return (HookHints(given),)
+    if isinstance(hints, HintGenerator):
+        return (hints,)
+    if not callable(hints):
+        raise ConfigError(f"hint_generator is {hints!r:.60}; expected a callable (error_kind, error_meta) -> str")
+    return (HookHints(hints),)
 
 
 @dataclass
@@ -306,7 +312,7 @@ class LayeredHints:
         for generator in self.generators:
             try:
                 text = generator(request)
-            except Exception as error:  # a user's generator may raise anything; one site must not end the run
+            except Exception as error:  # a user's generator may raise anything; one failed call must not end the run
                 self.problems[f"{generator.name}: raised {type(error).__name__}"] += 1
                 continue
             if text is None:
@@ -338,7 +344,7 @@ _WORD = re.compile(r"\w+")
 
 
 class LeakCheck:
-    """What a trace's agent had seen when, for telling whether hints give away more.
+    """Record of what a trace's agent had seen when, for telling whether hints give away more.
 
     The messages are brought into one normal form and indexed by their words once; a part of a hint is then looked for
     only where its rarest word stands.
@@ -353,12 +359,14 @@ class LeakCheck:
         self._observed = _Index(
             (i, m.content) for i, m in enumerate(trace.messages) if m.role in ("tool", "user") and not m.is_ack
         )
+        # -1: seen before any message
         schemas = [(-1, json.dumps(trace.tools, ensure_ascii=False))] if trace.tools else []
         self._seen = _Index([*schemas, *((i, " ".join(_texts(m))) for i, m in enumerate(trace.messages))])
         self._digests = [""]
 
     def digest(self, count: int) -> str:
         """Identity of the first ``count`` messages."""
+        # each builds on the one before: hashing every prefix by itself is quadratic in turns
         while len(self._digests) <= count:
             message = self.trace.messages[len(self._digests) - 1]
             body = message.model_dump(mode="json", exclude_defaults=True)
@@ -367,22 +375,24 @@ class LeakCheck:
 
     def leak(self, hint: str, request: HintRequest) -> str | None:
         """The part of a hint that stands only in later observations; None where there is none."""
-        text, own = _normal(hint), _normal(request.error_text)
+        text, error_text = _normal(hint), _normal(request.error_text)
         for word in re.finditer(r"\S+", text):
             window = text[word.start() : word.start() + _WINDOW]
             # The last word may be cut, and the first may end a longer one.
-            if len(window) == _WINDOW and self._is_later(window.rstrip(), _WORD.findall(window)[1:-1], own, request):
+            if len(window) == _WINDOW and self._is_later(
+                window.rstrip(), _WORD.findall(window)[1:-1], error_text, request
+            ):
                 return window
         for match in _TOKEN.finditer(text):
             token = match[0].strip(".:/-")
             named = len(token) >= 5 and re.search(r"[\d/_]", token) is not None
-            if named and self._is_later(token, _WORD.findall(token), own, request):
+            if named and self._is_later(token, _WORD.findall(token), error_text, request):
                 return token
         return None
 
-    def _is_later(self, needle: str, words: Sequence[str], own: str, request: HintRequest) -> bool:
+    def _is_later(self, needle: str, words: Sequence[str], error_text: str, request: HintRequest) -> bool:
         """Whether a text stands in an observation after the target, and in nothing that was seen until then."""
-        if needle in own:
+        if needle in error_text:
             return False
         target = request.target
         later = (i for i in self._observed.candidates(words) if i > target and i != request.cause)

@@ -29,7 +29,7 @@ _SCORE = (
     "number from 0 (not at all) to 1 (entirely), and nothing else."
 )
 _MOST_CHARS, _MESSAGE_CHARS = 12000, 1500
-_NUMBER = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\d.])")
+_NUMBER = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?!\.?\d)")
 
 
 class EndpointJudge:
@@ -48,7 +48,7 @@ class EndpointJudge:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def hint(self, request: HintRequest) -> str | None:
-        """What would have kept the agent from a failed call; None where the judge sees no mistake."""
+        """Advice that would have kept the agent from a failed call; None where the judge sees no mistake."""
         call = f"{request.call.name} {_arguments(request.call.arguments)}"
         said = shortened(request.trace.messages[request.target].content, _MESSAGE_CHARS)
         parts = [
@@ -62,10 +62,10 @@ class EndpointJudge:
     def score(self, trace: Trace) -> float:
         """How well a trace did what the user asked, 0 to 1; ``NoAnswer`` where the judge does not say."""
         answer = self._ask(_SCORE, _transcript(trace.messages))
-        found = _NUMBER.search(answer)
-        if found is None:
+        number = _NUMBER.search(answer)
+        if number is None:
             raise NoAnswer("no_number", shortened(answer, 80))
-        return float(found[0])
+        return float(number[0])
 
     def scored(self, trace: Trace) -> Trace:
         """The trace with the judge's score as its reward, unless it has one; failures are counted."""
@@ -89,8 +89,10 @@ class EndpointJudge:
 
     def _ask(self, task: str, text: str) -> str:
         if self._loop is None:
+            # one for all questions: connections belong to the loop that opened them
             self._loop = asyncio.new_event_loop()
         messages = [{"role": "system", "content": task}, {"role": "user", "content": text}]
+        # a number in the reasoning must not be read as the score
         return self._loop.run_until_complete(self._endpoint.propose(messages, [])).without_reasoning().content
 
 
@@ -102,17 +104,17 @@ def _arguments(arguments: dict[str, Any] | str) -> str:
 def _transcript(messages: Sequence[Message]) -> str:
     """The first user message and as many of the last messages as fit."""
     first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-    shown: list[str] = []
+    lines: list[str] = []
     room = _MOST_CHARS
     for index in range(len(messages) - 1, -1, -1):
         text = _written(messages[index])
         room -= len(text)
         if room < 0 and index != first:
             if first is not None and first < index:
-                shown += ["[...]", _written(messages[first])]
+                lines += ["[...]", _written(messages[first])]
             break
-        shown.append(text)
-    return "# What happened\n" + "\n\n".join(reversed(shown))
+        lines.append(text)
+    return "# What happened\n" + "\n\n".join(reversed(lines))
 
 
 def _written(message: Message) -> str:

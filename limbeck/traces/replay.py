@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from limbeck.errors import TraceError
+from limbeck.traces.failed_calls import why_unusable
 from limbeck.traces.readers.base import as_text, openai_tool_calls
 from limbeck.traces.redact import Redactor, default_redactor
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
@@ -78,6 +79,7 @@ def parse_answer(answer: Any) -> Message:
             content = answer.get("content")
             answer = Message(
                 role="assistant",
+                # no `or`: 0 or an empty list is no text, and must fail the validation
                 content=content if content is not None else "",
                 reasoning=as_text(answer.get("reasoning_content")) or as_text(answer.get("reasoning")),
                 tool_calls=openai_tool_calls(answer.get("tool_calls")),
@@ -95,7 +97,7 @@ def parse_answer(answer: Any) -> Message:
 
 
 def action_key(message: Message) -> ActionKey:
-    """What a message does: its calls as a sorted multiset, or its normalised text where it calls nothing."""
+    """Action of a message: its calls as a sorted multiset, or its normalised text where it calls nothing."""
     if message.tool_calls:
         return ("calls", *sorted(call.key() for call in message.tool_calls))
     text = unicodedata.normalize("NFKC", message.without_reasoning().content)
@@ -172,11 +174,19 @@ def _with_ids_of(recorded: Message, chosen: Message) -> Message:
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def error_targets(trace: Trace) -> list[int]:
-    """Indices of the messages whose calls failed."""
-    callers = (trace.caller_of(index) for index, message in trace.new_messages() if message.is_error)
-    found = {caller[0] for caller in callers if caller is not None}
-    return sorted(index for index in found if _can_replay(trace, index))
+def error_targets(trace: Trace, *, all_failures: bool = False) -> list[int]:
+    """Indices of the messages whose calls failed by mistake: those that ``FailedCallFinder`` takes as targets.
+
+    ``all_failures``: also checks that did their work and calls that the user declined or interrupted.
+    """
+    callers = trace.callers()
+    failed = [(callers.get(index), message) for index, message in trace.new_messages() if message.is_error]
+    targets = {
+        caller[0]
+        for caller, message in failed
+        if caller is not None and why_unusable(trace, caller, message, all_failures=all_failures) is None
+    }
+    return sorted(index for index in targets if _can_replay(trace, index))
 
 
 def assistant_targets(trace: Trace) -> list[int]:
@@ -287,11 +297,11 @@ class Replayer:
 
     def summary(self) -> dict[str, Any]:
         """Counts in the form that the command line prints as JSON."""
-        dropped = Counter({name: n for name, n in self.outcomes.items() if name != "pair"})
+        skipped = Counter({name: n for name, n in self.outcomes.items() if name != "pair"})
         return {
             "pairs": self.outcomes["pair"],
             "states": self.outcomes.total(),
-            "dropped": dict(dropped.most_common()),
+            "skipped": dict(skipped.most_common()),
             "answers": dict(self.answers.most_common()),
             "failures": dict(self.failures.most_common()),
         }

@@ -33,6 +33,7 @@ _THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class _Model(BaseModel):
+    # json.dumps would write NaN and Infinity, which are no JSON
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -198,14 +199,14 @@ class Trace(_Model):
     def callers(self) -> dict[int, tuple[int, int]]:
         """``caller_of`` for every tool message that answers a call, in one pass."""
         latest: dict[str, tuple[int, int]] = {}
-        found: dict[int, tuple[int, int]] = {}
+        callers: dict[int, tuple[int, int]] = {}
         for index, message in enumerate(self.messages):
             if message.tool_call_id is not None and message.tool_call_id in latest:
-                found[index] = latest[message.tool_call_id]
+                callers[index] = latest[message.tool_call_id]
             # Of two calls of one message with one id the first counts.
             for position in reversed(range(len(message.tool_calls))):
                 latest[message.tool_calls[position].id] = (index, position)
-        return found
+        return callers
 
     def to_messages(self) -> list[dict[str, Any]]:
         """The messages in the chat-template form, one for one, so indices stay valid.
@@ -234,6 +235,7 @@ class Trace(_Model):
     def to_json(self) -> str:
         """One line of JSON; fields at their defaults are left out."""
         body = self.model_dump(mode="json", exclude_defaults=True)
+        # the version is a default too, and every line must have it
         return json.dumps({"schema_version": self.schema_version, **body}, ensure_ascii=False)
 
 
@@ -264,5 +266,5 @@ def messages_to_chat(messages: list[Message]) -> list[dict[str, Any]]:
 def describe_validation(error: ValidationError) -> str:
     """The first problem of a pydantic error as a short phrase with its place."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
+    field = ".".join(str(part) for part in first["loc"])
+    return f"{field}: {first['msg']}" if field else str(first["msg"])

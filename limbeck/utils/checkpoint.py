@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any moment cannot spoil.
+"""Checkpoints that a kill at any moment cannot damage.
 
 A checkpoint is written to ``tmp_step_N``, flushed, and renamed to ``step_N``: the rename is the commit. Older ones are
 removed afterwards, by rename to ``del_step_N`` first, so that no half-deleted folder bears a checkpoint's name. A run
@@ -7,7 +7,6 @@ that finds the latest one damaged sets it aside as ``damaged_step_N`` and goes o
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -25,15 +24,14 @@ from safetensors import SafetensorError
 from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
 from limbeck.errors import CheckpointError, ConfigError, one_line
-from limbeck.utils.files import fsync_path, fsync_tree, write_atomic
-from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, check_readable, write_manifest
+from limbeck.utils.files import fsync_path, fsync_tree, is_disk_full, write_atomic
+from limbeck.utils.manifest import MANIFEST_NAME, check_manifest, write_manifest
 from limbeck.utils.progress import Lines, current
 
 INFO_NAME = "training_info.json"
 _STEP = re.compile(r"step_(\d+)$")
 _OLD = re.compile(r"old_step_(\d+)$")
 _LEFTOVER = re.compile(r"(tmp|del)_step_\d+$")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointingConfig(BaseModel):
@@ -67,19 +65,6 @@ def parse_duration(text: str) -> float:
     if not 2 <= len(parts) <= 4 or not all(p.isdigit() for p in parts):
         raise ConfigError(f"duration {text!r} is not of the form DD:HH:MM:SS; write for example '00:03:45:00'")
     return float(sum(int(p) * unit for p, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Libraries wrap the system's error or only keep its text, so look along the chain and at the words."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _set_aside(checkpoint: Path) -> Path:
@@ -123,6 +108,13 @@ class CheckpointManager:
         except OSError as e:
             raise CheckpointError(f"cannot make checkpoint folder {str(self.checkpoint_dir)!r}: {e}") from e
 
+    def refuse_unusable_dir(self) -> None:
+        """Refuse a folder that cannot be made or written; one that is made for that is removed again."""
+        new = [path for path in (self.checkpoint_dir, *self.checkpoint_dir.parents) if not path.exists()]
+        self._make_dir()
+        for path in new:
+            path.rmdir()
+
     def _clean(self) -> None:
         """Remove what a killed run left behind; put back a checkpoint that was about to be replaced."""
         for path in self.checkpoint_dir.iterdir():
@@ -144,6 +136,7 @@ class CheckpointManager:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
+        # no more than that: a signal comes at any moment, and all ranks must stop at the same step
         self.save_on_signal = True
 
     def should_stop(self) -> bool:
@@ -192,11 +185,13 @@ class CheckpointManager:
         Comm.world().barrier()
         if Comm.world().rank == 0:
             write_manifest(tmp, self._step(final))
+            # a rename may reach the disk before the files that it names
             fsync_tree(tmp)
             if final.exists():
                 old = self.checkpoint_dir / f"old_{final.name}"
                 if old.exists():
                     shutil.rmtree(old)
+                # a kill between the two renames leaves `old_` alone, which `_clean` puts back
                 final.rename(old)
                 tmp.rename(final)
                 fsync_path(self.checkpoint_dir)
@@ -204,6 +199,7 @@ class CheckpointManager:
             else:
                 tmp.rename(final)
                 fsync_path(self.checkpoint_dir)
+            # last: until the new one has its name, the old ones are all that there is
             self.remove_old_checkpoints()
         # and nobody may look for it before it has its name
         Comm.world().barrier()
@@ -218,8 +214,9 @@ class CheckpointManager:
             yield self.init_tmp_checkpoint(step, info, run_config)
             self.finalize_checkpoint(tmp)
         except (OSError, RuntimeError, SafetensorError, CheckpointError) as e:
-            if not _is_disk_full(e):
+            if not is_disk_full(e):
                 raise
+            # first, so that the figure below is what is free without the attempt
             shutil.rmtree(tmp, ignore_errors=True)
             free = shutil.disk_usage(self.checkpoint_dir).free
             last = self.latest()
@@ -236,10 +233,10 @@ class CheckpointManager:
         """Keep the best ``keep_top_k`` and the latest; remove the rest."""
         if self.config.keep_top_k is None:
             return
-        found = self.checkpoints()
-        best = sorted(found, key=self._rank_key)[: self.config.keep_top_k]
-        keep = {*best, found[-1]} if found else set()
-        for path in found:
+        checkpoints = self.checkpoints()
+        best = sorted(checkpoints, key=self._rank_key)[: self.config.keep_top_k]
+        keep = {*best, checkpoints[-1]} if checkpoints else set()
+        for path in checkpoints:
             if path not in keep:
                 dead = self.checkpoint_dir / f"del_{path.name}"
                 path.rename(dead)
@@ -253,6 +250,7 @@ class CheckpointManager:
         except CheckpointError:
             # noticed where it matters, when a run resumes from it
             value = None
+        # NaN compares false with everything and would leave the order to chance
         if value is None or value != value:
             return (float("inf"), step)
         return (-value if self.config.higher_is_better else value, step)
@@ -270,19 +268,19 @@ class CheckpointManager:
         """All whole checkpoints, by step."""
         if not self.checkpoint_dir.is_dir():
             return []
-        found = [p for p in self.checkpoint_dir.iterdir() if _STEP.match(p.name)]
-        return sorted((p for p in found if any((p / n).is_file() for n in (INFO_NAME, MANIFEST_NAME))), key=self._step)
+        folders = [p for p in self.checkpoint_dir.iterdir() if _STEP.match(p.name)]
+        whole = (path for path in folders if any((path / name).is_file() for name in (INFO_NAME, MANIFEST_NAME)))
+        return sorted(whole, key=self._step)
 
     def latest(self) -> Path | None:
         """The checkpoint with the highest step, or None."""
-        found = self.checkpoints()
-        return found[-1] if found else None
+        checkpoints = self.checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     def to_resume(self) -> Path | None:
         """The latest checkpoint that is what was saved; None without any, or where checkpoints are off. Collective.
 
-        Later ones that are damaged are set aside with a line that says so. One without a manifest, as earlier versions
-        wrote them, is taken with a note.
+        Later ones that are damaged are set aside with a line that says so.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -290,14 +288,15 @@ class CheckpointManager:
         world, name = Comm.world(), None
         with world.fail_together():
             if self.config.enabled and world.rank == 0:
-                whole = self._latest_whole()
+                whole = self.latest_whole()
                 name = None if whole is None else whole.name
         # rank 0 to all, once per run: a name; the others may see another state of the folder
         name = world.broadcast_json(name)
         return None if name is None else self.checkpoint_dir / name
 
-    def _latest_whole(self) -> Path | None:
-        damaged, shown = dict[Path, CheckpointError](), current() or Lines()
+    def latest_whole(self, *, set_aside: bool = True) -> Path | None:
+        """Checkpoint that ``to_resume`` finds, by this process alone. ``set_aside``: rename those that are damaged."""
+        damaged, progress = dict[Path, CheckpointError](), current() or Lines()
         for path in reversed(self.checkpoints()):
             try:
                 self.check(path)
@@ -305,10 +304,8 @@ class CheckpointManager:
                 damaged[path] = error
                 continue
             for later, why in damaged.items():
-                aside = _set_aside(later).name
-                shown.say(f"{why}; it is set aside as {aside}, and the run goes on from {path.name}")
-            if not (path / MANIFEST_NAME).is_file():
-                shown.say(f"{path.name} has no {MANIFEST_NAME}: its files are taken as they are")
+                aside = f"it is set aside as {_set_aside(later).name}, and " if set_aside else ""
+                progress.say(f"{why}; {aside}the run goes on from {path.name}")
             return path
         for why in damaged.values():
             raise CheckpointError(
@@ -317,18 +314,17 @@ class CheckpointManager:
         return None
 
     def check(self, checkpoint: Path) -> None:
-        """Raise a ``CheckpointError`` unless a checkpoint is what was saved, as far as it can be told."""
+        """Raise a ``CheckpointError`` unless a checkpoint is what was saved, as far as its manifest shows."""
         step = self._step(checkpoint)
-        if not check_manifest(checkpoint, step):
-            check_readable(checkpoint)
+        check_manifest(checkpoint, step)
         saved = (self.load_training_info(checkpoint) or {}).get("step", step)
         if saved != step:
             raise CheckpointError(f"the checkpoint {str(checkpoint)!r} was saved as step {saved}")
 
     def best(self) -> Path | None:
         """The best checkpoint by ``metric_name`` (the latest where there is no metric), or None."""
-        found = self.checkpoints()
-        return min(found, key=self._rank_key) if found else None
+        checkpoints = self.checkpoints()
+        return min(checkpoints, key=self._rank_key) if checkpoints else None
 
     get_latest_checkpoint_path = latest
     get_best_checkpoint_path = best

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -14,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,9 +38,28 @@ def safe_join(root: str | Path, *parts: str | Path) -> Path:
             raise ConfigError(f"path {text!r} is absolute; give one relative to {str(base)!r}")
         target = target / text
     resolved = target.resolve()
+    # by parents, not by text: /data-2 begins with /data
     if resolved != base and base not in resolved.parents:
         raise ConfigError(f"path {'/'.join(str(p) for p in parts)!r} leads out of {str(base)!r}; keep it inside")
     return resolved
+
+
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+def refuse_links(folder: str | Path) -> None:
+    """``ConfigError`` where a text file of a model folder is a link to elsewhere: what it holds goes into checkpoints.
+
+    A folder of the hub client's cache consists of links to the files of its repository. Weights may be links: they
+    are numbers whatever they are read from.
+    """
+    root = Path(folder).resolve()
+    homes = {root, root.parent.parent / "blobs"} if root.parent.name == "snapshots" else {root}
+    for path in (*root.glob("*"), *root.glob("additional_chat_templates/*")):
+        if path.suffix not in _WEIGHTS and path.is_file() and homes.isdisjoint((target := path.resolve()).parents):
+            raise ConfigError(
+                f"{str(path)!r} is a link to {str(target)!r}, outside of its folder; put the file itself there"
+            )
 
 
 def package_file(spec: str | Path) -> str:
@@ -46,10 +68,10 @@ def package_file(spec: str | Path) -> str:
     if not text.startswith("package:"):
         return text
     name, _, inner = text.removeprefix("package:").partition("/")
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec(name) if name.isidentifier() else None
+    if package is None or not package.submodule_search_locations:
         raise ConfigError(f"{text!r} needs the Python package {name!r}, which is not installed; pip install it")
-    path = safe_join(found.submodule_search_locations[0], inner)
+    path = safe_join(package.submodule_search_locations[0], inner)
     if not path.exists():
         raise ConfigError(f"{text!r}: the package {name!r} holds no {inner!r}")
     return str(path)
@@ -85,6 +107,7 @@ def short_names(specs: Iterable[str]) -> dict[str, str]:
 
 def fsync_path(path: str | Path) -> None:
     """Flush one file or directory to the disk; a rename is only durable once its directory has been flushed."""
+    # a directory can be opened for reading only, and fsync takes that
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -100,6 +123,22 @@ def fsync_tree(root: str | Path) -> None:
             if not os.path.islink(full):
                 fsync_path(full)
         fsync_path(folder)
+
+
+def follow_umask(root: str | Path) -> None:
+    """Give a folder and all that is below it the modes of new files: libraries write some with modes of their own, and
+    a copy has those of what it was copied from."""
+    folder = Path(root)
+    probe = Path(tempfile.mkdtemp(dir=folder)) / "x"
+    try:
+        # asking for the umask itself would change it, for all threads, for a moment
+        probe.mkdir()
+        mode = probe.stat().st_mode & 0o777
+    finally:
+        shutil.rmtree(probe.parent)
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def cache_dir(kind: str) -> Path:
@@ -127,6 +166,7 @@ def kept_conversion(
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < 2 * needs:
             return None
+        # beside its place: a rename stays within one file system
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError:
         return None
@@ -140,15 +180,44 @@ def kept_conversion(
     return folder
 
 
+_FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded", errno.EFBIG: "File too large"}
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error is one of a full disk; libraries wrap the system's, or keep only its text."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(text in str(error) for text in _FULL.values()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """A block whose errors of a full disk name what is written."""
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        number = getattr(error, "errno", None) or errno.ENOSPC
+        raise OSError(number, os.strerror(number), str(target)) from error
+
+
 def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Replace the file at ``path`` by ``data``; a reader sees the old content or the new one, never a part."""
     target = Path(path)
     partial = _partial(target)
     try:
-        with partial.open("xb") as stream:
+        with _naming(target), partial.open("xb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
             _publish(stream, partial, target)
     except BaseException:
+        # Ctrl-C leaves nothing behind either
         partial.unlink(missing_ok=True)
         raise
 
@@ -162,24 +231,55 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     target = Path(path).absolute()
     partial = _partial(target)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if target.exists():
-            # perhaps the folder that somebody works in: it stays the same one
-            for part in partial.iterdir():
-                part.rename(target / part.name)
-        else:
-            partial.rename(target)
+        with _naming(target):
+            partial.mkdir(parents=True)
+            yield partial
+            if target.exists():
+                # perhaps the folder that somebody works in: it stays the same one
+                for part in partial.iterdir():
+                    part.rename(target / part.name)
+            else:
+                partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _partial(target: Path) -> Path:
     """A name beside ``target`` that nobody else has: threads and processes may write the same target at once."""
-    return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    return target.with_name(f".{target.name}.{os.getpid()}.{_host()}.{secrets.token_hex(4)}.tmp")
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes of this machine have left beside ``target``."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.{_host()}\.[0-9a-f]{{8}}\.tmp")
+    try:
+        with os.scandir(target.parent) as entries:
+            left = [entry for entry in entries if (match := name.fullmatch(entry.name)) and not _runs(int(match[1]))]
+        for entry in left:
+            shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir() else os.unlink(entry.path)
+    except OSError:
+        return  # another process sweeps too, or the folder cannot be read; what follows says so
+
+
+@cache
+def _host() -> str:
+    """Tells machines apart that share a folder: a process number says nothing about another machine's."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # not ours to signal, so it is there
+        return True
+    return True
 
 
 def _publish(stream: IO[bytes], partial: Path, target: Path) -> None:
+    # content before the name: a rename may reach the disk before what it names
     stream.flush()
     os.fsync(stream.fileno())
     os.replace(partial, target)
@@ -187,7 +287,7 @@ def _publish(stream: IO[bytes], partial: Path, target: Path) -> None:
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one of its name.
+    """Stamp that tells a file from another one of its name.
 
     ``written``: when it was last written, in nanoseconds; ``sample``: hash of evenly spaced blocks of it, of all of it
     where it is small.
@@ -211,13 +311,13 @@ def stamp_files(paths: Sequence[str | Path]) -> list[Stamp]:
 def _stamp(path: Path, blocks: int) -> Stamp:
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        found = os.fstat(stream.fileno())
-        last = max(found.st_size - _SAMPLE_BLOCK, 0)
+        status = os.fstat(stream.fileno())
+        last = max(status.st_size - _SAMPLE_BLOCK, 0)
         starts = range(0, last + 1, _SAMPLE_BLOCK) if last < blocks * _SAMPLE_BLOCK else _spread(last, blocks)
         for start in (*starts, last):
             stream.seek(start)
             digest.update(stream.read(_SAMPLE_BLOCK))
-    return Stamp(path.name, found.st_size, found.st_mtime_ns, digest.hexdigest())
+    return Stamp(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
 def _spread(last: int, blocks: int) -> list[int]:
@@ -236,6 +336,7 @@ def lock_file(path: str | Path) -> IO[str]:
     Raises:
         BlockingIOError: somebody else holds it; the text says who.
     """
+    # not w, which would empty the holder's name before the lock is had
     stream = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     deadline = time.monotonic() + _ORPHANS_SECONDS
     try:
@@ -299,6 +400,7 @@ class Output:
     def __enter__(self) -> Output:
         if self.path is not None:
             try:
+                _sweep(self.path)
                 self._partial = _partial(self.path)
                 self._stream = self._partial.open("xb")
             except OSError as error:
@@ -307,14 +409,15 @@ class Output:
 
     def line(self, text: str) -> None:
         """Write ``text`` and a line end."""
-        if self._stream is not None:
-            self._stream.write(text.encode() + b"\n")
+        if self._stream is not None and self.path is not None:
+            with _naming(self.path):
+                self._stream.write(text.encode() + b"\n")
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if self._stream is None or self.path is None:
             return
         try:
-            with self._stream:
+            with _naming(self.path), self._stream:
                 if kind is None:
                     _publish(self._stream, self._partial, self.path)
         finally:
@@ -341,6 +444,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 def content_hash(value: Any) -> str:
     """A sha256 of a JSON value; equal values have equal hashes whatever their key order."""
+    # ASCII: a lone surrogate stays an escape, which encode() below can take
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

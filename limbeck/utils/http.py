@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import json
+import logging
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from limbeck.errors import LimbeckError
 
 T = TypeVar("T")
 
+_SPACED = 8
+"""Length from which on a key is also recognised with space between its characters; shorter ones would be words."""
+
 MAX_BYTES = 4 << 20
 """Largest answer to a request that asks for no list."""
 # What zlib writes is at most some thousand times what it reads; other codecs, and one inside another, know no bound.
 _ENCODINGS = ("identity", "gzip", "deflate")
+_LOG = logging.getLogger(__name__)
+_BUSY = ("http_429", "http_529")
+"""A server that only asks for patience, of which a line each would say nothing."""
+_MOST_TIMEOUTS = 1.9
+"""Time-outs that all attempts of a request together may take, and a little less than two for what a clock rounds."""
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 HOPELESS = {401: "refused the key", 403: "refused the key", 404: "knows no such path or model"}
 
@@ -54,6 +66,33 @@ def retry_after(headers: Any) -> float | None:
 def backoff(attempt: int, first: float, longest: float, source: random.Random) -> float:
     """Seconds before attempt ``attempt + 1``: doubling, with random shares that keep clients from coming together."""
     return min(longest, first * 2.0**attempt) * source.uniform(0.5, 1.0)
+
+
+def _echoes(key: str) -> list[re.Pattern[str]]:
+    """Forms that a server may give a key when it repeats it: as it is, quoted, spaced, reversed, in base64 or
+    hexadecimal.
+
+    In base64 the key may stand anywhere in a longer text, such as ``user:key``: the characters that depend on what
+    stands before and behind are left out.
+    """
+    plain = key.strip()
+    if not plain:
+        return []
+    data = plain.encode("utf-8", "surrogatepass")
+    spellings = {key, repr(key)[1:-1], plain, quote(plain, safe=""), data.hex()}
+    if len(plain) >= _SPACED:
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            for before in range(3):
+                text = encode(b"\0" * before + data).decode().rstrip("=")
+                # characters with bits of a neighbour: two behind one byte, three behind two, and at most one at the end
+                cut = len(text) - (1 if (before + len(data)) % 3 else 0)
+                spellings.add(text[(0, 2, 3)[before] : cut])
+    patterns = []
+    # the longest first: a part taken out before would leave the rest of a longer one
+    for spelling in sorted(spellings | {spelling[::-1] for spelling in spellings}, key=len, reverse=True):
+        gap = r"[\s_.-]{0,2}" if len(spelling) >= _SPACED else ""
+        patterns.append(re.compile(gap.join(map(re.escape, spelling)), re.IGNORECASE))
+    return patterns
 
 
 class TokenBucket:
@@ -106,10 +145,20 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="limbeck-http", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Give up whatever is under way, so that nobody waits for it, do one last thing, and end the thread."""
+
+        async def end() -> None:
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last()
+
+        self.submit(end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -136,7 +185,7 @@ class Client:
     Args:
         url: Base address; paths of requests are put behind it.
         key_env: Environment variable with the key, read at the moment of each request.
-        timeout: Seconds for one whole answer.
+        timeout: Seconds for one whole answer; all attempts together get twice as much, without the pauses.
         retries: Further attempts after the first.
         backoff, max_backoff: Seconds before the second attempt, and at most.
         limits: What a request takes of: the first counts requests, the second tokens.
@@ -144,6 +193,7 @@ class Client:
         counts: Requests, retries and tokens sent are added here.
         error: Raised where the key or the installation is not usable.
         seed: Of the random share of pauses; None differs between processes.
+        sleep: How threads pause; default: until the client is closed at the latest.
     """
 
     def __init__(
@@ -160,18 +210,20 @@ class Client:
         counts: Counter[str] | None = None,
         error: type[LimbeckError] = LimbeckError,
         seed: str | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
         async_sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base, self.url = url.rstrip("/"), public_url(url)
         self.key_env, self.timeout, self.retries = key_env, timeout, retries
         self.backoff, self.max_backoff = backoff, max_backoff
         self.limits, self.max_bytes, self.error = limits, max_bytes, error
         self.counts: Counter[str] = Counter() if counts is None else counts
-        self._sleep, self._async_sleep = sleep, async_sleep
+        self._sleep, self._async_sleep, self._clock = sleep, async_sleep, clock
         self._httpx = load_httpx(error)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        self._closed = threading.Event()  # of the requests made since the last close
         self._loop: _Loop | None = None
         self._pool: Any = None  # of the loop above
         self._async_pool: Any = None  # of the caller's
@@ -188,43 +240,63 @@ class Client:
         retries: int | None = None,
         max_bytes: int | None = None,
     ) -> tuple[int, Any]:
-        """An answer that a further attempt would not change; ``HttpFailure`` where there is none after all attempts."""
+        """An answer that a further attempt would not change; ``HttpFailure`` where there is none after all attempts,
+        ``CancelledError`` where the client was closed meanwhile."""
         attempts = (self.retries if retries is None else retries) + 1
+        spent, closed = 0.0, self._closed
         for attempt in range(attempts):
+            for limit, amount in zip(self.limits, (1, tokens), strict=False):
+                if (pause := limit.reserve(amount)) > 0:
+                    self._rest(pause, closed)
+            begun = self._clock()
             try:
-                for limit, amount in zip(self.limits, (1, tokens), strict=False):
-                    limit.take(amount)
-                self._count_request(tokens)
-                return self._exchange(method, path, body, max_bytes or self.max_bytes)
+                return self._exchange(method, path, body, max_bytes or self.max_bytes, closed, tokens)
             except HttpFailure as failure:
-                self._sleep(self._pause(failure, attempt, attempts))
+                spent += self._clock() - begun
+                self._rest(self._pause(failure, attempt, attempts, spent), closed)
         raise AssertionError("unreachable")
 
-    def _exchange(self, method: str, path: str, body: Any, most: int) -> tuple[int, Any]:
+    def _rest(self, seconds: float, closed: threading.Event) -> None:
+        if self._sleep is not None:
+            self._sleep(seconds)
+        else:
+            closed.wait(seconds)
+
+    def _exchange(
+        self, method: str, path: str, body: Any, most: int, closed: threading.Event, tokens: int
+    ) -> tuple[int, Any]:
         with self._lock:
+            # asked under the lock: a thread that was resting must not open connections that nobody closes
+            if closed.is_set():
+                raise CancelledError
             if self._loop is None:
                 self._loop, self._pool = _Loop(), self._new_pool()
-            loop, pool = self._loop, self._pool
-        return self._judge(*loop.run(self._fetch(pool, method, path, body, most)), most)
+            answer = self._loop.submit(self._fetch(self._pool, method, path, body, most))
+        self._count_request(tokens)
+        return self._judge(*answer.result(), most)
 
     def close(self) -> None:
-        """Close the connections; the next request opens new ones."""
+        """Close the connections and give up requests under way; the next request opens new connections."""
         with self._lock:
             loop, pool = self._loop, self._pool
             self._loop = self._pool = None
+            self._closed.set()
+            self._closed = threading.Event()
         if loop is not None:
-            loop.run(pool.aclose())
-            loop.close()
+            loop.close(pool.aclose)
 
     # -- from an event loop --------------------------------------------------------------------------------------------
 
     async def retrying(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What ``attempt`` returns, tried again while its ``HttpFailure`` may pass."""
+        """Result of ``attempt``, tried again while its ``HttpFailure`` may pass."""
+        spent = 0.0
         for number in range(self.retries + 1):
+            begun = self._clock()
             try:
                 return await attempt()
             except HttpFailure as failure:
-                await self._async_sleep(self._pause(failure, number, self.retries + 1))
+                spent += self._clock() - begun
+                await self._async_sleep(self._pause(failure, number, self.retries + 1, spent))
         raise AssertionError("unreachable")
 
     async def send(
@@ -271,6 +343,7 @@ class Client:
             # the library's own limit is per read, which a server that drips would never reach
             return await asyncio.wait_for(exchange(), self.timeout)
         except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
+            # asyncio's own, which before Python 3.11 is not the built-in TimeoutError
             raise self._late() from error
         except self._httpx.HTTPError as error:
             raise self._broken(error) from error
@@ -287,18 +360,18 @@ class Client:
     def clean(self, text: str) -> str:
         """A server's words on one line, without the key, should it repeat it."""
         key = os.environ.get(self.key_env, "")
-        for secret in (repr(key)[1:-1], key, key.strip()):
-            text = text.replace(secret, "***") if secret else text
+        for echo in _echoes(key):
+            text = echo.sub("***", text)
         # a terminal would obey control characters, and those that turn the direction of text around
-        shown = "".join(c if c.isprintable() else " " for c in text)
-        return " ".join(shown.split())[:200]
+        printable = "".join(c if c.isprintable() else " " for c in text)
+        return " ".join(printable.split())[:200]
 
     def error_text(self, answer: Any) -> str:
-        """What a server says is wrong, in any of the usual places."""
+        """Sentence of a server about what is wrong, in any of the usual places."""
         if isinstance(answer, dict):
             inner = answer.get("error", answer)
-            found = inner.get("message", inner.get("detail", "")) if isinstance(inner, dict) else inner
-            return self.clean(str(found))
+            message = inner.get("message", inner.get("detail", "")) if isinstance(inner, dict) else inner
+            return self.clean(str(message))
         return ""
 
     def _headers(self) -> dict[str, str]:
@@ -314,18 +387,31 @@ class Client:
         if tokens:
             self._count("tokens", tokens)
 
-    def _pause(self, failure: HttpFailure, attempt: int, attempts: int) -> float:
-        """Seconds before the next attempt; raises the failure where there is none."""
-        if not failure.passing or attempt + 1 == attempts:
+    def _pause(self, failure: HttpFailure, attempt: int, attempts: int, spent: float) -> float:
+        """Seconds before the next attempt; raises the failure where there is none. ``spent``: seconds of those so far,
+        which end with the second that was as long as one may be."""
+        if not failure.passing or attempt + 1 == attempts or spent >= _MOST_TIMEOUTS * self.timeout:
             raise failure
         self._count("retries")
         if failure.pause is not None:
-            return min(failure.pause, self.max_backoff)
-        return backoff(attempt, self.backoff, self.max_backoff, self._random)
+            # a server may ask for an hour or a year
+            pause = min(failure.pause, self.max_backoff)
+        else:
+            pause = backoff(attempt, self.backoff, self.max_backoff, self._random)
+        if failure.reason not in _BUSY:
+            _LOG.warning(
+                "%s: attempt %d of %d failed (%s); the next one in %.0f s",
+                self.url,
+                attempt + 1,
+                attempts,
+                failure,
+                pause,
+            )
+        return pause
 
     def _judge(self, status: int, headers: Any, received: bytearray, most: int) -> tuple[int, Any]:
-        # short values take many times their text's size in memory: real answers have one in some twenty bytes
-        if sum(map(received.count, (b",", b"[", b"{"))) > 4096 + most // 16:
+        # short values take many times their text's size in memory: real answers have some five in what one may take
+        if sum(map(received.count, (b",", b"[", b"{"))) > 4096 + most // 64:
             raise HttpFailure("too_large", "the answer holds more values than were asked for")
         try:
             answer = json.loads(received)

@@ -24,6 +24,10 @@ from limbeck.errors import DataError, one_line
 MAX_BYTES = 1 << 29
 """A line, or a file that is one JSON document, must be parsed whole; beyond this size it counts as unreadable."""
 
+_EXPANSION = 200
+_EXPANSION_FREE = 64 << 20
+_BLOCK = 1 << 18
+
 STDIN = "-"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -53,24 +57,51 @@ def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
     try:
         with openers.get(Path(name).suffix.lower(), open)(name, "rb") as stream:
-            yield stream
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            packed = Path(name).suffix.lower() in openers
+            yield io.BufferedReader(_Unpacking(stream, Path(name)), _BLOCK) if packed else stream
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        # decoders raise OSError without a number; one with a number is the disk's
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
         raise DataError(f"{name} is not a whole compressed file: {error}; fetch it again.") from error
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+def check_expansion(path: str | Path, size: int) -> None:
+    """Refuse a packed file of which so many bytes were unpacked: text becomes some ten times as long, repeated text
+    some hundred times, and only what is made to fill memory or a disk more than that."""
+    packed = Path(path).stat().st_size
+    if size > _EXPANSION_FREE + _EXPANSION * packed:
+        raise DataError(
+            f"{path} unpacks to more than {_EXPANSION} times its {packed:,} bytes; unpack it yourself if that is meant"
+        )
+
+
+class _Unpacking(io.RawIOBase):
+    """A stream of unpacked bytes that ends with an error where there are too many for the packed file."""
+
+    def __init__(self, stream: IO[bytes], path: Path) -> None:
+        self._stream, self._path, self._size = stream, path, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._stream.read(len(buffer))
+        self._size += len(part)
+        check_expansion(self._path, self._size)
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _open_zst(name: str, mode: str) -> Any:
-    for module in ("compression.zstd", "zstandard"):
-        try:
-            return importlib.import_module(module).open(name, mode)
-        except ModuleNotFoundError:
-            continue
-    try:
+    with suppress(ModuleNotFoundError):
         pyarrow = importlib.import_module("pyarrow")
-    except ModuleNotFoundError:
-        raise DataError(f"{name} is packed with zstd: unpack it, or `pip install zstandard`.") from None
-    return io.BufferedReader(pyarrow.input_stream(name, compression="zstd"))
+        return io.BufferedReader(pyarrow.input_stream(name, compression="zstd"))
+    # of the standard library from Python 3.14 on
+    for module in ("compression.zstd", "zstandard"):
+        with suppress(ModuleNotFoundError):
+            return importlib.import_module(module).open(name, mode)
+    raise DataError(f"{name} is packed with zstd: unpack it, or `pip install zstandard`.")
 
 
 def read_records(
@@ -87,7 +118,7 @@ def read_records(
     """
 
     def refuse(line: int, why: str) -> None:
-        raise DataError(f"{path}:{line} is not JSON ({why}); mend or remove the line.")
+        raise DataError(f"{path}:{line} is not JSON ({why}); correct or remove the line.")
 
     bad = bad or refuse
     with open_bytes(path) as stream:
@@ -104,6 +135,7 @@ def read_records(
                         return
                 too_long = len(raw) > MAX_BYTES
                 bad(lines.number, f"longer than {MAX_BYTES >> 20} MiB" if too_long else one_line(error, 120))
+            # only the first line can begin a document
             document = False
 
 
@@ -128,14 +160,16 @@ class _Lines:
 
     def rest(self) -> bytes:
         """Up to ``MAX_BYTES`` of what follows, in whole lines; they are still iterated over afterwards."""
-        found = self._stream.read(MAX_BYTES) + self._stream.readline(MAX_BYTES)
-        self._ahead = io.BytesIO(found)
-        return found
+        rest = self._stream.read(MAX_BYTES) + self._stream.readline(MAX_BYTES)
+        self._ahead = io.BytesIO(rest)
+        return rest
 
 
 def parse(raw: bytes) -> Any:
     """A JSON value from UTF-8 bytes; ValueError or RecursionError where it is none."""
+    # bytes would have their encoding guessed by json.loads, which also lets surrogates in UTF-8 pass
     value = json.loads(raw.decode("utf-8-sig"))
+    # strict UTF-8 holds none: without an escape there is nothing to walk through
     return replace_surrogates(value) if b"\\ud" in raw or b"\\uD" in raw else value
 
 

@@ -1,6 +1,7 @@
 """Metrics of a run: ``metrics.jsonl`` (one object per step), TensorBoard, optional wandb and trackio, progress.
 
-Text that models write on the way: ``samples.jsonl``.
+Text that models write on the way: ``samples.jsonl``; episodes with tools, as traces: ``episodes.jsonl``. Scores of
+single problems of tasks: ``tasks.jsonl``; bits of single validation records: ``records.jsonl``.
 
 Metrics travel as ``(sum, count)`` pairs and become means here, at the last moment.
 """
@@ -8,12 +9,15 @@ Metrics travel as ``(sum, count)`` pairs and become means here, at the last mome
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +29,9 @@ from limbeck.utils.progress import Bar, Lines, Progress, current
 
 Metric = float | int | tuple[float, float]
 SAMPLES_NAME = "samples.jsonl"
+TASKS_NAME = "tasks.jsonl"
+RECORDS_NAME = "records.jsonl"
+EPISODES_NAME = "episodes.jsonl"
 
 
 class LoggerConfig(BaseModel):
@@ -41,7 +48,8 @@ class LoggerConfig(BaseModel):
     trackio_enabled: bool = False
     """Send metrics to trackio (``limbeck[trackio]``)."""
     monitor_gpus: bool = False
-    """Log the accelerator memory of rank 0 with every step."""
+    """Log what is allocated on the accelerator after every step, beside the most so far, and have timed parts of a step
+    wait for it, so that ``time/`` says where it works."""
     progress: bool = True
     """A bar where the command line shows one, a line every ``print_seconds`` elsewhere."""
     print_seconds: float = Field(default=10.0, ge=0)
@@ -100,6 +108,28 @@ def _truncate(path: Path, resume_step: int) -> None:
         write_atomic(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
+def _truncate_episodes(path: Path, resume_step: int) -> None:
+    """Cut traces off behind a step; they lie in the order of steps, and a kill may have left half a line."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb+") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                step = int(json.loads(line)["meta"]["step"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                why = f"{type(error).__name__}: {one_line(error)}"
+                raise DataError(
+                    f"{path}:{number} is no trace of an episode ({why}); remove the line or start a new run folder"
+                ) from error
+            if step > resume_step:
+                break
+            end += len(line)
+        stream.truncate(end)
+
+
 def _sample_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("step", "writer", "kind", "number", "prompt"))
 
@@ -151,9 +181,13 @@ class Logger:
             if resume_step is not None:
                 _truncate(self.path, resume_step)
                 _truncate(self.samples_path, resume_step)
+                _truncate(self.log_dir / TASKS_NAME, resume_step)
+                _truncate(self.log_dir / RECORDS_NAME, resume_step)
+                _truncate_episodes(self.log_dir / EPISODES_NAME, resume_step)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as e:
             raise ConfigError(f"run folder {str(self.log_dir)!r} cannot be written ({e}); set logger.log_dir") from e
+        check_writers(self.config)
         self._open_writers(resume_step)
 
     def _open_writers(self, resume_step: int | None) -> None:
@@ -164,15 +198,15 @@ class Logger:
             return
         known, name = self._tracked_id(resume_step), self.log_dir.absolute().name
         if cfg.wandb_enabled:
-            own = {"dir": str(self.log_dir), "name": name, "id": known, "resume": "allow"}
-            self._writers.append(_Tracker("wandb", {"project": "limbeck", **own, **cfg.wandb}))
+            arguments = {"dir": str(self.log_dir), "name": name, "id": known, "resume": "allow"}
+            self._writers.append(_Tracker("wandb", {"project": "limbeck", **arguments, **cfg.wandb}))
         if cfg.trackio_enabled:
             # which knows a run by its name alone
-            own = {"name": f"{name}-{known}", "resume": "allow"}
-            self._writers.append(_Tracker("trackio", {"project": "limbeck", **own, **cfg.trackio}))
+            arguments = {"name": f"{name}-{known}", "resume": "allow"}
+            self._writers.append(_Tracker("trackio", {"project": "limbeck", **arguments, **cfg.trackio}))
 
     def _tracked_id(self, resume_step: int | None) -> str:
-        """What trackers know this run by: kept in its folder, so that a run and its continuations are one there."""
+        """Id by which trackers know this run: kept in its folder, so that a run and its continuations are one there."""
         path = self.log_dir / "tracker.json"
         goes_on = resume_step is None or resume_step >= 0
         try:
@@ -182,9 +216,9 @@ class Logger:
 
     @staticmethod
     def _new_id(path: Path) -> str:
-        made = secrets.token_hex(4)
-        write_atomic(path, json.dumps({"id": made}) + "\n")
-        return made
+        new_id = secrets.token_hex(4)
+        write_atomic(path, json.dumps({"id": new_id}) + "\n")
+        return new_id
 
     def log_metrics(
         self, metrics: Mapping[str, Metric], step: int, prefix: str = "", *, step_finished: bool = False
@@ -207,8 +241,7 @@ class Logger:
         """Write the current row. Call it before a checkpoint of the same step is made."""
         if self._step is None or self._fd is None:
             return
-        if self.config.monitor_gpus:
-            self._row.update(_gpu_metrics())
+        # JSON has no NaN
         row = {k: v if math.isfinite(v) else None for k, v in self._row.items()}
         line = json.dumps({"step": self._step, **row}, allow_nan=False) + "\n"
         _append(self._fd, line.encode())
@@ -237,6 +270,31 @@ class Logger:
             finally:
                 os.close(fd)
             self._samples.update(new)
+
+    def log_tasks(self, results: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Add the scores of single problems to ``tasks.jsonl``: ``task``, ``problems`` (numbers of their records) and
+        ``scores``, one object per task and validation."""
+        self._add_lines(TASKS_NAME, [{"step": step, **result} for result in results])
+
+    def log_records(self, bits: Mapping[int, float], sizes: Mapping[int, float], step: int) -> None:
+        """Add the bits of validation records and the bytes that they stand for, by the records' numbers, to
+        ``records.jsonl``."""
+        numbers = sorted(bits)
+        values = {"bits": [bits[number] for number in numbers], "bytes": [sizes[number] for number in numbers]}
+        self._add_lines(RECORDS_NAME, [{"step": step, "records": numbers, **values}])
+
+    def log_episodes(self, traces: Iterable[Mapping[str, Any]]) -> None:
+        """Add canonical traces, whose ``meta`` says of which step they are, to ``episodes.jsonl``."""
+        self._add_lines(EPISODES_NAME, traces)
+
+    def _add_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in rows) if self.rank == 0 else ""
+        if lines:
+            fd = os.open(self.log_dir / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                _append(fd, lines.encode())
+            finally:
+                os.close(fd)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Hand the resolved run configuration to the trackers that have a place for it."""
@@ -298,27 +356,65 @@ class Logger:
         self.close()
 
 
-def _gpu_metrics() -> dict[str, float]:
-    import torch
+def check_writers(config: LoggerConfig) -> None:
+    """Refuse what metrics cannot be sent to: a package that is missing, or arguments that it does not know."""
+    if config.tensorboard_enabled:
+        _accepts(_summary_writer(), "tensorboard", {"log_dir": "", "purge_step": None}, config.tensorboard)
+        if config.tensorboard:
+            _try_tensorboard(config.tensorboard)
+    for name, enabled, arguments in (
+        ("wandb", config.wandb_enabled, config.wandb),
+        ("trackio", config.trackio_enabled, config.trackio),
+    ):
+        if enabled:
+            _accepts(_tracker(name).init, name, {}, arguments)
 
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "gpu/memory_gib": torch.cuda.memory_allocated() / 2**30,
-        "gpu/peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+
+def _accepts(function: Callable[..., Any], name: str, ours: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    if taken := sorted(ours.keys() & arguments.keys()):
+        raise ConfigError(f"logger.{name} gives {taken[0]!r}, which the run itself sets; leave it out")
+    try:
+        inspect.signature(function).bind(**ours, **arguments)
+    except TypeError as e:
+        raise ConfigError(f"logger.{name} is {dict(arguments)}: {e}; see the arguments of {name}") from e
+
+
+def _try_tensorboard(arguments: Mapping[str, Any]) -> None:
+    """Refuse values that only a writer at work finds to be wrong."""
+    with TemporaryDirectory() as folder:
+        try:
+            writer = _TensorBoard(Path(folder), dict(arguments), None)
+            writer.log({"step": 0.0}, 0)
+            writer.close()
+        except Exception as e:
+            raise ConfigError(
+                f"logger.tensorboard is {dict(arguments)}: {one_line(e)}; see the arguments of tensorboard"
+            ) from e
+
+
+def _summary_writer() -> Any:
+    try:
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError as e:
+        raise ConfigError(
+            "logger.tensorboard_enabled needs the package tensorboard; install it or set it to false"
+        ) from e
+
+
+def _tracker(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as e:
+        raise ConfigError(
+            f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
+        ) from e
 
 
 class _TensorBoard:
     def __init__(self, folder: Path, kwargs: dict[str, Any], resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise ConfigError(
-                "logger.tensorboard_enabled needs the package tensorboard; install it or set it to false"
-            ) from e
+        # TensorBoard drops the purge step itself as well
         purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge, **kwargs)
+        self._writer = _summary_writer()(log_dir=str(folder), purge_step=purge, **kwargs)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         for name, value in row.items():
@@ -336,14 +432,7 @@ class _Tracker:
     """wandb and trackio share one interface: init, log, finish."""
 
     def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
-        from importlib import import_module
-
-        try:
-            self._module = import_module(name)
-        except ImportError as e:
-            raise ConfigError(
-                f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
-            ) from e
+        self._module = _tracker(name)
         self._run = self._module.init(**kwargs)
 
     def log(self, row: Mapping[str, float], step: int) -> None:

@@ -7,8 +7,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from limbeck.errors import CheckpointError, one_line
 from limbeck.utils.files import write_atomic
 
@@ -16,11 +14,11 @@ MANIFEST_NAME = "manifest.json"
 
 
 def _crc32(path: Path) -> int:
-    found = 0
+    crc = 0
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):
-            found = zlib.crc32(block, found)
-    return found
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _checksums(folder: Path, names: list[str]) -> dict[str, int]:
@@ -37,8 +35,8 @@ def write_manifest(folder: Path, step: int) -> None:
     write_atomic(folder / MANIFEST_NAME, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
 
 
-def check_manifest(folder: Path, step: int) -> bool:
-    """Whether a checkpoint has a manifest, with which its files then agree.
+def check_manifest(folder: Path, step: int) -> None:
+    """Refuse a checkpoint whose files do not agree with its manifest.
 
     Raises:
         CheckpointError: a file is missing or another one than was written, or the checkpoint is of another step.
@@ -48,16 +46,15 @@ def check_manifest(folder: Path, step: int) -> bool:
         manifest = json.loads(path.read_bytes())
         files = {str(name): (int(v["bytes"]), int(v["crc32"])) for name, v in manifest["files"].items()}
         saved = int(manifest["step"])
-    except FileNotFoundError:
-        return False
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
         raise CheckpointError(f"{str(path)!r} is damaged ({type(e).__name__}: {one_line(e)})") from e
     if saved != step:
         raise CheckpointError(f"the checkpoint {str(folder)!r} was saved as step {saved}")
+    # sizes first, for they cost no reading
     for name, (size, _) in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            have = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        size_now = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size_now != size:
+            have = "is missing" if size_now is None else f"has {size_now:,} bytes instead of {size:,}"
             raise CheckpointError(f"{name!r} of the checkpoint {str(folder)!r} {have}")
     sums = _checksums(folder, list(files))
     changed = [name for name, (_, expected) in files.items() if sums[name] != expected]
@@ -65,21 +62,3 @@ def check_manifest(folder: Path, step: int) -> bool:
         raise CheckpointError(
             f"{changed[0]!r} of the checkpoint {str(folder)!r} is not what was saved (its checksum differs)"
         )
-    return True
-
-
-def check_readable(folder: Path) -> None:
-    """What can be said of files without a manifest: JSON is whole, and so is every safetensors file by its header.
-
-    Raises:
-        CheckpointError: one of them is not.
-    """
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="numpy"):
-                    pass
-            elif path.suffix == ".json":
-                json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError, SafetensorError) as e:
-            raise CheckpointError(f"{str(path)!r} is damaged ({one_line(e)})") from e

@@ -80,9 +80,9 @@ class Metrics(Mapping[str, Pair]):
         """
         names = comm.all_names(self._pairs)
         none: Pair = (0.0, 0.0)
-        own = _stacked([*(value for name in names for value in self._pairs.get(name, none)), *more])
+        local = _stacked([*(value for name in names for value in self._pairs.get(name, none)), *more])
         # a step's ranks, once: two numbers per metric and what the host must know besides
-        summed = comm.sum(own)
+        summed = comm.sum(local)
         numbers = torch.cat((summed, *(value.detach().to(summed).reshape(1) for value in same))).tolist()
         out = Metrics()
         for i, name in enumerate(names):
@@ -105,6 +105,7 @@ def _stacked(values: Sequence[Value]) -> Tensor:
     away = [v.detach().double().reshape(()) for v in values if isinstance(v, Tensor) and v.device.type != "cpu"]
     if not away:
         return host
+    # the host's numbers come first in the concatenation below; this leads back to the order they were given in
     order = torch.tensor(at_home + sorted(set(range(len(values))) - set(at_home)))
-    place = to_device(order.argsort(), away[0].device)
-    return torch.cat((to_device(host, away[0].device), torch.stack(away))).index_select(0, place)
+    order_back = to_device(order.argsort(), away[0].device)
+    return torch.cat((to_device(host, away[0].device), torch.stack(away))).index_select(0, order_back)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Stage:
-    """A part of a command's work that is told by one line with its time; ``note`` is added to that line."""
+    """A part of a command's work that is shown as one line with its time; ``note`` is added to that line."""
 
     def __init__(self, what: str) -> None:
         self.what, self.note = what, ""
@@ -43,7 +43,7 @@ class Pace:
         self._first, self._begun = done, time.monotonic()
 
     def eta(self, done: float, total: float) -> str:
-        """What is left of the time, once there is something to tell it from."""
+        """Time that is left, once there is something to tell it from."""
         if done <= self._first:
             return "ETA -"
         left = (time.monotonic() - self._begun) / (done - self._first) * (total - done)
@@ -130,6 +130,7 @@ class Lines:
         except BaseException:
             self._end_line()
             raise
+        # other lines may have come between
         if Lines._waiting:
             Lines._waiting = False
             print(f" {stage.took()}", file=sys.stderr, flush=True)

@@ -44,6 +44,7 @@ class _Packer:
     def name(self, path: tuple[str, ...]) -> str:
         base = "/".join(path) or "root"
         name, n = base, 1
+        # a key may hold a slash: a/b is also b inside of a
         while name in self.tensors:
             n += 1
             name = f"{base}#{n}"
@@ -56,6 +57,7 @@ class _Packer:
             return {"$tensor": name}
         if isinstance(value, np.ndarray):
             name = self.name(path)
+            # from_numpy refuses negative strides
             self.tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
             return {"$array": name}
         if isinstance(value, np.generic):
@@ -78,6 +80,7 @@ class _Packer:
         )
 
     def _pack_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        # a key that begins with $ would be read as one of our tags
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
             return {k: self.pack(v, (*path, k)) for k, v in value.items()}
         return {"$dict": [[self.pack(k, path), self.pack(v, (*path, str(k)))] for k, v in value.items()]}
@@ -110,9 +113,11 @@ def _own_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in tensors.items():
+        # not isinstance: a DTensor is a Tensor as well
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             value = value.contiguous()
             pointer = value.untyped_storage().data_ptr()
+            # empty tensors all have the pointer 0
             if pointer in seen and value.numel():
                 value = value.clone()
             seen.add(pointer)
@@ -165,6 +170,7 @@ def save_state(folder: str | Path, tree: Any, *, local: bool = False) -> None:
                 dcp.save(tensors, storage_writer=writer, no_dist=alone)
         except CheckpointException as e:
             _raise_inner(e, f"writing state to {str(folder)!r}")
+    # behind the tensors: a state that a kill cut short has no head and is not read
     if alone or Comm.world().rank == 0:
         head = {"format": FORMAT, "tensors": sorted(packer.tensors), "tree": packed}
         write_atomic(folder / JSON_NAME, json.dumps(head, ensure_ascii=False))
@@ -186,18 +192,18 @@ def load_state(folder: str | Path, *, template: Any = None, local: bool = False)
         raise CheckpointError(f"{str(folder / JSON_NAME)!r} is damaged ({e}); take another checkpoint") from e
     if version != FORMAT:
         raise CheckpointError(f"{str(folder)!r} has state format {version}, this version reads {FORMAT}")
-    given: dict[str, torch.Tensor] = {}
+    alike: dict[str, torch.Tensor] = {}
     if template is not None:
         packer = _Packer()
         packer.pack(template, ())
-        given = packer.tensors
-    tensors = _load_tensors(folder, names, given, _alone(local)) if names else {}
+        alike = packer.tensors
+    tensors = _load_tensors(folder, names, alike, _alone(local)) if names else {}
     with fitting(f"the state {str(folder / JSON_NAME)!r}"):
         return _unpack(packed, tensors)
 
 
 def _load_tensors(
-    folder: Path, names: list[str], given: dict[str, torch.Tensor], alone: bool
+    folder: Path, names: list[str], alike: dict[str, torch.Tensor], alone: bool
 ) -> dict[str, torch.Tensor]:
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -207,7 +213,7 @@ def _load_tensors(
         target: dict[str, Any] = {}
         for name in names:
             meta: Any = stored[name]
-            target[name] = given[name] if name in given else torch.empty(meta.size, dtype=meta.properties.dtype)
+            target[name] = alike[name] if name in alike else torch.empty(meta.size, dtype=meta.properties.dtype)
             if tuple(target[name].shape) != tuple(meta.size):
                 raise CheckpointError(
                     f"stored tensor {name!r} has shape {tuple(meta.size)}, this run needs {tuple(target[name].shape)}; "
@@ -229,6 +235,7 @@ def _load_tensors(
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (CPU and every CUDA device)."""
     random.seed(seed)
+    # numpy takes 32 bits and nothing below zero
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,39 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "std": statistics.pstdev,
     "count": len,
 }
+
+
+class BusyClock:
+    """Seconds in which at least one of several threads was inside of it, as a ``with`` block.
+
+    >>> clock = BusyClock()
+    >>> with clock:
+    ...     pass
+    >>> clock.seconds >= 0
+    True
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._inside, self._since, self._before = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since = self._clock()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._before += self._clock() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """So far, with those of a block that is not left yet."""
+        with self._lock:
+            return self._before + (self._clock() - self._since if self._inside else 0.0)
 
 
 class Timer:
@@ -40,13 +74,13 @@ class Timer:
         synchronize: Callable[[], None] | None = None,
         around: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self._sync, self._around = synchronize, around or nullcontext
+        self.synchronize, self.around = synchronize, around or nullcontext
         self._open: dict[str, float] = {}
         self._times: dict[str, list[float]] = {}
 
     def _now(self) -> float:
-        if self._sync is not None:
-            self._sync()
+        if self.synchronize is not None:
+            self.synchronize()
         return time.perf_counter()
 
     def start(self, label: str) -> None:
@@ -68,7 +102,7 @@ class Timer:
         """Measure the body of a ``with`` block, also when it raises."""
         self.start(label)
         try:
-            with self._around(label):
+            with self.around(label):
                 yield
         finally:
             self.stop(label)
@@ -82,6 +116,7 @@ class Timer:
                     item = next(source)
                 except StopIteration:
                     return
+            # outside of the section: what is done with an item is not the time it took to arrive
             yield item
 
     def get_elapsed(self, label: str) -> list[float]:

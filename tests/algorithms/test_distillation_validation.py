@@ -31,14 +31,6 @@ REQUIRED = {
 }
 
 
-@pytest.fixture(scope="module")
-def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stuff")
-    runs.write_tokenizers(folder)
-    runs.write_data(folder)
-    return folder
-
-
 def finished(stuff: Path, run_dir: Path, **more: Any) -> tuple[Any, list[dict[str, Any]]]:
     values = runs.settings(stuff, run_dir, data={"max_input_seq_length": 256, "max_teacher_seq_length": 256})
     values["distillation"] |= {"max_num_steps": 2, "val_period": 1}

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from limbeck.algorithms.samples import PromptSamples, SamplesConfig, Writer
+from limbeck.algorithms.observers.samples import PromptSamples, SamplesConfig, Writer
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.utils.logger import read_metrics
 from tests.helpers import runs, tiny
 
 ON = {"number": 2, "max_new_tokens": 5, "prompt_characters": 30}
-
-
-@pytest.fixture(scope="module")
-def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stuff")
-    runs.write_tokenizers(folder)
-    runs.write_data(folder)
-    return folder
 
 
 def finished(stuff: Path, run_dir: Path, **distillation: Any) -> list[dict[str, Any]]:
@@ -95,7 +88,7 @@ def test_prompts_come_from_the_records_or_from_the_user(parts: tuple[Any, Any]) 
 
 def test_a_teacher_without_a_model_here_writes_nothing(parts: tuple[Any, Any]) -> None:
     config, policy = parts
-    cached: Any = object()
+    cached: Any = SimpleNamespace(model=None)
     found = PromptSamples(
         SamplesConfig(prompts=["a"]), policy, [cached], [], sections=[config.policy, config.teacher], chat=False
     )

@@ -90,11 +90,11 @@ def test_a_server_writes_what_this_process_writes_and_is_handed_weights_in_time(
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"token_ids": [5, 300]}, "sampled token 300, but the student has 300"),
-        ({"token_ids": None}, "does not say which tokens it sampled"),
-        ({"prompt_token_ids": [1]}, "read other tokens than it was sent"),
-        ({"logprobs": {"token_logprobs": [-1.0]}}, "gave 1 usable log-probabilities for 5 tokens"),
-        ({"logprobs": {"token_logprobs": [0.5] * 5}}, "gave 5 usable log-probabilities for 5 tokens"),
+        ({"token_ids": [5, 300]}, "token 300,.* 300"),
+        ({"token_ids": None}, "which tokens"),
+        ({"prompt_token_ids": [1]}, "read other tokens"),
+        ({"logprobs": {"token_logprobs": [-1.0]}}, "1 usable .* 5 tokens"),
+        ({"logprobs": {"token_logprobs": [0.5] * 5}}, "5 usable .* 5 tokens"),
     ],
 )
 def test_answers_that_are_none(tmp_path: Path, change: dict[str, Any], line: str) -> None:
@@ -110,7 +110,7 @@ def test_answers_that_are_none(tmp_path: Path, change: dict[str, Any], line: str
 def test_a_server_that_takes_no_weights_over(tmp_path: Path) -> None:
     with listening(lambda path, body, headers: (404, {"detail": "Not Found"})) as url:
         sampler = served(url, tmp_path / "weights")
-        with pytest.raises(ServerError, match=r"gave HTTP 404 .*start it with VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(ServerError, match=r"HTTP 404 .*VLLM_SERVER_DEV_MODE=1"):
             sampler.sync(student(), 0)
         sampler.close()
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from limbeck.algorithms import xtoken_off_policy_distillation as distillation
-from limbeck.algorithms.build import fitted
+from limbeck.algorithms.build import fit_models
 from limbeck.algorithms.caching import cache_teachers
-from limbeck.algorithms.summary import summary
 from limbeck.config import merge, resolve
 from limbeck.data.loader import PartSampler
 from limbeck.errors import ConfigError
@@ -22,17 +21,10 @@ from limbeck.models.optim import OptimizerConfig
 from limbeck.models.policy import Policy, PolicyConfig
 from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page
-from limbeck.teachers.build import TeacherConfig, check_cache_kind
 from limbeck.teachers.cache.format import CacheSpec
+from limbeck.teachers.cached import CacheSource
+from limbeck.tools.summary import summary
 from tests.helpers import runs, tiny
-
-
-@pytest.fixture(scope="module")
-def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stuff")
-    runs.write_tokenizers(folder)
-    runs.write_data(folder)
-    return folder
 
 
 def settings(stuff: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
@@ -69,23 +61,71 @@ def test_a_cache_is_filled_and_its_counts_are_explained(stuff: Path, tmp_path: P
 
 def test_a_metric_that_nothing_measures_is_an_error(stuff: Path, tmp_path: Path) -> None:
     values = settings(stuff, tmp_path / "run", data={"validation": None})
-    with pytest.raises(ConfigError, match=r"metric_name is .val/bpb., but data\.validation is not given"):
+    with pytest.raises(ConfigError, match=r"metric_name is 'val/bpb'.*data\.validation"):
         runs.resolved(values)
     assert runs.resolved(merge(values, {"checkpointing": {"metric_name": None}})).data.validation is None
+
+
+@pytest.mark.parametrize("name", ["train/loss", "train:loss", "bpb"])
+def test_a_metric_that_is_of_no_validation_is_refused(stuff: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        runs.resolved(merge(settings(stuff, tmp_path / "run"), {"checkpointing": {"metric_name": name}}))
+    assert repr(name) in str(error.value)
+
+
+NOWHERE = "val/teacher_0/bqb"
+"""A metric of an objective: only a validation knows that there is none."""
+
+
+def ranked_by_nothing(stuff: Path, run_dir: Path, metric: str = NOWHERE, **loop: Any) -> dict[str, Any]:
+    """A run of three steps whose checkpoints are ranked by a metric that no validation gives."""
+    ranked = {"checkpointing": {"metric_name": metric, "save_period": 0}}
+    return merge(settings(stuff, run_dir, **ranked), {"distillation": {"max_num_steps": 3, **loop}})
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_metric_that_the_first_validation_does_not_give_is_told_before_a_step(
+    stuff: Path, tmp_path: Path, stops: bool
+) -> None:
+    more: dict[str, Any] = {"early_stopping": {"metric": NOWHERE}, "val_period": 1} if stops else {}
+    with pytest.raises(ConfigError) as error:
+        distillation.run(runs.resolved(ranked_by_nothing(stuff, tmp_path / "run", val_at_start=True, **more)))
+    assert repr(NOWHERE) in str(error.value)
+    assert "val/" in str(error.value).split("take", 1)[1]
+    assert [row["step"] for row in runs.rows(tmp_path / "run")] == [0]
+
+
+def test_with_no_validation_at_the_start_nothing_is_lost(stuff: Path, tmp_path: Path) -> None:
+    values = ranked_by_nothing(stuff, tmp_path / "run", val_period=2)
+    with pytest.raises(ConfigError):
+        distillation.run(runs.resolved(values))
+    assert runs.checkpoint(tmp_path / "run", 2).is_dir()
+    distillation.run(runs.resolved(ranked_by_nothing(stuff, tmp_path / "run", "val/bpb", val_period=2)))
+    whole = ranked_by_nothing(stuff, tmp_path / "whole", "val/bpb", val_period=2)
+    distillation.run(runs.resolved(whole))
+    assert runs.weight_bytes(tmp_path / "run", 3) == runs.weight_bytes(tmp_path / "whole", 3)
+
+
+def test_a_run_that_is_validated_at_its_end_alone_is_complete(
+    stuff: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distillation.run(runs.resolved(ranked_by_nothing(stuff, tmp_path / "run", val_at_end=True)))
+    assert repr(NOWHERE) in capsys.readouterr().err
+    assert runs.checkpoint(tmp_path / "run", 3).is_dir()
 
 
 @pytest.mark.parametrize("kind", ["topk", "hidden"])
 def test_a_cache_of_the_other_kind_is_an_error(kind: str) -> None:
     spec = CacheSpec(kind=kind, vocab_size=300, teacher_fingerprint="x", k=8, hidden_size=32)
-    check_cache_kind(TeacherConfig(model_name="m", cache="c", cache_kind=kind), spec, 0)  # type: ignore[arg-type]
+    CacheSource(folder="c", holds=kind).check(spec, 0)  # type: ignore[arg-type]
     other: Any = {"topk": "hidden", "hidden": "topk"}[kind]
     with pytest.raises(ConfigError, match=f"cache_kind is '{other}'; set cache_kind: {kind}"):
-        check_cache_kind(TeacherConfig(model_name="m", cache="c", cache_kind=other), spec, 0)
+        CacheSource(folder="c", holds=other).check(spec, 0)
 
 
 @pytest.mark.parametrize("value", ["fast", None, True, [1e-5]])
 def test_a_learning_rate_that_is_no_number(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"kwargs\.lr is .*; give a number, such as 1e-5"):
+    with pytest.raises(ConfigError, match=rf"kwargs\.lr is {re.escape(repr(value))};"):
         resolve(OptimizerConfig, {"name": "torch.optim.AdamW", "kwargs": {"lr": value}})
     resolve(OptimizerConfig, {"name": "torch.optim.AdamW", "kwargs": {"lr": 1}})
 
@@ -103,7 +143,7 @@ def test_settings_of_an_accelerator_on_a_cpu(capsys: pytest.CaptureFixture[str])
     assert config.precision == "bfloat16"  # what a run folder stores stays what the user wrote
     assert fit_to_device(config, torch.device("cuda")) == (config, [])
     if not torch.cuda.is_available():
-        fitted(config, [config])
+        fit_models(config, [config])
         assert capsys.readouterr().err == f"on the CPU: {', '.join(told)}\n"
 
 
@@ -153,7 +193,7 @@ def test_the_share_of_text_that_is_cut_off(stuff: Path, tmp_path: Path, capsys: 
     values = settings(stuff, tmp_path / "run", data={"max_input_seq_length": 8, "max_teacher_seq_length": 8})
     values["distillation"]["max_num_steps"] = 5  # one epoch
     distillation.run(runs.resolved(values))
-    lost = json.loads((tmp_path / "run" / "dropped.json").read_text())["truncated_tokens"]
+    lost = json.loads((tmp_path / "run" / "skipped.json").read_text())["truncated_tokens"]
     told = capsys.readouterr().err
     assert f"of their tokens ({lost:,}) so far" in told
     assert re.search(r"warning: the context cuts off \d\d% of the first 16 records; raise it, or set data", told)
@@ -189,6 +229,11 @@ def test_a_student_that_can_speak_already_has_a_gate_and_whole_cross_entropy(stu
         ("soft", 1.0),
     ]
     assert any(line.endswith("1 x tree_kl (soft gate) + 1 x cross-entropy") for line in summary(speaks))
+    # what was chosen, and why; what was given is no default
+    assert any("ce_loss_scale 1 and gate soft (tree_kl, a pretrained student)" in line for line in summary(speaks))
+    assert any("ce_loss_scale 0.3 (tree_kl, a student from scratch)" in line for line in summary(scratch))
+    given = runs.resolved({**values, "loss_fn": {"mode": "tree_kl", "ce_loss_scale": 0.5}})
+    assert not any("ce_loss_scale" in line for line in summary(given))
     assert runs.resolved(speaks.model_dump()) == speaks
     alone = runs.resolved({**values, "teacher": None})
     assert (alone.loss_fn.gate, alone.loss_fn.ce_loss_scale) == ("none", 1.0)
@@ -197,9 +242,9 @@ def test_a_student_that_can_speak_already_has_a_gate_and_whole_cross_entropy(stu
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "weighed text by text (ce)"),
-        ({"teacher_weights": [0.8, 0.2]}, "weighed 0.8 : 0.2"),
-        ({"teacher_scoring": "static"}, "weighed alike"),
+        ({}, "weighted per text (ce)"),
+        ({"teacher_weights": [0.8, 0.2]}, "weighted 0.8 : 0.2"),
+        ({"teacher_scoring": "static"}, "weighted equally"),
         ({"teacher_combination": "select_teacher"}, "chosen text by text"),
         ({"teacher_combination": "averaged_logits"}, "averaged"),
     ],
@@ -214,5 +259,5 @@ def test_a_run_says_how_its_teachers_are_combined(stuff: Path, tmp_path: Path, g
 
 
 def test_a_value_in_place_of_a_section_is_told_in_plain_words() -> None:
-    with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section, that is keys with their values$"):
+    with pytest.raises(ConfigError, match=r"^'optimizer' is 3: expected a section"):
         resolve(PolicyConfig, {"model_name": "m", "optimizer": 3})

@@ -35,7 +35,7 @@ def settings(stuff: Path, run_dir: Path, **more: Any) -> dict[str, Any]:
 
 
 def left_out(run_dir: Path) -> set[str]:
-    return set(json.loads((run_dir / "dropped.json").read_text()))
+    return set(json.loads((run_dir / "skipped.json").read_text()))
 
 
 @pytest.mark.parametrize("layout", [{}, {"sequence_packing": {"enabled": True, "train_mb_tokens": 128}}])

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,9 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int, times:
     """Let a signal arrive once a step is taken."""
     take = TrainingLoop._step
 
-    def taken(self: TrainingLoop, batch: object) -> None:
+    def taken(self: TrainingLoop[Any], batch: object) -> None:
         take(self, batch)
-        if self.state["total_steps"] == step:
+        if self.run.state.total_steps == step:
             for _ in range(times):
                 signal.raise_signal(number)
 
@@ -143,7 +144,7 @@ def test_a_second_interrupt_ends_the_run_at_once(
 def test_an_interrupt_breaks_off_a_validation_and_saves(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def validate(self: TrainingLoop) -> None:
+    def validate(self: TrainingLoop[Any]) -> None:
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 

@@ -54,7 +54,7 @@ def test_training_moves_both_probabilities(tmp_path: Path) -> None:
         assert monitored[f"train/monitor/policy/{name}"] >= 0
     assert monitored["train/count/sites"] == 2
     assert monitored["train/count/pairs"] == 2
-    assert json.loads((folder / "dropped.json").read_text()) == {}
+    assert json.loads((folder / "skipped.json").read_text()) == {}
     samples = read_metrics(folder / "samples.jsonl")
     assert [(s["step"], s["writer"], s["number"]) for s in samples] == [(0, "student", 0), (10, "student", 0)]
     assert samples[-1]["tokens"] == end["val/response_length"]
@@ -70,7 +70,7 @@ def test_the_hint_alone_corrects_a_student_that_understands_hints(tmp_path: Path
     batch = collate(failing)
     student = made.student
     _teach_hints(student, batch)
-    made.step.teacher.sources[0].policy.model.load_state_dict(student.model.state_dict())
+    made.step.teachers[0].policy.model.load_state_dict(student.model.state_dict())
     for group in student.optimizer.param_groups:
         group["lr"] = 1e-3
     made.validation.dataset.traces = [failing[0][1]]
@@ -126,14 +126,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, teacher: str) -> 
     assert rows_of(parts) == rows_of(whole)
     for name, value in weights_of(whole, 5).items():
         assert torch.equal(value, weights_of(parts, 5)[name])
-    assert (whole / "dropped.json").read_text() == (parts / "dropped.json").read_text()
+    assert (whole / "skipped.json").read_text() == (parts / "skipped.json").read_text()
     if teacher == "ema":
         shared = [f / "checkpoints/step_5/train_state/shared" for f in (whole, parts)]
         from limbeck.utils.state import load_state
 
         states = [load_state(folder) for folder in shared]
-        for name, value in states[0]["teacher"]["ema"].items():
-            assert torch.equal(value, states[1]["teacher"]["ema"][name])
+        for name, value in states[0]["teacher_0"]["ema"].items():
+            assert torch.equal(value, states[1]["teacher_0"]["ema"][name])
         assert torch.equal(states[0]["reference"]["values"], states[1]["reference"]["values"])
         assert len(states[0]["reference"]["values"]) == 2
 
@@ -148,7 +148,7 @@ def test_the_start_is_saved_where_asked(tmp_path: Path) -> None:
 def test_a_teacher_of_another_family_reads_the_hints(tmp_path: Path) -> None:
     other = settings(tmp_path)["policy"]
     teacher = {**other, "tokenizer": {"name": tokenizer_folder(tmp_path, 330)}}
-    del teacher["optimizer"]
+    del teacher["optimizer"], teacher["train_micro_batch_size"]
     more = {"max_num_steps": 2, "num_prompts_per_step": 3}
     folder = run(config(tmp_path, teacher=teacher, distillation=more, traces={"channels": {"preference": False}}))
     rows = rows_of(folder)
@@ -161,7 +161,7 @@ def test_disjoint_sides_stop_a_run_and_keep_the_batch(tmp_path: Path) -> None:
     made = setup(config(tmp_path, loss={"hint": {"divergence": "jsd"}}))
     with torch.no_grad():
         head = made.student.model.lm_head.weight.mul_(300)
-        made.step.teacher.sources[0].policy.model.lm_head.weight.copy_(-head)
+        made.step.teachers[0].policy.model.lm_head.weight.copy_(-head)
     with pytest.raises(LossError, match=r"step 1: .*maximum.*shifted.*no checkpoint"):
         train(made)
     kept = load_file(tmp_path / "run" / "failed_batch_step_1" / "batch.safetensors")
@@ -251,33 +251,33 @@ def test_run_files_that_cannot_mean_what_they_say(tmp_path: Path, more: dict[str
 
 
 def test_bad_traces_are_refused_or_counted(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no file"):
+    with pytest.raises(TraceError, match=r"nothing\*\.jsonl"):
         load_traces(config(tmp_path, traces={"train": str(tmp_path / "nothing*.jsonl")}).traces)
     section = config(tmp_path).traces
     path = Path(str(section.train))
     path.write_text(path.read_text() + "{broken\n")
     data = load_traces(section)
-    assert data.dropped == {"malformed_line": 1}
+    assert data.skipped == {"malformed_line": 1}
     assert len(data) == 3
-    with pytest.raises(DataError, match="smaller than one global batch"):
+    with pytest.raises(DataError, match=r"3 records .* 8;"):
         setup(config(tmp_path, distillation={"num_prompts_per_step": 8}))
 
 
 def test_pair_and_site_files_take_part(tmp_path: Path) -> None:
-    from limbeck.traces.sites import SiteFinder
+    from limbeck.traces.failed_calls import FailedCallFinder
 
     data = load_traces(config(tmp_path).traces)
     pair = data.traces[0].preference_pairs[0]
     lines = [pair, pair.model_copy(update={"trace_id": "nobody"})]
     (tmp_path / "pairs.jsonl").write_text("".join(p.model_dump_json() + "\n" for p in lines))
-    sites = SiteFinder().find(data.traces[0])
+    sites = FailedCallFinder().find(data.traces[0])
     (tmp_path / "sites.jsonl").write_text("".join(s.model_dump_json() + "\n" for s in sites))
     files = {"pairs": str(tmp_path / "pairs.jsonl"), "sites": str(tmp_path / "sites.jsonl")}
     folder = run(config(tmp_path, traces=files, distillation={"max_num_steps": 1}))
     (row,) = rows_of(folder)
     assert row["train/count/pairs"] == 3
     assert row["train/count/sites"] == 1
-    assert json.loads((folder / "dropped.json").read_text())["pair_without_trace"] == 1
+    assert json.loads((folder / "skipped.json").read_text())["pair_without_trace"] == 1
 
 
 def test_traces_that_changed_or_teach_nothing_end_the_run(tmp_path: Path) -> None:
@@ -286,12 +286,27 @@ def test_traces_that_changed_or_teach_nothing_end_the_run(tmp_path: Path) -> Non
     run(made)
     path = Path(str(made.traces.train))
     path.write_text(path.read_text().replace("340", "341"))
-    with pytest.raises(DataError, match="no longer what this run began with"):
+    with pytest.raises(DataError, match=r"traces\.train"):
         setup(config(tmp_path, distillation={**steps, "max_num_steps": 2}, checkpointing=SAVING))
     lone = short_traces(tmp_path, ("store-count-3", "files-rename-3"))
     only = {"policy": False, "hint": False}
-    with pytest.raises(DataError, match="nothing to learn from"):
+    with pytest.raises(DataError) as refused:
         run(config(tmp_path, traces={"train": lone, "channels": only}, distillation=steps))
+    assert "traces.train" in str(refused.value)
+
+
+def test_a_warm_up_that_no_step_leaves_is_named_and_a_shorter_run_goes_on(tmp_path: Path) -> None:
+    """A warm-up begins at weight 0: an epoch of one step learns nothing, which is no lack of failed calls."""
+    traces = {"train": short_traces(tmp_path), "channels": {"policy": False, "preference": False}}
+    loss = {"alpha": {"value": 1.0, "warmup_steps": 3}}
+    steps = {"num_prompts_per_step": 3, "max_num_steps": 10}
+    folder = run(config(tmp_path, traces=traces, loss=loss, distillation={**steps, "max_num_epochs": 3}))
+    assert [row["train/alpha"] for row in rows_of(folder) if "train/alpha" in row] == [0, 1 / 3, 2 / 3]
+    logger = {"log_dir": str(tmp_path / "short")}
+    with pytest.raises(DataError) as refused:
+        run(config(tmp_path, traces=traces, loss=loss, logger=logger, distillation={**steps, "max_num_epochs": 1}))
+    assert "loss.alpha" in str(refused.value)
+    assert "failed call" not in str(refused.value)
 
 
 def test_a_template_without_tool_calls_reads_them_as_text(tmp_path: Path) -> None:
@@ -299,5 +314,5 @@ def test_a_template_without_tool_calls_reads_them_as_text(tmp_path: Path) -> Non
     policy = {"tokenizer": {"name": tokenizer_folder(tmp_path), "chat_template": plain}}
     run_file = config(tmp_path, policy=policy)
     train(setup(run_file))
-    counted = json.loads((Path(run_file.logger.log_dir) / "dropped.json").read_text())
+    counted = json.loads((Path(run_file.logger.log_dir) / "skipped.json").read_text())
     assert counted["written_text"] > 0

@@ -16,7 +16,7 @@ from tests.helpers.trace_runs import MODEL, config, settings, tokenizer_folder
 
 def teacher(where: Path, size: int = 330, **more: Any) -> dict[str, Any]:
     section = {**settings(where)["policy"], "tokenizer": {"name": tokenizer_folder(where, size)}, **more}
-    del section["optimizer"]
+    del section["optimizer"], section["train_micro_batch_size"]
     return section
 
 
@@ -58,12 +58,12 @@ def test_a_limit_of_the_hinted_model_cuts_its_rows(tmp_path: Path, size: int) ->
 def test_more_than_a_models_positions_is_refused(tmp_path: Path, channel: str) -> None:
     short = {"model_overrides": {**MODEL, "max_position_embeddings": 256}}
     sections = {"policy": short} if channel == "student" else {"teacher": teacher(tmp_path, **short)}
-    with pytest.raises(ConfigError, match=f"{channel} has 256 positions, but its sequences may have 2048 tokens"):
+    with pytest.raises(ConfigError, match=f"{channel} has 256 positions, .* 2048 tokens"):
         run(config(tmp_path, **sections))
 
 
 def test_hinted_rows_count_where_the_student_reads_them(tmp_path: Path) -> None:
     short = {"model_overrides": {**MODEL, "max_position_embeddings": 256}}
     limits = {"max_seq_length": 256, "max_pair_seq_length": 256, "max_teacher_seq_length": 300}
-    with pytest.raises(ConfigError, match="student has 256 positions, but its sequences may have 300 tokens"):
+    with pytest.raises(ConfigError, match=r"student has 256 positions, .* 300 tokens"):
         run(config(tmp_path, policy=short, traces=limits))

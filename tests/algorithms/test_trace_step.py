@@ -27,7 +27,7 @@ def made(where: Path, **more: Any) -> TraceRun:
     run.student.model.double()
     # A teacher that differs from the student, so that no term is zero.
     torch.manual_seed(1)
-    for source in run.step.teacher.sources if run.step.teacher else []:
+    for source in run.step.teachers:
         if source.policy is not run.student:
             source.policy.model.double()
             for p in source.policy.model.parameters():
@@ -65,7 +65,7 @@ def plain_loss(run: TraceRun, batch: Any, factors: dict[str, float], share: floa
     policy = policy / batch["response_weights"].double()[mask].sum()
     # hint: reverse KL at the target tokens, mean within a site, then over sites
     student = log_probs(model, batch["sdpo_student_input_ids"])
-    teachers = [log_probs(s.policy.model, batch["ctx_teacher_input_ids"]).detach() for s in run.step.teacher.sources]
+    teachers = [log_probs(s.policy.model, batch["ctx_teacher_input_ids"]).detach() for s in run.step.teachers]
     hint = torch.zeros((), dtype=torch.float64)
     for i, weight in enumerate(batch["site_weight"].double()):
         keep = batch["student_response_valid"][i]
@@ -125,7 +125,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(tmp_path: Path, layout: str) 
 
 def test_pairs_stay_whole_in_every_plan(tmp_path: Path) -> None:
     run = made(tmp_path, policy=LAYOUTS["dynamic"])
-    plan = plan_microbatches(batch_of(run).channel("preference"), run.student.cfg, 2, rows_together=2)
+    plan = plan_microbatches(batch_of(run).channel("preference"), run.student.cfg, 2, group_size=2)
     assert sorted(row for rows in plan for row in rows) == [0, 1, 2, 3]
     assert all(rows[i] % 2 == 0 and rows[i + 1] == rows[i] + 1 for rows in plan for i in range(0, len(rows), 2))
 
@@ -135,11 +135,11 @@ def test_without_alpha_and_beta_it_is_the_plain_objective_bit_for_bit(tmp_path: 
     run = setup(config(tmp_path, policy=adam))
     plain = setup(config(tmp_path, policy=adam))
     batch = batch_of(run)
-    loss_fn = PolicyGradientLossFn(run.step.policy_loss.cfg, block_rows=run.step.policy_loss.block_rows)
+    loss_fn = PolicyGradientLossFn(run.loss_fn.policy.cfg, block_rows=run.loss_fn.policy.block_rows)
     for _ in range(2):
         run.step(batch, {"policy": 1.0, "hint": 0.0, "preference": 0.0}, monitored=True)
         channel = batch.channel("policy")
-        loss_fn.annotate(channel)
+        loss_fn.prepare_batch(channel)
         plain.student.train(channel, loss_fn)
     assert any(len(batch[key]) for key in ("site_weight", "dpo_weights"))
     for name, value in weights(run).items():
@@ -155,7 +155,7 @@ def test_a_run_with_zero_weights_is_the_run_without_the_channels(tmp_path: Path)
         {"traces": {"channels": {"hint": False, "preference": False}}},
     ):
         run = setup(config(tmp_path, distillation={"max_num_steps": 2}, **switches))
-        assert run.step.teacher is None
+        assert not run.step.teachers
         assert run.step.reference is None
         train(run)
         ends.append(weights(run))
@@ -174,7 +174,7 @@ def test_the_average_follows_the_student(tmp_path: Path) -> None:
     run = setup(config(tmp_path, loss={"hint": {"self_teacher": "ema", "ema_decay": 0.75}}))
     start = weights(run)
     run.step(batch_of(run), ALL)
-    now, average = weights(run), run.step.teacher.state_dict()["ema"]
+    now, average = weights(run), run.step.teachers[0].state_dict()["ema"]
     for name, value in average.items():
         torch.testing.assert_close(value, 0.75 * start[name] + 0.25 * now[name])
 
@@ -195,7 +195,7 @@ def test_disjoint_sides_stop_the_run(tmp_path: Path, divergence: str) -> None:
     run = setup(config(tmp_path, loss={"hint": {"divergence": divergence}}))
     with torch.no_grad():
         head = run.student.model.lm_head.weight.mul_(300)
-        run.step.teacher.sources[0].policy.model.lm_head.weight.copy_(-head)
+        run.step.teachers[0].policy.model.lm_head.weight.copy_(-head)
     with pytest.raises(LossError, match="maximum"):
         run.step(batch_of(run), {"policy": 0.0, "hint": 1.0, "preference": 0.0}, monitored=True)
 

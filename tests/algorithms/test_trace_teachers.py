@@ -27,7 +27,7 @@ def made(
     **more: Any,
 ) -> Any:
     base = {**settings(where)["policy"], "tokenizer": {"name": tokenizer_folder(where, 330)}, **(teacher or {})}
-    del base["optimizer"]
+    del base["optimizer"], base["train_micro_batch_size"]
     sections = {
         "teacher": base,
         "policy": {
@@ -80,8 +80,8 @@ def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
         start = len(server.requests)
 
         def refuse(number: int, body: dict[str, Any], answer: Any) -> Any:
-            """The probe's two requests pass."""
-            return (400, {}) if number >= start + 2 else None
+            """The probe's two requests pass, and those that score one text twice."""
+            return (400, {}) if number >= start + 4 else None
 
         server.lie = refuse
         with pytest.raises(ServerError, match="gave no scores for a row"):
@@ -109,5 +109,5 @@ def test_what_a_server_cannot_give(tmp_path: Path) -> None:
     for hint in ({"temperature": 2.0}, {"topk": 8}):
         with pytest.raises(ConfigError, match="at temperature 1"):
             made(tmp_path, "run", server, loss={"hint": hint})
-    with pytest.raises(ConfigError, match=r"leave out teacher\.cache"):
+    with pytest.raises(ConfigError, match=r"a cache .*teacher\.source"):
         made(tmp_path, "run", {"cache": "somewhere"})

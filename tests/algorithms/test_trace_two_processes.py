@@ -16,7 +16,7 @@ from limbeck.traces.dataset import TraceCollate
 from limbeck.utils.logger import read_metrics
 from tests.helpers.processes import free_port, ranks
 from tests.helpers.trace_runs import config, short_traces
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 # store-count-3 has neither site nor pair, so one process waits through fillers of both channels
 NAMES = ("store-count-1", "store-count-2", "store-count-3", "files-todo-2")
@@ -59,7 +59,7 @@ def _fail(rank: int, port: int, where: str) -> None:
         folder,
         traces={"train": short_traces(folder, NAMES), "shuffle": False},
         distillation={"num_prompts_per_step": 4, "max_num_steps": 1},
-        cluster={"backend": "gloo", "timeout": TEST_SECONDS},
+        cluster={"backend": "gloo", "timeout": WAIT_SECONDS},
     )
     collate, said = TraceCollate.__call__, []
 
@@ -102,4 +102,4 @@ def test_two_processes_take_the_run_of_one(tmp_path: Path) -> None:
         for key, value in a.items():
             if not {"time", "memory"} & set(key.split("/")) and not key.endswith(("seconds", "tokens_per_s")):
                 assert b[key] == pytest.approx(value, rel=2e-4, abs=2e-6), key
-    assert json.loads((tmp_path / "two" / "dropped.json").read_text()) == {}
+    assert json.loads((tmp_path / "two" / "skipped.json").read_text()) == {}

@@ -92,7 +92,7 @@ def test_what_the_engine_may_not_answer(tmp_path: Path, engine: type[Engine], mo
     with monkeypatch.context() as patch:
         odd = SimpleNamespace(token_ids=[300], logprobs=[{300: SimpleNamespace(logprob=-1.0)}], finish_reason="stop")
         patch.setattr(Engine, "answer", lambda self, sample: odd)
-        with pytest.raises(LimbeckError, match="sampled token 300, but the student has 300"):
+        with pytest.raises(LimbeckError, match=r"token 300,.* 300"):
             own.sample(PROMPTS)
     place = {7: SimpleNamespace(logprob=-1.0)}
     for ids, told in (([7, 7], [place]), ([8], [place]), ([7], None)):
@@ -102,8 +102,8 @@ def test_what_the_engine_may_not_answer(tmp_path: Path, engine: type[Engine], mo
             with pytest.raises(LimbeckError, match=rf"usable log-probabilities for {len(ids)} tokens"):
                 own.sample(PROMPTS)
     for change, line in (
-        ({"prompt_token_ids": [1]}, "read other tokens than it was given"),
-        ({"outputs": []}, r"gave \[0, 0\] answers to 2 prompts; expected 1 to each"),
+        ({"prompt_token_ids": [1]}, "read other tokens"),
+        ({"outputs": []}, r"\[0, 0\] answers to 2 .* 1 "),
     ):
         with monkeypatch.context() as patch:
             plain = Engine.generate
@@ -117,14 +117,14 @@ def test_what_the_engine_may_not_answer(tmp_path: Path, engine: type[Engine], mo
             with pytest.raises(LimbeckError, match=line):
                 own.sample(PROMPTS)
     monkeypatch.setattr(Engine, "collective_rpc", lambda self, method: 1 / 0)
-    with pytest.raises(LimbeckError, match=r"does not take the student's weights over \(ZeroDivisionError"):
+    with pytest.raises(LimbeckError, match=r"weights .*\(ZeroDivisionError"):
         own.sync(student(), 1)
 
 
 def test_an_engine_with_other_weights_ends_the_run(tmp_path: Path, engine: type[Engine]) -> None:
     own = sampler(tmp_path / "weights", max_gap=0.2)
     own.check_gap(0.1)
-    with pytest.raises(LossError, match=r"are 0.3 nats from the trainer's on average .* it samples from another model"):
+    with pytest.raises(LossError, match=r"0\.3 nats"):
         own.check_gap(0.3)
     own.staleness = 1
     own.check_gap(0.3)
@@ -132,16 +132,16 @@ def test_an_engine_with_other_weights_ends_the_run(tmp_path: Path, engine: type[
 
 def test_without_vllm_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match="needs vLLM in this environment; pip install vllm"):
+    with pytest.raises(ConfigError, match=r"on_policy\.engine\.vllm"):
         sampler(tmp_path / "weights")
 
 
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        ({"weights": "x"}, "an engine is server, vllm or ray, and none of them is given"),
+        ({"weights": "x"}, "none of them"),
         ({"vllm": {}, "ray": {}, "weights": "x"}, "give one"),
-        ({"vllm": {}}, "vLLM reads weights from a folder"),
+        ({"vllm": {}}, "vLLM .*folder"),
         ({"ray": {}, "weights": "x"}, "and Ray from memory"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limbeck.align import align_renderings
-from limbeck.tokens import Rendering, render_chat
+from limbeck.tokens import TokenizedText, render_chat
 from tests.helpers.tokenizers import byte_level
 
 Label = tuple[Any, ...] | None
@@ -128,11 +128,11 @@ def tokenizer(style: str, side: int) -> Any:
     return byte_level(words[side], specials=["<|start|>", "<|end|>"], split_words=False, template=template)
 
 
-def rendered(style: str, side: int, messages: list[dict[str, Any]]) -> Rendering:
+def rendered(style: str, side: int, messages: list[dict[str, Any]]) -> TokenizedText:
     return render_chat(tokenizer(style, side), messages)
 
 
-def labels(style: str, messages: list[dict[str, Any]], rendering: Rendering) -> list[Label]:
+def labels(style: str, messages: list[dict[str, Any]], rendering: TokenizedText) -> list[Label]:
     """The field of every byte of the source, from the independent writer; it must spell what the template wrote."""
     found: list[Label] = []
     text = b""
@@ -169,8 +169,8 @@ def conversation(calls: list[tuple[str, dict[str, Any]]], content: str = "") -> 
     return [{"role": "user", "content": "go"}, {"role": "assistant", "content": content, "tool_calls": made}]
 
 
-def begins(rendering: Rendering) -> Any:
-    return np.concatenate([[0], rendering.ends[:-1]])
+def begins(rendering: TokenizedText) -> Any:
+    return np.concatenate([[0], rendering.byte_ends[:-1]])
 
 
 def check_chunks(pair: tuple[str, str], messages: list[dict[str, Any]]) -> tuple[int, int]:
@@ -187,10 +187,10 @@ def check_chunks(pair: tuple[str, str], messages: list[dict[str, Any]]) -> tuple
         c, d = (int(x[i]) for x in (chunks.teacher_start, chunks.teacher_end))
         assert c >= last, "chunks are in order on both sides"
         last = d
-        assert student.target[a:b].all()
-        assert teacher.target[c:d].all()
-        span_s = slice(int(begins(student)[a]), int(student.ends[b - 1]))
-        span_t = slice(int(begins(teacher)[c]), int(teacher.ends[d - 1]))
+        assert student.loss_mask[a:b].all()
+        assert teacher.loss_mask[c:d].all()
+        span_s = slice(int(begins(student)[a]), int(student.byte_ends[b - 1]))
+        span_t = slice(int(begins(teacher)[c]), int(teacher.byte_ends[d - 1]))
         if not chunks.exact[i]:
             continue
         assert student.source[span_s] == teacher.source[span_t]

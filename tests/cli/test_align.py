@@ -20,7 +20,7 @@ def test_align_prints_both_sides_and_a_summary(capsys) -> None:
     code, out, _ = run(capsys, "align", *sides(), "In 2011 a café opened.")
     assert code == 0
     assert "1:n" in out or "n:1" in out or "n:m" in out
-    assert "target bytes covered by exact chunks (100.0%)" in out
+    assert "target bytes covered (100.0%)" in out
     assert "per byte" in out
 
 
@@ -33,7 +33,9 @@ def test_align_json_is_what_programs_read(capsys) -> None:
     assert all(keys <= set(c) for c in view["chunks"])
     assert "".join(c["text"] for c in view["chunks"]) == "2011 e\u0301"
     assert view["summary"]["chunks"] == len(view["chunks"])
-    assert not view["chunks"][0]["exact"]  # the prefix space of the teacher
+    first = view["chunks"][0]
+    assert (first["exact"], first["same_text"]) == (False, True)  # the prefix space of the teacher
+    assert view["summary"]["left_out"]["added_space_chunks"] == 1
 
 
 def test_align_reads_files_and_standard_input_and_writes_a_page(capsys, tmp_path, monkeypatch) -> None:

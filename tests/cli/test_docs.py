@@ -36,7 +36,7 @@ def test_a_terminal_gets_it_rendered(capsys, monkeypatch: pytest.MonkeyPatch) ->
     code, out, _ = run(capsys, "docs", "data")
     assert code == 0
     assert "# Data" not in out
-    assert "Data: from files to records" in out
+    assert "Documents longer than the context" in out
 
 
 def test_words_are_searched_in_all_pages_or_in_one(capsys) -> None:

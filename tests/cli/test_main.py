@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +19,11 @@ from typer.core import TyperGroup
 from limbeck import cli
 from limbeck.errors import ConfigError, ExitCode, PartlyDone, StoppedEarly
 from tests.cli.command import run
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 PACKAGE = Path(cli.__file__).parent
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "pydantic", "yaml", "jinja2", "safetensors", "httpx"}
-VERBS = ("align", "project", "cache", "train", "demo", "eval", "report", "plan", "doctor")
+VERBS = ("align", "project", "cache", "train", "demo", "eval", "write", "report", "plan", "doctor")
 
 
 def modules_of(*arguments: str) -> set[str]:
@@ -112,6 +113,7 @@ BAD = {
     ("project",): ["-s", "./none", "-t", "./none"],
     ("eval",): ["./none", "--data", "./none.txt"],
     ("report",): ["./none"],
+    ("write",): ["./none.jsonl", "--teacher", "./none", "-o", "out.jsonl"],
     ("export",): ["./none", "-o", "out"],
     ("docs",): ["no-such-page"],
     ("init",): ["--student", "./none", "--data", "./none.txt"],
@@ -119,6 +121,7 @@ BAD = {
     ("recipes", "copy"): ["no-such-recipe"],
     ("traces", "ingest"): ["./none.jsonl"],
     ("traces", "secrets"): ["./none.jsonl"],
+    ("traces", "errors"): ["./none.jsonl"],
     ("traces", "sites"): ["./none.jsonl"],
     ("traces", "pairs"): ["./none.jsonl", "-t", "m@http://localhost:1"],
     ("traces", "view"): ["./none.jsonl"],
@@ -194,6 +197,8 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "limbeck: memory ran out (Default"),
         (OutOfMemoryError("CUDA out of memory.\nTried to"), "limbeck: memory ran out (CUDA out of memory. Tried to)"),
         (PermissionError(13, "Permission denied", "/a/b"), "limbeck: '/a/b' cannot be used: Permission denied"),
+        (OSError(28, "No space left on device"), "limbeck: a file cannot be written ([Errno 28] No space left"),
+        (shutil.Error([("a", "b", "No space left on device")]), "limbeck: a file cannot be written ([('a', 'b'"),
     ],
 )
 def test_what_the_machine_refuses_is_one_line(
@@ -244,7 +249,7 @@ def test_a_signal_from_the_keyboard_is_130() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=TEST_SECONDS)
+        _, errors = process.communicate(timeout=WAIT_SECONDS)
     assert "Traceback" not in errors
     assert process.returncode == ExitCode.INTERRUPTED
 

@@ -68,7 +68,7 @@ def test_an_unknown_recipe_is_one_line_with_the_near_name(capsys, verb: str) -> 
 
 
 def test_a_run_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"smok.yaml' cannot be read: it does not exist; did you mean .* 'cpu_smoke'"):
+    with pytest.raises(ConfigError, match=r"smok\.yaml' .*'cpu_smoke'"):
         load_config("cpu_smok.yaml")
-    with pytest.raises(ConfigError, match="limbeck recipes list"):
+    with pytest.raises(ConfigError, match=r"zzz' .*recipes list"):
         load_config("zzz")

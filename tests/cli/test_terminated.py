@@ -12,7 +12,7 @@ import pytest
 from limbeck.errors import ExitCode
 from tests.gates import Gate, wait_until
 from tests.helpers import runs
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 from tests.traces.material import EXAMPLES
 
 _HELD = """
@@ -32,9 +32,9 @@ def terminated(gate: Gate, *arguments: str | Path) -> str:
     command = [sys.executable, "-c", _HELD, str(gate.folder), *map(str, arguments)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_until(lambda: bool(gate.arrived()) or process.poll() is not None)
+        wait_until(lambda: bool(gate.arrived()) or process.poll() is not None, "the command at its gate")
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=TEST_SECONDS)
+        _, errors = process.communicate(timeout=WAIT_SECONDS)
     assert gate.arrived() == [process.pid], errors
     assert process.returncode == ExitCode.TERMINATED
     return errors
@@ -45,7 +45,7 @@ def terminated(gate: Gate, *arguments: str | Path) -> str:
     "arguments",
     [
         ["traces", "ingest", WORKSHOP, "-o", "OUT/traces.jsonl"],
-        ["traces", "sites", WORKSHOP, "-o", "OUT/sites.jsonl"],
+        ["traces", "errors", WORKSHOP, "-o", "OUT/errors.jsonl"],
         ["project", "-s", "student", "-t", "teacher", "-o", "OUT/W.safetensors"],
         ["align", "student", "teacher", "some text", "--html", "OUT/page.html"],
     ],

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from limbeck.cli.traces import traces_app
 from limbeck.errors import ExitCode, LimbeckError
-from limbeck.traces.files import read_sites
+from limbeck.traces.files import read_failed_calls
 from limbeck.traces.hints import HintRequest
 from limbeck.traces.schema import PreferencePair
 from tests.cli.command import run
+from tests.helpers.disk import files_of_at_most
 from tests.helpers.servers import completion, endpoint
 from tests.traces.material import EXAMPLES, read, real_logs, write_lines
 
@@ -78,7 +79,9 @@ def test_ingest_of_mixed_and_damaged_files_goes_on(tmp_path: Path) -> None:
     assert secret in out.read_text()
 
 
-@pytest.mark.parametrize("verb", [["ingest"], ["sites"], ["pairs", "-t", "py:tests.cli.test_traces:teacher"]])
+@pytest.mark.parametrize(
+    "verb", [["ingest"], ["errors"], ["sites"], ["pairs", "-t", "py:tests.cli.test_traces:teacher"]]
+)
 def test_an_output_that_is_an_input_is_refused(tmp_path: Path, verb: list[str]) -> None:
     path = write_lines(tmp_path / "t.jsonl", [TALK, TALK])
     before = path.read_bytes()
@@ -103,11 +106,11 @@ def test_tables_show_kinds_detectors_and_skips(tmp_path: Path) -> None:
         (["ingest", "missing.jsonl"], "no trace file 'missing.jsonl'"),
         (["ingest", WORKSHOP, "--format", "xml"], "unknown trace format 'xml'"),
         (["ingest", WORKSHOP, "-o", "no/such/folder/x.jsonl"], "existing folder"),
-        (["sites", WORKSHOP, "--hints", "magic"], "unknown hint generator 'magic'"),
-        (["sites", WORKSHOP, "--hints", ""], "no hint generator is left"),
-        (["sites", WORKSHOP, "--hook", "nowhere:f"], "cannot be imported"),
+        (["errors", WORKSHOP, "--hints", "magic"], "unknown hint generator 'magic'"),
+        (["errors", WORKSHOP, "--hints", ""], "no hint generator is left"),
+        (["errors", WORKSHOP, "--hook", "nowhere:f"], "nowhere:f"),
         (["pairs", WORKSHOP, "-t", "gpt"], "is not understood"),
-        (["pairs", WORKSHOP, "-t", "py:json:nothing"], "cannot be imported"),
+        (["pairs", WORKSHOP, "-t", "py:json:nothing"], "json:nothing"),
         (["pairs", WORKSHOP, "-t", "py:json:dumps", "--quorum", "2"], "impossible with 1"),
     ],
 )
@@ -131,20 +134,20 @@ def test_files_without_any_trace_are_an_error_that_says_why(tmp_path: Path) -> N
 
 def test_sites_prints_the_agreed_object_and_writes_an_auditable_file(tmp_path: Path) -> None:
     out = tmp_path / "sites.jsonl"
-    summary = as_json("sites", WORKSHOP, "-o", out, "--recovery-weight", "0.5")
-    assert list(summary) == ["sites", "by_kind", "by_hint_source", "dropped"]
-    assert summary["sites"] == 13
+    summary = as_json("errors", WORKSHOP, "-o", out, "--recovery-weight", "0.5")
+    assert list(summary) == ["failed_calls", "by_kind", "by_hint_source", "skipped"]
+    assert summary["failed_calls"] == 13
     assert summary["by_hint_source"] == {"template": 12, "raw_error": 1}
-    sites = list(read_sites(out))
+    sites = list(read_failed_calls(out))
     assert len(sites) == 13
     assert all(site.hint and site.error_excerpt and site.target_excerpt for site in sites)
-    assert "error kind" in limbeck("sites", WORKSHOP).stdout
+    assert "error kind" in limbeck("errors", WORKSHOP).stdout
 
 
 def test_the_hook_stands_first_and_the_judge_is_asked_where_templates_are_weak(tmp_path: Path) -> None:
     here = "tests.cli.test_traces"
     summary = as_json(
-        "sites",
+        "errors",
         WORKSHOP,
         "--hook",
         f"{here}:hook",
@@ -160,10 +163,54 @@ def test_the_hook_stands_first_and_the_judge_is_asked_where_templates_are_weak(t
 
 
 def test_a_failing_hook_is_counted_and_reported() -> None:
-    result = limbeck("sites", WORKSHOP, "--hints", "", "--hook", "json:dumps", "--json")
+    result = limbeck("errors", WORKSHOP, "--hints", "", "--hook", "json:dumps", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["dropped"] == {"no_hint": 13}
+    assert json.loads(result.stdout)["skipped"] == {"no_hint": 13}
     assert "hook: raised TypeError" in result.stderr
+
+
+def test_a_function_of_the_working_folder_is_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answers_of_mine.py").write_text("def again(messages, tools):\n    return 'I would look first.'\n")
+    monkeypatch.chdir(tmp_path)
+    summary = as_json("pairs", WORKSHOP, "-t", "py:answers_of_mine:again")
+    assert summary["pairs"] == summary["states"] > 0
+
+
+def test_pairs_are_made_of_the_messages_that_errors_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answers_of_yours.py").write_text("def again(messages, tools):\n    return 'I would look first.'\n")
+    monkeypatch.chdir(tmp_path)
+
+    def called(number: int, command: str, code: int, text: str) -> list[dict[str, Any]]:
+        call = {"id": f"c{number}", "function": {"name": "bash", "arguments": json.dumps({"command": command})}}
+        result = {"role": "tool", "tool_call_id": f"c{number}", "content": text, "is_error": True}
+        result |= {"error_kind": "nonzero_exit", "error_meta": {"exit_code": code}}
+        return [{"role": "assistant", "tool_calls": [{"id": call["id"], **call["function"]}]}, result]
+
+    talk = [{"role": "user", "content": "go"}]
+    talk += (
+        called(1, "pytest -q", 1, "1 failed")
+        + called(2, "cat nothing", 1, "No such file")
+        + called(3, "rm x", 130, "^C")
+    )
+    for message in talk:
+        for call in message.get("tool_calls", ()):
+            call["arguments"] = json.loads(call["arguments"])
+    path = write_lines(tmp_path / "t.jsonl", [{"schema_version": "limbeck.trace/1", "id": "t", "messages": talk}])
+    for more, states in (((), 1), (("--all-failures",), 3)):
+        assert as_json("errors", path, *more)["failed_calls"] == states
+        assert as_json("pairs", path, "-t", "py:answers_of_yours:again", *more)["states"] == states
+
+
+def test_a_key_in_a_trace_id_is_not_printed(tmp_path: Path) -> None:
+    secret = "ghp_" + "aB3" * 12
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    lines = [{"schema_version": "limbeck.trace/1", "id": secret, "group_id": secret, "messages": talk}] * 2
+    path = write_lines(tmp_path / "t.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    for arguments in (("secrets", path), ("secrets", path, "--json"), ("ingest", path, "-o", out), ("errors", path)):
+        shown = limbeck(*arguments)
+        assert secret not in shown.output
+    assert secret not in out.read_text()
 
 
 def test_secrets_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
@@ -253,6 +300,10 @@ def test_files_of_no_known_format_are_said_by_the_exit_code(tmp_path: Path, caps
     assert json.loads(out)["traces"] == 12
     assert "skipped odd.jsonl:1: unknown_format" in err
     assert err.splitlines()[-1].startswith("limbeck: 1 of 2 files are of no known format")
+    page = tmp_path / "page.html"
+    code, _, _ = run(capsys, "traces", "view", WORKSHOP, odd, "-o", page)
+    assert code == ExitCode.PARTLY_DONE
+    assert page.stat().st_size > 10_000
 
 
 def test_packed_logs_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +373,7 @@ def test_pairs_from_functions_and_their_table() -> None:
 
 
 def test_every_verb_explains_itself_with_an_example() -> None:
-    for verb in ("ingest", "secrets", "sites", "pairs"):
+    for verb in ("ingest", "secrets", "errors", "pairs"):
         result = limbeck(verb, "--help")
         assert result.exit_code == 0
         assert f"limbeck traces {verb}" in " ".join(result.stdout.replace("│", " ").split())
@@ -355,3 +406,17 @@ def test_without_rewards_the_policy_channel_is_off_until_a_judge_scores_the_trac
     result = limbeck("ingest", logs, "--judge", "nothing")
     assert isinstance(result.exception, LimbeckError)
     assert "expected MODEL@http" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["ingest", "errors"])
+@pytest.mark.parametrize("size", [100, 2500])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, size: int
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with files_of_at_most(size):
+        code, _, err = run(capsys, "traces", command, WORKSHOP, "-o", out)
+    assert code == ExitCode.ERROR
+    assert str(out) in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limbeck.algorithms.build import BYTES_PER_TOKEN, load_datasets, lost_ahead, make_collator, reading_of
+from limbeck.algorithms.build import BYTES_PER_TOKEN, count_truncated, load_datasets, make_collator, reading_of
 from limbeck.config import merge
 from limbeck.data.cross_tokenizer_collate import CrossTokenizerCollator
 from limbeck.data.sources import ReadingConfig, RecordDataset
@@ -56,7 +56,7 @@ def test_rows_of_a_long_text_are_the_text(contexts: tuple[int, int]) -> None:
     assert int(batch["input_lengths"].max()) <= student
     assert int(batch["teacher_input_lengths"].max()) <= teacher
     assert set(batch["idx"]) == {7}
-    assert not any(batch["dropped"])
+    assert not any(batch["skipped"])
     # similar sizes: no last row of a word or two
     assert min(map(len, pieces)) * 3 > max(map(len, pieces))
 
@@ -109,25 +109,25 @@ def test_any_text_comes_back(text: str, student: int, teacher: int) -> None:
     batch = collator(ctx_length_student=student, ctx_length_teacher=teacher)([{"text": text}])
     assert int(batch["input_lengths"].max()) <= student
     assert int(batch["teacher_input_lengths"].max()) <= teacher
-    if not any("truncated" in counts for counts in batch["dropped"]):  # a character of more tokens than a context
+    if not any("truncated" in counts for counts in batch["skipped"]):  # a character of more tokens than a context
         assert b"".join(row_bytes(batch, STUDENT)) == text.encode()
 
 
 def test_a_character_that_no_context_holds_is_counted() -> None:
     batch = collator(ctx_length_student=2, ctx_length_teacher=2)([{"text": "a\U00010348b"}])
-    assert sum(counts.get("truncated", 0) for counts in batch["dropped"]) == 1
+    assert sum(counts.get("truncated", 0) for counts in batch["skipped"]) == 1
     assert int(batch["input_lengths"].max()) <= 2
 
 
 def test_cut_skip_and_error() -> None:
     records = [{"text": PROSE, "source": "a.txt:1"}, {"text": "short"}]
     cut = collator(long_documents="cut")(records)
-    assert cut["dropped"][0]["truncated"] == 1
+    assert cut["skipped"][0]["truncated"] == 1
     assert PROSE.encode().startswith(row_bytes(cut, STUDENT)[0])
     skipped = collator(long_documents="skip")(records)
-    assert skipped["dropped"][0]["too_long"] == 1
+    assert skipped["skipped"][0]["too_long"] == 1
     assert skipped["sample_mask"].tolist() == [0.0, 1.0]
-    with pytest.raises(DataError, match=r"a\.txt:1 is longer than the student's context of 32 tokens.*long_documents"):
+    with pytest.raises(DataError, match=r"a\.txt:1 .*context of 32 .*long_documents"):
         collator(long_documents="error")(records)
 
 
@@ -183,13 +183,13 @@ def test_records_are_as_long_as_the_contexts_ask_for(tmp_path: Path) -> None:
     assert "".join(record["text"] for record in train) == PROSE * 9
     batch = make_collator(config, tiny(STUDENT), [tiny(TEACHER)])(list(train))
     assert b"".join(row_bytes(batch, STUDENT)).decode() == PROSE * 9
-    assert lost_ahead(config, tiny(STUDENT), [tiny(TEACHER)], train) is None
+    assert count_truncated(config, tiny(STUDENT), [tiny(TEACHER)], train) is None
     for other in ({"long_documents": "cut"}, {"max_document_bytes": 1 << 20}, {"mode": "chat"}):
         given = runs.resolved(merge(values, {"data": data | other})).data.model_copy(update=other)
         assert reading_of(config.model_copy(update={"data": given})).max_document_bytes == given.max_document_bytes
     losing = config.model_copy(update={"data": config.data.model_copy(update={"long_documents": "cut"})})
     whole, _ = load_datasets(losing)
-    told = lost_ahead(losing, tiny(STUDENT), [tiny(TEACHER)], whole)
+    told = count_truncated(losing, tiny(STUDENT), [tiny(TEACHER)], whole)
     assert told is not None
     assert "cuts off 9" in told
     assert "long_documents: split" in told

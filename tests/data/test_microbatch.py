@@ -14,6 +14,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import ChunkLayout
 from limbeck.data.microbatch import (
     MicrobatchConfig,
+    Microbatches,
     ProcessedMicrobatch,
     get_microbatch_iterator,
     make_dummy_batch,
@@ -22,6 +23,7 @@ from limbeck.data.microbatch import (
     process_microbatch,
     teacher_prefixes,
 )
+from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, DataError
 from tests.helpers.processes import ranks
 
@@ -212,7 +214,7 @@ def test_multimodal_passes_through_fixed_batches_only() -> None:
     assert inputs.model_kwargs(drop_padding_mask=True)["pixel_values"].shape == (2, 3)
     assert inputs.model_kwargs(drop_padding_mask=True)["attention_mask"] is not None
     assert "position_ids" not in inputs.model_kwargs()
-    with pytest.raises(ConfigError, match=r"\['pixel_values'\] do not go with sequence packing"):
+    with pytest.raises(ConfigError, match=r"\['pixel_values'\].*packing"):
         process_microbatch(batch, Tokenizer(), True, PACKED, 1)
     with pytest.raises(ConfigError, match=r"context parallelism \(size 2\)"):
         process_microbatch(batch, Tokenizer(), False, {}, 2)
@@ -220,7 +222,7 @@ def test_multimodal_passes_through_fixed_batches_only() -> None:
 
 def test_refusals() -> None:
     batch = make_batch([3, 4])
-    with pytest.raises(ConfigError, match="both true"):
+    with pytest.raises(ConfigError, match=r"sequence_packing\.enabled.*dynamic_batching\.enabled"):
         get_microbatch_iterator(batch, {**DYNAMIC, **PACKED}, 1, None, None)
     with pytest.raises(ConfigError, match="train_mb_tokens is not set"):
         get_microbatch_iterator(batch, {"sequence_packing": {"enabled": True}}, 1, None, None)
@@ -231,7 +233,7 @@ def test_refusals() -> None:
     with pytest.raises(DataError, match=r"sequence 0 has \[25\] tokens"):
         get_microbatch_iterator(make_batch([25]), PACKED, 1, None, None)
     batch["input_lengths"] = torch.tensor([3, 40])
-    with pytest.raises(DataError, match=r"3..40 do not fit ids of width 6"):
+    with pytest.raises(DataError, match=r"input_lengths 3\.\.40 .* 6"):
         process_microbatch(batch, None, False, {}, 1)
     with pytest.raises(DataError, match="no rows"):
         process_microbatch(batch.slice(0, 0), None, False, {}, 1)
@@ -302,10 +304,39 @@ def test_a_dummy_has_no_chunks(rows: int) -> None:
     assert rows == 0 or batch["chunks_0"].num_chunks > 0
 
 
+def budget_of(tokens: int) -> MicrobatchConfig:
+    return MicrobatchConfig.model_validate({"sequence_packing": {"enabled": True, "train_mb_tokens": tokens}})
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=9),
+    st.lists(st.sampled_from([12, 6]), max_size=4),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_the_total_is_of_those_that_were_taken_whenever_the_rest_was_planned_anew(
+    lengths: list[int], budgets: list[int], fillers: int, data: st.DataObject
+) -> None:
+    microbatches = Microbatches(make_batch(lengths), budget_of(24), 1, Comm.alone(), Tokenizer())
+    # as on a rank with fewer than another one
+    microbatches._fillers = fillers
+    microbatches.total += fillers
+    left, taken = sorted(budgets, reverse=True), 0
+    rows: list[int] = []
+    for mb in microbatches:
+        if not mb.is_dummy and left and data.draw(st.booleans()):
+            microbatches.again(budget_of(left.pop(0)))
+        else:
+            taken += 1
+            rows += [] if mb.is_dummy else mb.data_dict["idx"]
+    assert microbatches.total == taken
+    assert sorted(rows) == list(range(len(lengths)))
+
+
 class Loss:
     """Counts like a distillation loss: two numbers of different kind."""
 
-    def counts(self, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    def denominators(self, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
         return {"tokens": batch["input_lengths"].sum(), "chunks_0": torch.tensor(float(batch.size))}
 
 

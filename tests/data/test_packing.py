@@ -89,12 +89,6 @@ def test_lockstep_a_long_teacher_closes_the_bin() -> None:
     assert pack([[1, 9], [1, 2], [1, 8]], [10, 10]) == [[0], [1, 2]]
 
 
-def test_minimum_number_of_bins() -> None:
-    bins = pack([1] * 8, 100, min_bin_count=3, bin_count_multiple=2)
-    assert len(bins) == 4
-    assert sorted(map(len, bins)) == [2, 2, 2, 2]
-
-
 def test_too_few_sequences_for_the_bins() -> None:
     with pytest.raises(DataError, match="3 sequences cannot fill 4 micro-batches"):
         pack([1, 1, 1], 100, bin_count_multiple=4)
@@ -116,8 +110,8 @@ def test_bad_settings() -> None:
         check_algorithm("best_fit")
     with pytest.raises(ConfigError, match="capacity"):
         pack([1], 0)
-    with pytest.raises(ConfigError, match="min_bin_count is 0"):
-        pack([1], 10, min_bin_count=0)
+    with pytest.raises(ConfigError, match="bin_count_multiple is 0"):
+        pack([1], 10, bin_count_multiple=0)
 
 
 def test_algorithms_of_earlier_versions_are_this_one_and_said_to_be_gone_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,7 +67,7 @@ def test_a_record_that_is_none_is_refused_or_skipped(log: object) -> None:
     )
     batch = lenient([{"message_log": log, "idx": 3}, {"text": "a still"}])
     assert batch["sample_mask"].tolist() == [0.0, 1.0]
-    assert batch["dropped"][0]["skipped_record"] == 1
+    assert batch["skipped"][0]["skipped_record"] == 1
 
 
 def test_rows_without_lengths_are_full() -> None:

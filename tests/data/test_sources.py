@@ -31,7 +31,6 @@ from limbeck.data.sources import (
     ReadingConfig,
     RecordDataset,
     build_dataset,
-    count_skipped,
     flatten_documents,
 )
 from limbeck.data.spans import LINE_BLOCK, Lines, Paragraphs, Whole, find_spans, split_spans
@@ -115,6 +114,34 @@ def test_every_format_gives_the_same_records(kind: str, check: Any, tmp_path: Pa
     assert texts(RecordDataset(path)) == TEXTS  # from the unpacked copy
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_share_is_held_out_by_documents(split: str, tmp_path: Path) -> None:
+    """Both parts together are the data, none twice; pieces of a long document stay together; nothing is drawn anew."""
+    texts = [f"{i} " + "word " * (60 if i % 5 == 0 else 2) for i in range(30)]
+    path = write(tmp_path / "d.jsonl", lines([{"text": text} for text in texts]))
+    section = {"train": path, "holdout": 0.2, "max_document_bytes": 100}
+    parts = {name: build_dataset(section, name) for name in ("train", "validation")}
+    whole = RecordDataset(path, {"max_document_bytes": 100})
+    number = {name: {row["source"] for row in own} for name, own in parts.items()}
+    assert len(number["validation"]) == 6
+    assert number["train"] | number["validation"] == {row["source"] for row in whole}
+    assert not number["train"] & number["validation"]
+    assert sum(map(len, parts.values())) == len(whole)
+    again = build_dataset(section, split)  # type: ignore[arg-type]
+    assert [row["text"] for row in again] == [row["text"] for row in parts[split]]
+    assert again.fingerprint == parts[split].fingerprint
+    assert len({own.fingerprint for own in (*parts.values(), whole)}) == 3
+
+
+def test_what_cannot_be_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "book.txt", b"One.\n\nTwo.\n")
+    with pytest.raises(DataError, match=r"data\.holdout is 0\.1, .*book\.txt"):
+        len(build_dataset({"train": path, "holdout": 0.1}))
+    assert len(build_dataset({"train": path, "holdout": 0.1, "split_documents": "blank_lines"}, "validation")) == 1
+    with pytest.raises(ConfigError, match=r"validation and holdout 0.1 are both given"):
+        build_dataset({"train": path, "holdout": 0.1, "validation": path})
+
+
 def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
     data = RecordDataset(write(tmp_path / "a.jsonl", b'\n{"text":"x"}\r\n\r\n\n{"text":"y"}'))
     assert [record["source"].rsplit(":", 1)[1] for record in data] == ["2", "5"]
@@ -138,14 +165,14 @@ def test_files_globs_folders(tmp_path: Path) -> None:
     assert texts(RecordDataset(str(tmp_path / "*.jsonl"))) == ["1", "0"]
     assert [Path(path).name for path in expand(str(tmp_path))] == ["a.jsonl", "b.jsonl", "c.txt"]
     assert len(expand([str(tmp_path / "a.jsonl"), str(tmp_path / "*.jsonl")])) == 2
-    with pytest.raises(DataError, match="No file matches"):
+    with pytest.raises(DataError, match=r"/\*\.zip'"):
         expand(str(tmp_path / "*.zip"))
     with pytest.raises(DataError, match=r"'no/such' does not exist.*write hf:no/such"):
         expand("no/such")
-    with pytest.raises(DataError, match=r"notes.bin is not known by its name; .*data.format"):
+    with pytest.raises(DataError, match=r"notes\.bin .*data\.format"):
         len(RecordDataset(str(tmp_path / "sub/notes.bin")))
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="holds no data file"):
+    with pytest.raises(DataError, match=r"/none .*\.jsonl"):
         expand(str(tmp_path / "none"))
 
 
@@ -204,12 +231,10 @@ def test_bad_records_stop_with_file_and_line_or_are_counted(kind: str, check: An
     assert data.skipped == {reason: 1}
     if check == "at_start":
         assert [record["text"] for record in records] == ["good", "too"]
-        assert not count_skipped(records)
     else:
         assert [record["loss_multiplier"] for record in records] == [1.0, 0.0, 1.0]
         assert records[1]["skip_reason"] == reason
         assert records[1]["text"] == ""
-        assert count_skipped(records) == {reason: 1}
 
 
 BAD_CHATS = {
@@ -242,7 +267,7 @@ def test_empty_documents_are_counted_and_never_stop_a_run(tmp_path: Path) -> Non
     data = RecordDataset(write(tmp_path / "a.jsonl", lines([{"text": " \n"}, {"text": "x"}]) + b"   \n"))
     assert texts(data) == ["x"]
     assert data.skipped == {"empty": 2}
-    with pytest.raises(DataError, match="no usable record"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.$"):
         len(RecordDataset(write(tmp_path / "b.jsonl", b"")))
     with pytest.raises(DataError, match=r"no usable record .*\(skipped: {'empty': 1}\)"):
         len(RecordDataset(write(tmp_path / "b.txt", b"\n\n")))
@@ -261,24 +286,28 @@ def test_invalid_utf8_in_arrow(tmp_path: Path) -> None:
     # Files from other writers may carry such bytes in a string column; build one without validation.
     column = pa.Array.from_buffers(pa.string(), 2, values.buffers())
     path = arrow(tmp_path / "a.arrow", pa.table({"text": column}), stream=False)
-    with pytest.raises(DataError, match=r"a\.arrow:2: byte 0 of the value is not valid UTF-8"):
+    with pytest.raises(DataError, match=r"a\.arrow:2: byte 0 .*UTF-8"):
         len(RecordDataset(path))
 
 
 def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
-    for name, message in [("a.parquet", "not a readable parquet"), ("a.arrow", "not a readable Arrow")]:
-        with pytest.raises(DataError, match=message):
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name} .*readable"):
             len(RecordDataset(write(tmp_path / name, b"not columns")))
     for name, packed in [("g.jsonl.gz", gzip.compress(lines(ROWS))), ("x.jsonl.xz", lzma.compress(lines(ROWS)))]:
-        with pytest.raises(DataError, match="not a whole compressed file"):
+        with pytest.raises(DataError, match=rf"{name} .*compressed"):
             len(RecordDataset(write(tmp_path / name, packed[:-12])))
-    with pytest.raises(DataError, match="not a whole compressed file"):
+    with pytest.raises(DataError, match=r"z\.jsonl\.zst .*compressed"):
         len(RecordDataset(write(tmp_path / "z.jsonl.zst", b"not zstd at all")))
-    with pytest.raises(DataError, match=r"b\.parquet has no column 'text'; it has a"):
+    with pytest.raises(DataError, match=r"b\.parquet .*'text'; it has a"):
         len(RecordDataset(parquet(tmp_path / "b.parquet", pa.table({"a": [1]}))))
-    with pytest.raises(DataError, match="starts as a JSON array but cannot be read as one"):
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    for file in (parquet(tmp_path / "two.parquet", twice), arrow(tmp_path / "two.arrow", twice, stream=False)):
+        with pytest.raises(DataError, match=r"two\.\w+ .*one column 'text'"):
+            len(RecordDataset(file))
+    with pytest.raises(DataError, match=r"t\.json .*JSON array"):
         len(RecordDataset(write(tmp_path / "t.json", b'[{"text": "a"},')))
-    with pytest.raises(ConfigError, match="holds no conversations"):
+    with pytest.raises(ConfigError, match=r"a\.txt .*data\.mode=text"):
         len(RecordDataset(write(tmp_path / "a.txt", b"x"), ReadingConfig(mode="chat")))
 
 
@@ -286,7 +315,7 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines(ROWS))
     data = RecordDataset(path).prepare()
     write(tmp_path / "a.jsonl", b"")
-    with pytest.raises(DataError, match="become shorter"):
+    with pytest.raises(DataError, match=r"a\.jsonl .*shorter"):
         data[4]
 
 
@@ -315,7 +344,7 @@ def test_long_documents_by_policy(tmp_path: Path) -> None:
     # The escaped line of the third document is longer than the limit, the document itself is not.
     assert texts(data) == ["short", "é" * 9]
     assert data.skipped == {"too_long": 1}
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the document has 100 bytes.*long_documents=skip"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*100 bytes.*long_documents=skip"):
         len(RecordDataset(path, ReadingConfig(max_document_bytes=64, long_documents="error")))
     chat = write(tmp_path / "c.jsonl", lines([*CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}]))
     data = RecordDataset(chat, ReadingConfig(mode="chat", max_document_bytes=128))
@@ -457,8 +486,7 @@ def test_joined_records_keep_documents_apart(
 def test_padding_index_gives_a_record_that_counts_for_nothing(tmp_path: Path) -> None:
     data = RecordDataset(write(tmp_path / "a.jsonl", lines(ROWS)))
     assert data[PAD_INDEX]["loss_multiplier"] == 0.0
-    assert not count_skipped([data[PAD_INDEX]])
-    with pytest.raises(IndexError, match="Record 5 is outside the data set of 5 records"):
+    with pytest.raises(IndexError, match=r"Record 5 .* 5 records"):
         data[5]
 
 
@@ -486,44 +514,8 @@ def test_build_from_a_config(tmp_path: Path) -> None:
     assert texts(build_dataset(config)) == ["x"]
     assert texts(build_dataset({"train": path, "text_key": "body"})) == ["x"]
     assert build_dataset(DataConfig(train=path, tools_key=None)).options.tools_key is None
-    with pytest.raises(ConfigError, match=r"data.validation is not set"):
+    with pytest.raises(ConfigError, match=r"data\.validation"):
         build_dataset(config, "validation")
-
-
-def test_fingerprints_of_stored_runs_hold(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", lines([{"text": "one"}, {"text": "two"}]))
-    assert RecordDataset(path).fingerprint == "9fae3b5feb2f3737da728715859b4413cbb4d0934b27adf58115266795f4750d"
-    options = {"tools_key": None, "join_to_bytes": 9, "cache_dir": "x"}
-    found = RecordDataset(path, options).fingerprint
-    assert found == "3a362745bfaa0d1bc0f2c6277783c5b6d32c17ef68ad90b1e9972d8956b6de55"
-
-
-def test_hub_data_set_offline_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach 'no/such' on the Hub (OfflineModeIsEnabled)\nmore lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        DataError, match=r"'no/such' \(split 'train'\) cannot be loaded from the hub: Couldn't"
-    ) as caught:
-        len(RecordDataset("hf:no/such"))
-    assert "\n" not in str(caught.value)
-
-
-def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    made = datasets.Dataset.from_list(ROWS)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: made)
-    data = RecordDataset("hf:some/texts")
-    assert texts(data) == TEXTS
-    assert data[1]["source"] == "hf:some/texts:2"
-    shuffled = made.select([4, 2])
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: shuffled)
-    assert texts(RecordDataset("hf:some/texts")) == [TEXTS[4], TEXTS[2]]
-    assert np.array_equal(np.concatenate(list(RecordDataset("hf:some/texts")._readers[0].sizes())), [0, 0])
 
 
 def test_cache_folders_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +532,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(b'{"text": "a"}\n'))
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "below", "/proc/limbeck"):
-        with pytest.raises(DataError, match=r"could not be unpacked into .*; free space or set data\.cache_dir"):
+        with pytest.raises(DataError, match=r"unpacked .*data\.cache_dir"):
             RecordDataset(str(packed), ReadingConfig(cache_dir=str(folder))).prepare()
 
 
@@ -551,7 +543,7 @@ def test_an_arrow_file_that_asks_for_more_memory_than_there_is(tmp_path: Path, m
     path = tmp_path / "a.arrow"
     path.write_bytes(b"ARROW1")
     monkeypatch.setattr(pa.ipc, "open_file", exhausted)
-    with pytest.raises(DataError, match="is not a readable Arrow file: malloc of size"):
+    with pytest.raises(DataError, match=r"a\.arrow .*562949953421440"):
         RecordDataset(str(path)).prepare()
 
 
@@ -562,7 +554,7 @@ def test_an_arrow_file_whose_columns_have_no_names(tmp_path: Path) -> None:
     whole = path.read_bytes()
     assert whole.count(b"text") == 1
     path.write_bytes(whole.replace(b"text", b"te\xfft"))
-    with pytest.raises(DataError, match="is not a readable Arrow file: 'utf-8' codec can't decode"):
+    with pytest.raises(DataError, match="Arrow file: 'utf-8' codec"):
         RecordDataset(str(path)).prepare()
 
 
@@ -577,7 +569,7 @@ def test_a_damaged_arrow_file_is_an_error(tmp_path: Path) -> None:
     assert raw.count(offsets) == 1
     at = raw.index(offsets) + 4
     path.write_bytes(raw[:at] + (1 << 30).to_bytes(4, "little") + raw[at + 4 :])
-    with pytest.raises(DataError, match=r"a\.arrow is a damaged Arrow file"):
+    with pytest.raises(DataError, match=r"a\.arrow .*damaged"):
         len(RecordDataset(str(path)))
 
 
@@ -606,3 +598,26 @@ def test_a_file_that_is_named_twice_is_read_once_and_told_once(
     assert len(RecordDataset(config.train, config.reading("train")).prepare()) == 2
     (told,) = caplog.messages
     assert told == f"data files that are named more than once are read once: {path}"
+
+
+def test_a_packed_file_that_fills_the_disk_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("limbeck.utils.jsonl._EXPANSION_FREE", 1 << 20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (8 << 20) + b'{"text": "x"}\n'))
+    with pytest.raises(DataError):
+        RecordDataset(str(tmp_path / "a.jsonl.gz"), {"cache_dir": str(tmp_path / "cache")})
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+
+
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_a_parquet_file_that_fills_the_disk_is_refused(tmp_path: Path, monkeypatch, column: str) -> None:
+    monkeypatch.setattr("limbeck.utils.jsonl._EXPANSION_FREE", 1 << 20)
+    path, text = tmp_path / "a.parquet", "a" * (1 << 16)
+    rows = [text] * 200 if column == "text" else [[{"role": "user", "content": text}]] * 200
+    pq.write_table(pa.table({column: rows}), path, compression="zstd", use_dictionary=False)
+    options = {"cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(DataError):
+        RecordDataset(str(path), options).prepare()
+    assert not [one for one in (tmp_path / "cache").rglob("*") if one.is_file() and one.stat().st_size > 1 << 20]
+    # a column that is not read costs nothing
+    pq.write_table(pa.table({"text": ["one", "two"] * 50, "other": [text] * 100}), path, use_dictionary=False)
+    assert len(RecordDataset(str(path), options).prepare()) == 100

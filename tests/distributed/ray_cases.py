@@ -28,7 +28,7 @@ class HeldPartCacher(PartCacher):
 
     def __init__(self, config: dict[str, Any], index: int, total: int, folder: str) -> None:
         super().__init__(config, index, total, folder)
-        gate = gate_beside(Path(str(self.config.all_teachers[index].cache)))
+        gate = gate_beside(Path(str(self.config.all_teachers[index].source.folder)))
         add = CacheWriter.add
 
         def waiting(writer: CacheWriter, *args: Any, **arrays: Any) -> bool:

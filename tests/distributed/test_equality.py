@@ -33,16 +33,13 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "boundary_kl": {},
-    "p_kl_norm": {"mode": "p_kl_norm", "vocab_topk": 16},
     "alm": {"mode": "alm"},
     "uld": {"mode": "uld"},
     "p_kl": {"mode": "p_kl", "vocab_topk": 64},
     "gold": {"mode": "gold", "uncommon_topk": 50},
     "h_kl": {"mode": "h_kl", "temperature": 2.0},
-    "tree_kl": {"mode": "tree_kl", "gate": "soft", "first_weight": 1.0},
+    "tree_kl": {"mode": "tree_kl", "gate": "soft"},
     "tree_kl, counted": {"mode": "tree_kl", "condition": "counted"},
-    "tree_kl, cheap": {"mode": "tree_kl", "condition": "cheap"},
-    "tree_kl, exact": {"mode": "tree_kl", "condition": "exact"},
 }
 TEACHERS: dict[str, tuple[str, ...]] = {"one teacher": ("cross",), "two teachers": ("cross", "same")}
 BATCHES: dict[str, dict[str, Any]] = {"rows of 1": {"mbs": 1}, "rows of 4": {"mbs": 4}, "packed": {"packed": True}}
@@ -70,7 +67,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         2,
         CONTEXT,
         CONTEXT,
-        ["same vocabulary", "stored top-k", "tree_kl, terminals", "cross-entropy alone"],
+        ["same vocabulary", "stored top-k", "cross-entropy alone"],
     ),
     "context, whole teachers": (2, CONTEXT, {}, ["boundary_kl"]),
     "data x tensor": (4, TENSOR, TENSOR, EMPTY),

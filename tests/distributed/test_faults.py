@@ -19,7 +19,7 @@ from limbeck.models.policy import Policy
 from limbeck.utils import CheckpointManager
 from tests.distributed.cases import CASES, batch, loss_of, student_of, teachers_of, together
 from tests.helpers.processes import free_port
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         for rank in range(2)
     ]
     try:
-        said = ranks[0].communicate(timeout=TEST_SECONDS)[0].decode()
+        said = ranks[0].communicate(timeout=WAIT_SECONDS)[0].decode()
         assert ranks[0].returncode == 7
         assert "rank 1 has not answered rank 0 within cluster.timeout" in said
     finally:

@@ -70,7 +70,7 @@ def test_one_process_reads(outcome: Any) -> None:
 
 def test_an_error_of_the_reader_is_everybodys(outcome: Any) -> None:
     for results in outcome.values():
-        assert "missing' does not exist" in results[0]["error"]
+        assert "missing': the path does not exist" in results[0]["error"]
         # the others say whose error it is
         assert {found["error"].removeprefix("rank 0: ") for found in results} == {results[0]["error"]}
         assert all(found["error"].startswith("rank 0: ") for found in results[1:])

@@ -36,7 +36,7 @@ def test_data_parallelism_takes_what_is_left() -> None:
 
 
 def test_sizes_that_do_not_divide_the_world() -> None:
-    with pytest.raises(ConfigError, match=r"3 x context_parallel_size 1 = 3 does not divide the 4 processes"):
+    with pytest.raises(ConfigError, match=r"context_parallel_size 1 = 3 .* 4 processes"):
         mesh_shape_for(ParallelConfig(tensor_parallel_size=3), 4)
     with pytest.raises(ConfigError, match=r"num_nodes 2 x gpus_per_node 8 = 16, but 8 processes"):
         check_cluster(ClusterConfig(num_nodes=2, gpus_per_node=8), 8)
@@ -80,7 +80,6 @@ def test_a_policy_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> No
         ({"cpu_offload": True}, "fsdp is off", {}),
         ({"cpu_offload": True, "fsdp": True, "tensor_parallel_size": 4}, "several data", {"model_overrides": WIDE}),
         ({"sequence_parallel": True}, "tensor_parallel_size is 1", {}),
-        ({"context_parallel_attention": "ring"}, r"'ring', .* was removed; set it to 'gather'", {}),
     ):
         with pytest.raises(ConfigError, match=message):
             Policy(config(dtensor_cfg=layout, **more), tokenizer(300), device="cpu")
@@ -94,7 +93,7 @@ def test_a_run_refuses_its_teachers_layout_before_it_loads_the_student(
     settings = resolve(
         MasterConfig, load_config(runs.write_run(tmp_path), ["teacher.dtensor_cfg.tensor_parallel_size=4"])
     )
-    with pytest.raises(ConfigError, match="teacher_0: tensor_parallel_size 4 does not divide the model's num_key"):
+    with pytest.raises(ConfigError, match=r"teacher_0: tensor_parallel_size 4 .*num_key"):
         run(settings)
 
 

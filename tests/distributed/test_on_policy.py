@@ -47,7 +47,7 @@ def steps(
         if number == 1 and silent == parts.student.dims.data.rank:
             batch = StepData([], batch.stored, Counter())
         result = loop.train_step(batch)
-        parts.state["total_steps"] += 1
+        parts.state.total_steps += 1
         assert loop.rollout is not None
         out["losses"].append(result["loss"])
         out["tokens"].append(result["metrics"]["sample/length"])

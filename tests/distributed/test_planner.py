@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from limbeck.algorithms.config import MasterConfig
-from limbeck.algorithms.workload import shape_of, workload_of
 from limbeck.cli.plan import plan_command
 from limbeck.config import load_config, resolve
 from limbeck.distributed.mesh import MeshShape
@@ -35,6 +34,7 @@ from limbeck.distributed.planner import (
     seconds_of,
 )
 from limbeck.errors import ConfigError
+from limbeck.tools.workload import shape_of, workload_of
 from tests.helpers import runs
 from tests.helpers.tiny import LLAMA, QWEN3
 

@@ -8,41 +8,43 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 
 from limbeck.algorithms import caching as ray_cache
 from limbeck.algorithms.caching import CacheJob, cache_teachers
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher, run
 from limbeck.config import load_config, resolve
-from limbeck.distributed.launch import launch, load_ray
-from limbeck.errors import ConfigError, DataError, ExitCode
+from limbeck.distributed.launch import launch
+from limbeck.errors import CacheError, ConfigError, DataError, ExitCode
 from limbeck.teachers.cache import CacheReader
 from tests.cli.command import run as command
 from tests.distributed.ray_cases import HeldPartCacher, gate_beside, held_run
-from tests.gates import Gate, wait_until
+from tests.gates import Gate
 from tests.helpers import runs, tiny
+from tests.helpers.ray_cluster import ROOT, cluster, give_back
 from tests.helpers.servers import ScoringServer, serving
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 RAY = ["cluster.launcher=ray", "cluster.num_workers=2"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """A Ray cluster of two cores on this machine, whose workers see this source tree."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # a start that takes longer counts as a failure of the run
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(TEST_SECONDS)
-    load_ray()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+@pytest.fixture(scope="module")
+def two_cores() -> Iterator[Any]:
+    with cluster(2) as ray:
+        yield ray
+
+
+@pytest.fixture(autouse=True)
+def whole_cluster(two_cores: Any) -> Iterator[None]:
     yield
-    ray.shutdown()
+    give_back(two_cores, 2)
 
 
 def config(path: Path, **cluster) -> MasterConfig:
@@ -50,34 +52,43 @@ def config(path: Path, **cluster) -> MasterConfig:
     return resolve(MasterConfig, load_config(path, overrides))
 
 
-class Killer(threading.Thread):
-    """Kills one worker, without warning, once ``number`` of them wait at the gate, and lets the others go."""
+@contextmanager
+def killing(gate: Gate, number: int) -> Iterator[list[int]]:
+    """Kills one worker, without warning, once ``number`` of them wait at the gate, and lets the others go; gives the
+    list of the killed. The gate is open behind the block, whatever happened in it, so that nobody is left waiting."""
+    killed: list[int] = []
+    ended = threading.Event()
 
-    def __init__(self, gate: Gate, number: int) -> None:
-        super().__init__(daemon=True)
-        self.gate, self.number, self.killed = gate, number, 0
+    def watch() -> None:
+        while len(gate.arrived()) < number:
+            if ended.wait(0.01):
+                return
+        os.kill(gate.arrived()[-1], signal.SIGKILL)
+        killed.append(gate.arrived()[-1])
+        gate.open()
 
-    def run(self) -> None:
-        wait_until(lambda: len(self.gate.arrived()) >= self.number)
-        victim = self.gate.arrived()[-1]
-        os.kill(victim, signal.SIGKILL)
-        self.killed = victim
-        self.gate.open()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        thread.join()
+        gate.open()
 
 
 def test_a_killed_worker_costs_no_step(tmp_path):
     """The whole run ends with the same figures as two processes that nobody killed."""
     path = runs.write_run(tmp_path, distillation={"max_num_steps": 6, "num_prompts_per_step": 4, "val_at_start": False})
-    killer = Killer(gate_beside(tmp_path / "run"), 2)
-    killer.start()
-    folder = launch(held_run, config(path))
-    assert killer.killed
+    with killing(gate_beside(tmp_path / "run"), 2) as killed:
+        folder = launch(held_run, config(path))
+    assert killed
     assert folder == tmp_path / "run"
     calm = tmp_path / "calm"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "limbeck", "train", str(path), f"logger.log_dir={calm}", "-q"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert runs.rows(folder) == runs.rows(calm)
     assert [row["step"] for row in runs.rows(folder)] == [1, 2, 3, 4, 5, 6]
@@ -116,11 +127,10 @@ def test_a_cache_by_workers_that_die(tmp_path, monkeypatch):
     """Every record is stored exactly once, with the scores of a single process; complete parts are not done again."""
     path = runs.write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
     monkeypatch.setattr(ray_cache, "PartCacher", HeldPartCacher)
-    killer = Killer(gate_beside(tmp_path / "cache"), 1)
-    killer.start()
     lines: list[str] = []
-    (summary,) = cache_teachers(config(path, cache_parts=6), say=lines.append)
-    assert killer.killed
+    with killing(gate_beside(tmp_path / "cache"), 1) as killed:
+        (summary,) = cache_teachers(config(path, cache_parts=6), say=lines.append)
+    assert killed
     assert summary["documents"] == 24
     assert sum("complete with 4 documents" in line for line in lines) == 6
     far = CacheReader(tmp_path / "cache")
@@ -132,6 +142,20 @@ def test_a_cache_by_workers_that_die(tmp_path, monkeypatch):
     lines.clear()
     assert cache_teachers(config(path, cache_parts=9), say=lines.append) == [summary]
     assert "0 of 6 parts are to be done" in lines[0]
+
+
+def test_a_worker_that_dies_too_often_ends_the_cache(tmp_path, monkeypatch):
+    """Ray alone would start it again without end."""
+    path = runs.write_run(tmp_path, teacher={"cache": str(tmp_path / "cache"), "cache_k": 8})
+    monkeypatch.setattr(ray_cache, "PartCacher", HeldPartCacher)
+    once = config(path, num_workers=1, cache_parts=6, max_restarts=0)
+    with (
+        killing(gate_beside(tmp_path / "cache"), 1) as killed,
+        pytest.raises(CacheError, match="max_restarts=0") as told,
+    ):
+        cache_teachers(once, say=lambda line: None)
+    assert killed
+    assert "\n" not in str(told.value)
 
 
 def test_a_cache_from_a_server(tmp_path):
@@ -147,7 +171,7 @@ def test_a_cache_from_a_server(tmp_path):
     with serving(ScoringServer(policy, max_k=8)) as server:
         server.lie = refuse
         far = [f"teacher.server.url={server.url}", "teacher.server.k=8", "teacher.server.on_failure=skip"]
-        far.append(f"teacher.server.timeout={TEST_SECONDS}")
+        far.append(f"teacher.server.timeout={WAIT_SECONDS}")
         job = resolve(MasterConfig, load_config(path, [*far, *RAY, "cluster.cache_parts=4"]))
         (summary,) = cache_teachers(job, say=lines.append)
         assert (summary["documents"], summary["failed"]) == (23, {"http_400": 1})

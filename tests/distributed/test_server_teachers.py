@@ -21,7 +21,7 @@ from limbeck.teachers.server.teacher import ServerTeacher
 from tests.distributed.cases import Case, batch, close, loss_of, student_of, together
 from tests.helpers import runs, tiny
 from tests.helpers.servers import ScoringServer, serving
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def one_run(layout: dict[str, Any], rows: tuple[int, ...], url: str, on_failure:
         url=url,
         k=40,
         prompts_per_request=2,
-        timeout=TEST_SECONDS,
+        timeout=WAIT_SECONDS,
         on_failure=on_failure,  # type: ignore[arg-type]
     )
     data = batch(CASE, rows)
@@ -145,7 +145,7 @@ def test_a_whole_run_of_two_ranks_asks_what_one_process_asks(tmp_path: Path) -> 
         for name, layout in (("one", {}), ("two", {"tensor_parallel_size": 2})):
             overrides = [
                 f"teacher.server.url={far.url}",
-                f"teacher.server.timeout={TEST_SECONDS}",
+                f"teacher.server.timeout={WAIT_SECONDS}",
                 f"data.validation={tmp_path / 'train.jsonl'}",
                 f"logger.log_dir={tmp_path / name}",
                 *(f"policy.dtensor_cfg.{key}={value}" for key, value in layout.items()),

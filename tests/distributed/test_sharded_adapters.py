@@ -111,5 +111,5 @@ def test_adapters_on_an_embedding_are_refused_with_shards() -> None:
     policy = Policy(settings, tokenizer(300), device="cpu", seed=0)
     sharded = ShardedModel.__new__(ShardedModel)
     sharded.model = policy.model
-    with pytest.raises(ConfigError, match=r"embed_tokens', a Embedding; a sharded model takes adapters on linear maps"):
+    with pytest.raises(ConfigError, match=r"embed_tokens', a Embedding"):
         sharded._check_adapters()

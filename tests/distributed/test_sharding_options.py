@@ -1,4 +1,4 @@
-"""Options of a sharded model take the step that one process takes: learnable projections, adapters, split sequences,
+"""Options of a sharded model take the step that one process takes: adapters, split sequences,
 shards in main memory."""
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ LORA = {"lora": {"r": 4, "alpha": 8.0}}
 AGAIN = {"activation_checkpointing": True}
 
 
-def learnable(mode: str, **more: Any) -> Case:
-    return Case({"mode": mode, "learnable_projection": True, **more})
-
-
 # name: (case, settings of the policy)
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
-    "boundary_kl, learnable": (learnable("boundary_kl"), {}),
-    "p_kl_norm, learnable": (learnable("p_kl_norm", vocab_topk=16), {}),
-    "p_kl, learnable": (learnable("p_kl"), {}),
     "adapters": (Case(teachers=()), LORA),
     "adapters, odd rank": (Case(teachers=(), mbs=1), {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}),
     "adapters, tied, packed": (Case(teachers=(), packed=True, student=QWEN3), LORA),
@@ -38,32 +31,30 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "Llama, packed": (Case(teachers=(), packed=True), {}),
     "Qwen3, packed": (Case(packed=True, student=QWEN3), {}),
 }
-PROJECTIONS = [name for name in CASES if "learnable" in name]
 ADAPTERS = [name for name in CASES if name.startswith("adapters")]
 MODELS = ["Llama", "Llama, packed", "Qwen3, packed"]
 
 # name: (processes, layout, cases)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "tensor": (2, TENSOR, [*PROJECTIONS, *ADAPTERS]),
+    "tensor": (2, TENSOR, ADAPTERS),
     "fsdp": (2, FSDP, ADAPTERS),
     "context": (2, CONTEXT, ["adapters"]),
     "fsdp in main memory": (2, {**FSDP, "cpu_offload": True}, ["Llama", "Qwen3, packed", "adapters"]),
     "sequence": (2, SEQUENCE, [*MODELS, "adapters"]),
     "sequence, layers computed twice": (2, {**SEQUENCE, **AGAIN}, ["adapters"]),
     "fsdp, layers computed twice": (2, {**FSDP, **AGAIN}, ["adapters"]),
-    "data x tensor": (4, TENSOR, ["boundary_kl, learnable", "adapters"]),
-    "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["p_kl_norm, learnable", "biases", *ADAPTERS[:2]]),
+    "data x tensor": (4, TENSOR, ["adapters"]),
+    "fsdp x tensor": (4, {**FSDP, **TENSOR}, ["biases", *ADAPTERS[:2]]),
     "fsdp x sequence": (4, {**FSDP, **SEQUENCE}, ["Llama", "Qwen3, packed"]),
     "context x sequence": (4, {**CONTEXT, **SEQUENCE}, ["Llama"]),
 }
 
 
 def step(case: Case, settings: dict[str, Any], layout: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
-    """Loss, gradient norm and all gradients after clipping, those of the loss's own parameters included."""
+    """Loss, gradient norm and all gradients after clipping."""
     loss = loss_of(case)
-    student = student_of(case, layout, settings, extra_parameters=list(loss.parameters()))
-    named = (*student.model.named_parameters(), *loss.named_parameters())
-    names, gradients = {id(p): name for name, p in named}, {}
+    student = student_of(case, layout, settings)
+    names, gradients = {id(p): name for name, p in student.model.named_parameters()}, {}
     # adapters start at zero, where half of their gradients are
     for p in (p for name, p in student.model.named_parameters() if ".lora_B." in name):
         torch.nn.init.constant_(p, 0.02)
@@ -117,8 +108,3 @@ def test_the_step_is_that_of_one_process(outcome: Any, layout: str, case: str) -
         assert set(found["gradients"]) == set(expected["gradients"])
         for name, grad in expected["gradients"].items():
             close(found["gradients"][name], grad, f"rank {rank}: {name}")
-
-
-def test_a_projection_has_a_gradient_to_compare() -> None:
-    for name in PROJECTIONS:
-        assert float(alone(name)["gradients"]["teachers.0.vocab.log_weight"].abs().max()) > 1e-6, name

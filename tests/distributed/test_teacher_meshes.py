@@ -34,7 +34,7 @@ def cp(size: int) -> dict[str, Any]:
 # name: (processes, layout of the student, layout of each teacher, case)
 RUNS: dict[str, tuple[int, dict[str, Any], list[dict[str, Any]], Case]] = {
     "data, teacher tensor": (2, {}, [tp(2)], Case()),
-    "data, teacher tensor, packed, row by row": (2, {}, [tp(2)], Case({"mode": "p_kl_norm"}, packed=True, mbs=1)),
+    "data, teacher tensor, packed, row by row": (2, {}, [tp(2)], Case({"mode": "alm"}, packed=True, mbs=1)),
     "data, teacher tensor, gold": (2, {}, [tp(2)], Case({"mode": "gold", "uncommon_topk": 50})),
     "data, teacher tensor, p_kl": (2, {}, [tp(2)], Case({"mode": "p_kl"}, rows=EMPTY)),
     "data, teacher tensor, top-k": (2, {}, [tp(2)], Case(topk=16)),

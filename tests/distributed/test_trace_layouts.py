@@ -112,7 +112,7 @@ def prepared(case: Case, layout: dict[str, Any], folder: Path, name: str) -> Tra
 def batch_of(run: TraceRun, case: Case, rows: tuple[int, ...]) -> Any:
     batch = run.loader.collate_fn([run.loader.dataset[i] for i in rows])
     if case.ratio:
-        loss = run.step.policy_loss
+        loss = run.loss_fn.policy
         given = {"mode": "dr_grpo", "normalisation": "constant", "clip_low": 0.05, "clip_high": 0.05}
         loss.active = loss.active.model_copy(update=given)
         batch["behavior_logprobs"] = -6.0 + 0.1 * torch.cos(batch["input_ids"].double()).float()
@@ -139,7 +139,7 @@ def steps(case: Case, layout: dict[str, Any], rows: tuple[int, ...], folder: Pat
         out[f"metrics_{number}"] = result["metrics"]
         out[f"numbers_{number}"] = [result[k] for k in ("loss", "grad_norm", "tokens")]
     out["validation"] = run.validation.measure() if any(case is CASES[known] for known in VALIDATED) else {}
-    out["average"] = {n: whole(v) for n, v in run.step.teacher.state_dict().get("ema", {}).items()}
+    out["average"] = {n: whole(v) for n, v in run.step.teachers[0].state_dict().get("ema", {}).items()}
     return out
 
 

@@ -78,7 +78,7 @@ def test_a_run_is_the_same_under_any_layout(folder: Path, name: str) -> None:
         assert set(a) <= set(b)
         for key, value in a.items():
             assert b[key] == pytest.approx(value, rel=2e-5, abs=1e-5), (a["step"], key)
-    lost = [json.loads((folder / which / "dropped.json").read_text()) for which in ("alone", name)]
+    lost = [json.loads((folder / which / "skipped.json").read_text()) for which in ("alone", name)]
     assert lost[0] == lost[1]
     assert lost[0]["policy_rows_cut"] > 0
     ends = [folder / which / "checkpoints" / "step_4" / "policy" / "weights" for which in ("alone", name)]

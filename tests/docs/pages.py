@@ -15,17 +15,10 @@ from tests.helpers.servers import completion, endpoint
 @contextmanager
 def names_for(page: str) -> Iterator[dict[str, Any]]:
     """The namespace in which a page's Python blocks begin."""
-    from limbeck.tokens import load_tokenizer
-
     names: dict[str, Any] = {"__name__": page}
     if page == "docs/checkpoints.md":
         names["optimizer"] = tiny.student().optimizer
-    elif page == "docs/data.md":
-        from limbeck.data.sources import DataConfig
-
-        cfg = type("Run", (), {"data": DataConfig(train="train.jsonl")})
-        names |= {"cfg": cfg, "rank": 0, "world": 1, "batch_per_rank": 4, "epochs": 1, "collator": list}
-    elif page == "docs/microbatches.md":
+    elif page == "docs/performance.md":
         from limbeck.data.microbatch import (
             get_microbatch_iterator,
             make_processed_microbatch_iterator,
@@ -52,12 +45,10 @@ def names_for(page: str) -> Iterator[dict[str, Any]]:
             "model": student.model,
             "packed": False,
         }
-    elif page == "docs/teacher_cache.md":
+    elif page == "docs/teachers.md":
         names |= pair()
-    elif page == "docs/trace_training.md":
+    elif page == "docs/trace_reference.md":
         names["traces"] = [json.loads(line) for line in Path("traces.jsonl").read_text(encoding="utf-8").splitlines()]
-    elif page == "docs/traces.md":
-        names["tokenizer"] = load_tokenizer("Qwen/Qwen3-4B")
     yield names
 
 

@@ -23,7 +23,8 @@ from tests.helpers.tiny import LLAMA, QWEN3
 from tests.helpers.tokenizers import TEXTS, WORKSHOP, _wrap
 
 STUDENTS = (
-    "Llama-3.2-1B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "models/llama-3.2-1b",
+    "Llama-3.2-1B", "Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct",
+    "models/llama-3.2-1b",
     "SmolLM2-135M", "small", "student", "before", "S",
 )  # fmt: skip
 TEACHERS = (
@@ -137,6 +138,10 @@ def make_stage(folder: Path) -> None:
         }
     ]
     _jsonl(folder / "pairs.jsonl", pairs)
+    sums = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+    _jsonl(folder / "prompts.jsonl", sums)
+    task = {"name": "sums", "data": "prompts.jsonl", "verifier": "number", "problems": 4, "max_new_tokens": 8}
+    (folder / "task.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")
@@ -149,6 +154,7 @@ SMALLER: dict[str, Any] = {
     "num_workers": 0,
     "attn_implementation": "sdpa",
     "max_num_steps": 2,
+    "warmup_steps": 1,
     "num_prompts_per_step": 4,
     "train_global_batch_size": 4,
     "train_micro_batch_size": 2,

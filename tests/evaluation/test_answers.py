@@ -67,7 +67,7 @@ def test_what_does_not_end_is_not_right(model: str, tmp_path: Path) -> None:
 def test_a_long_prompt_loses_its_front(model: str, tmp_path: Path) -> None:
     path = _file(tmp_path, {"prompt": "word " * 400, "answer": "x"})
     row = evaluate([model], [path], EvalOptions(context=32, max_new_tokens=2))["models"][model][path]
-    assert row["dropped"]["truncated_prompts"] == 2, "once as it is scored, once as it is continued"
+    assert row["skipped"]["truncated_prompts"] == 2, "once as it is scored, once as it is continued"
 
 
 def test_bad_records_and_no_room_are_refused(model: str, tmp_path: Path) -> None:
@@ -75,6 +75,6 @@ def test_bad_records_and_no_room_are_refused(model: str, tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"sums\.jsonl.*2.*prompt and answer"):
         evaluate([model], [path])
     path = _file(tmp_path, {"prompt": "1 + 1 =", "answer": " 2"})
-    with pytest.raises(ConfigError, match="leave no room"):
+    with pytest.raises(ConfigError, match="100000 tokens"):
         evaluate([model], [path], EvalOptions(max_new_tokens=100_000))
     assert detect_mode(_file(tmp_path, {"text": "a", "prompt": "b", "answer": "c"}), EvalOptions()) == "text"

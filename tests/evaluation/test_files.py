@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from limbeck.cli.evaluation_tables import begin_warnings
+from limbeck.cli.evaluation_tables import bos_warnings
 from limbeck.cli.traces import traces_app
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.readers import BadRecord
@@ -24,7 +24,7 @@ from limbeck.evaluation.choices import LAYOUTS, layout_of, question_of
 from limbeck.evaluation.files import detect_mode, evaluate
 from limbeck.evaluation.models import find_model
 from limbeck.evaluation.pairs import pairs_of
-from limbeck.tokens import Rendering, TextEncoder
+from limbeck.tokens import ByteTokenizer, TokenizedText
 from limbeck.tokens.classes import TEXT_CLASSES
 from limbeck.traces.readers import read_traces
 from tests.helpers import tiny
@@ -78,7 +78,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _reference_bits(spec: str, texts: list[str], *, bos: bool) -> tuple[float, int]:
     """Bits and bytes by full logits of each whole document, cut to the tokenizer's ids."""
     model = EvalModel(find_model(spec), EvalOptions())
-    encoder = TextEncoder.for_tokenizer(model.tokenizer)
+    encoder = ByteTokenizer.of(model.tokenizer)
     bits, size = 0.0, 0
     for text in texts:
         rendering = encoder.encode(text, bos=bos)
@@ -86,7 +86,7 @@ def _reference_bits(spec: str, texts: list[str], *, bos: bool) -> tuple[float, i
         logits = model.policy.model(input_ids=ids).logits[0, :, : encoder.vocab.size].double()
         logprobs = logits.log_softmax(-1)
         bits -= float(logprobs[:-1].gather(1, ids[0, 1:, None]).sum()) / math.log(2)
-        size += int(rendering.ends[-1] - rendering.ends[0])
+        size += int(rendering.byte_ends[-1] - rendering.byte_ends[0])
     return bits, size
 
 
@@ -135,10 +135,8 @@ def test_the_first_token_is_left_out_of_both_counts(models: dict[str, str], tmp_
     path = tmp_path / "docs.txt"
     path.write_text(tiny.TEXTS[0], encoding="utf-8")
     row = evaluate([models["plain"]], [str(path)])["models"][models["plain"]][str(path)]
-    rendering = TextEncoder.for_tokenizer(EvalModel(find_model(models["plain"]), EvalOptions()).tokenizer).encode(
-        tiny.TEXTS[0]
-    )
-    assert row["bytes"] == len(tiny.TEXTS[0]) - int(rendering.ends[0])
+    rendering = ByteTokenizer.of(EvalModel(find_model(models["plain"]), EvalOptions()).tokenizer).encode(tiny.TEXTS[0])
+    assert row["bytes"] == len(tiny.TEXTS[0]) - int(rendering.byte_ends[0])
     assert row["tokens"] == len(rendering) - 1
 
 
@@ -168,11 +166,11 @@ def test_models_with_other_tokenizers_see_the_same_bytes(models: dict[str, str],
     assert all(700 - 12 * 8 < size <= 700 for size in sizes.values())
 
 
-def _rendering(n: int, target: list[bool], lengths: list[int]) -> Rendering:
+def _rendering(n: int, target: list[bool], lengths: list[int]) -> TokenizedText:
     ends = np.cumsum(lengths).astype(np.int64)
     ones = np.ones(n, bool)
     source = b"x" * int(ends[-1])
-    return Rendering(np.arange(n), ends, source, ones, ~ones, np.array(target, bool))
+    return TokenizedText(np.arange(n), ends, source, ones, ~ones, np.array(target, bool))
 
 
 @given(st.data())
@@ -226,10 +224,10 @@ def test_batches_keep_to_the_budget_and_return_the_callers_key() -> None:
 
 def test_a_token_outside_the_head_and_a_broken_model_stop() -> None:
     window = make_windows(_rendering(120, [True] * 120, [1] * 120), 128, 64)[0]
-    with pytest.raises(DataError, match="token id 100 lies outside the head"):
+    with pytest.raises(DataError, match=r"token id 100 .* fixed "):
         list(score_windows(_Fixed(), [window], 128))
     short = make_windows(_rendering(5, [True] * 5, [1] * 5), 128, 64)
-    with pytest.raises(LossError, match="not finite"):
+    with pytest.raises(LossError, match=r"fixed .*finite"):
         list(score_windows(_Fixed(float("nan")), short, 128))
 
 
@@ -269,7 +267,7 @@ def test_a_run_folder_stands_for_its_best_checkpoint(models: dict[str, str], tmp
     options = EvalOptions(max_documents=2)
     by_run = evaluate([str(run)], [texts], options)["models"][str(run)][texts]
     assert by_run == evaluate([models["other"]], [texts], options)["models"][models["other"]][texts]
-    with pytest.raises(CheckpointError, match="one of its steps: 0, 10, 20"):
+    with pytest.raises(CheckpointError, match=r"'15'.* 0, 10, 20"):
         find_model(str(run), "15")
 
 
@@ -286,13 +284,13 @@ def test_the_run_ranks_its_own_checkpoints(models: dict[str, str], tmp_path: Pat
 
 def test_what_is_no_model_is_refused_in_one_sentence(tmp_path: Path, models: dict[str, str], texts: str) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/checkpoints'"):
         find_model(str(tmp_path))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match="neither a model folder"):
+    with pytest.raises(ConfigError, match=r"/empty' .*config\.json"):
         find_model(str(empty))
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match=r"none\.jsonl.*exist"):
         evaluate([models["plain"]], [str(tmp_path / "none.jsonl")])
     with pytest.raises(ConfigError, match="give at most 256"):
         evaluate([models["plain"]], [texts], EvalOptions(context=257))
@@ -362,7 +360,7 @@ def test_choices_by_hand(models: dict[str, str], tmp_path: Path) -> None:
             ids = torch.from_numpy(rendering.ids)[None]
             logits = model.policy.model(input_ids=ids).logits[0, :, : model.encoder.vocab.size]
             each = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-            nats.append(float(each[torch.from_numpy(rendering.ends[1:] > len(prompt))].sum()))
+            nats.append(float(each[torch.from_numpy(rendering.byte_ends[1:] > len(prompt))].sum()))
         per_byte = [n / question.size(a) for a, n in enumerate(nats)]
         hits += int(np.argmax(nats)) == question.gold
         norm_hits += int(np.argmax(per_byte)) == question.gold
@@ -374,7 +372,7 @@ def test_choices_by_hand(models: dict[str, str], tmp_path: Path) -> None:
 def test_a_bad_line_is_named_with_its_place(models: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "piqa.jsonl"
     path.write_text(json.dumps(ROWS["piqa"]) + '\n{"goal": 3\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"piqa\.jsonl:2: the line is not valid JSON"):
+    with pytest.raises(DataError, match=r"piqa\.jsonl:2: .*JSON"):
         evaluate([models["plain"]], [str(path)])
     lacking = tmp_path / "lacking.jsonl"
     lacking.write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8")
@@ -463,18 +461,18 @@ def test_a_model_whose_texts_begin_otherwise_than_it_expects(
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.TEXTS), encoding="utf-8")
     plain = evaluate([folder], [str(path)])
-    said = plain["loaded"][folder]["begin"]
+    said = plain["loaded"][folder]["bos"]
     assert (said["expected"], said["followed"]) == (wanted, False)
     assert rows[0] == 2, "one short text, twice"
-    (warning,) = begin_warnings(plain["loaded"])
+    (warning,) = bos_warnings(plain["loaded"])
     assert warning.startswith(f"warning: {folder} expects its texts {'behind' if wanted else 'without'}")
     assert "--bos expected" in warning
     right = evaluate([folder], [str(path)], EvalOptions(bos="expected"))
     old, new = (found["models"][folder][str(path)] for found in (plain, right))
     assert old["bpb"] / old["tokens"] * old["bytes"] == pytest.approx(5 * new["bpb"] / new["tokens"] * new["bytes"])
-    # behind a begin token a document's first token has a predictor
+    # behind a BOS token a document's first token has a predictor
     assert new["tokens"] - old["tokens"] == (len(tiny.TEXTS) if wanted else -len(tiny.TEXTS))
-    (note,) = begin_warnings(right["loaded"])
+    (note,) = bos_warnings(right["loaded"])
     assert "as its weights expect" in note
 
 
@@ -483,4 +481,4 @@ def test_a_chat_template_writes_its_own_beginning(models: dict[str, str], tmp_pa
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
     path.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
     found = evaluate([models["plain"]], [str(path)])
-    assert "begin" not in found["loaded"][models["plain"]]
+    assert "bos" not in found["loaded"][models["plain"]]

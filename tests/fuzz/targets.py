@@ -22,8 +22,9 @@ from limbeck.teachers.server.client import ServerConfig
 from limbeck.teachers.server.protocol import ScoredDocument
 from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.traces.endpoint import EndpointConfig, EndpointProposer
-from limbeck.traces.files import IngestOptions, IngestStats, ingest, write_traces
-from limbeck.traces.sites import SiteFinder
+from limbeck.traces.failed_calls import FailedCallFinder
+from limbeck.traces.files import IngestOptions, IngestStats, LogReadingConfig, ingest
+from limbeck.utils.manifest import write_manifest
 from tests.fuzz.mutate import spoilt_bytes, spoilt_json
 from tests.fuzz.runner import Target
 from tests.helpers.runs import checkpoint, resolved, settings, weight_bytes, write_data, write_tokenizers
@@ -171,18 +172,20 @@ class Checkpoints(Target):
     def attack(self, rng: random.Random, folder: Path) -> None:
         run_dir = shutil.copytree(self.folder / "run", folder / "run")
         bound = rng.random() < 0.3
-        if not bound:
-            for manifest in run_dir.rglob("manifest.json"):
-                manifest.unlink()
         for _ in range(rng.choice((1, 1, 2))):
             files = sorted(p for p in run_dir.rglob("*") if p.is_file() and not p.name.startswith("."))
             if not bound:
-                files = [p for p in files if p.suffix in (".json", ".jsonl", ".yaml")] if rng.random() < 0.7 else files
+                files = [p for p in files if p.suffix in (".json", ".jsonl", ".yaml")]
             victim = rng.choice(files)
             if rng.random() < 0.1:
                 victim.unlink()
             else:
                 spoil_file(rng, victim)
+        if not bound:
+            for manifest in list(run_dir.rglob("manifest.json")):
+                # values that are wrong in files that are as they were saved
+                manifest.unlink()
+                write_manifest(manifest.parent, int(manifest.parent.name.removeprefix("step_")))
         run(self._config(run_dir))
         if bound:
             same = weight_bytes(run_dir, 4) == weight_bytes(self.folder / "run", 4)
@@ -191,7 +194,7 @@ class Checkpoints(Target):
 
 
 class Logs(Target):
-    """Agent logs of every format, through reading, redaction, error sites and writing."""
+    """Agent logs of every format, through reading, redaction, failed calls and writing."""
 
     name = "logs"
 
@@ -206,14 +209,16 @@ class Logs(Target):
         path.write_bytes(b"".join(lines[start : start + 12]))
         spoil_file(rng, path)
         stats = IngestStats()
-        options = IngestOptions(detectors=rng.choice(("standard", "extended")))
+        options = IngestOptions(LogReadingConfig(detectors=rng.choice(("standard", "extended"))))
         traces = list(ingest([path], options, stats))
-        finder = SiteFinder()
+        finder = FailedCallFinder()
         for trace in traces:
             list(finder.find(trace))
         again = folder / "again.jsonl"
-        write_traces(traces, again)
-        assert len(list(ingest([again], IngestOptions(format="limbeck"), IngestStats()))) == len(traces)
+        again.write_text("".join(f"{trace.to_json()}\n" for trace in traces), encoding="utf-8")
+        assert len(list(ingest([again], IngestOptions(LogReadingConfig(format="limbeck")), IngestStats()))) == len(
+            traces
+        )
 
 
 class Server(Target):

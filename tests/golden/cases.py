@@ -20,8 +20,7 @@ from torch import nn
 
 from limbeck.algorithms import trace_distillation
 from limbeck.algorithms.dispatch import resolve_run
-from limbeck.config import RECIPES as FOLDER
-from limbeck.config import dump_yaml, load_config, merge
+from limbeck.config import merge
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for, write_cache
 from limbeck.teachers.cached import CachedTeacher
@@ -100,7 +99,6 @@ Played = tuple[list[dict[str, Any]], Watch]
 
 MODES: dict[str, dict[str, Any]] = {
     "boundary_kl": {},
-    "p_kl_norm": {"mode": "p_kl_norm", "vocab_topk": 16},
     # weighted so that they are no mere trace beside cross-entropy
     "alm": {"mode": "alm", "kl_loss_weight": 30.0},
     "uld": {"mode": "uld", "kl_loss_weight": 5.0},
@@ -135,8 +133,6 @@ def _trees() -> Iterator[tuple[str, Case]]:
     yield "tree_kl, 2 teachers", StepCase(tree, ("cross", "same"))
     yield "tree_kl, reverse", StepCase({**tree, "direction": "reverse"})
     yield "tree_kl, top-k cache", StepCase(tree, source="topk")
-    for condition in ("cheap", "exact"):
-        yield f"tree_kl, {condition} condition", StepCase({**tree, "condition": condition})
 
 
 def _losses() -> Iterator[tuple[str, Case]]:
@@ -151,11 +147,7 @@ def _losses() -> Iterator[tuple[str, Case]]:
     yield "p_kl, reverse, exact chunks", StepCase({**MODES["p_kl"], "reverse_kl": True, "exact_token_match_only": True})
     yield "boundary_kl, inexact chunks", StepCase({"allow_inexact": True, "chunk_weight": 0.3, "temperature": 1.5})
     yield "weighted terms", StepCase({"kl_loss_weight": 0.7, "ce_loss_scale": 0.2})
-    for source in ("running", "first_pass"):
-        scaling = {"dynamic_loss_scaling": True, "dynamic_scaling_source": source}
-        yield f"dynamic scaling, {source}", StepCase(scaling, policy=LAYOUTS["rows of 1"])
-    yield "learnable projection", StepCase({"learnable_projection": True})
-    yield "learnable projection, p_kl_norm", StepCase({**MODES["p_kl_norm"], "learnable_projection": True})
+    yield "dynamic scaling, running", StepCase({"dynamic_loss_scaling": True}, policy=LAYOUTS["rows of 1"])
     for how in ("averaged_logits", "select_teacher"):
         yield f"same vocabulary, {how}", StepCase({"teacher_combination": how}, ("same", "same"))
     for score in ("ce", "entropy", "max_prob"):
@@ -290,14 +282,13 @@ def _play_steps(case: StepCase, dtype: str, folder: Path) -> Played:
         name="student",
         device="cpu",
         seed=0,
-        extra_parameters=loss_fn.parameters(),
     )
     fill(student.model, 0, dtype)
     with ExitStack() as stack:
         teachers = [LiveTeacher(teacher_policy(kind, i, dtype)) for i, kind in enumerate(case.teachers)]
         if case.source != "live":
             teachers[0] = _far(case.source, data, folder, stack)
-        watch = stack.enter_context(watching(named(student.model, loss_fn)))
+        watch = stack.enter_context(watching(named(student.model)))
         results = [student.train(data, loss_fn, teachers=teachers) for _ in range(case.steps)]
         if case.steps == STEPS:
             results.append(student.train(data, loss_fn, teachers=teachers, eval_mode=True))
@@ -350,7 +341,7 @@ def _play_traces(case: TraceCase, dtype: str, folder: Path) -> Played:
     )
     values["policy"] |= {"model_overrides": {}, "optimizer": SGD}
     made = trace_distillation.setup(resolve_run(values)[0])  # type: ignore[arg-type]
-    sources: list[Any] = made.step.teacher.sources if made.step.teacher else []
+    sources: list[Any] = list(made.step.teachers)
     for source in sources:
         source.policy.model.to(getattr(torch, dtype))
     # away from the start, where preferences are nothing but rounding
@@ -370,14 +361,6 @@ def _stored_model(folder: Path, dtype: str) -> str:
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
-
-
-RECIPES = sorted(FOLDER.glob("*.yaml"))
-
-
-def resolved_recipe(path: Path) -> str:
-    """A run file with every default written out."""
-    return dump_yaml(resolve_run(load_config(path))[0])
 
 
 CASES: dict[str, Case] = dict(_cases())

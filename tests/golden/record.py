@@ -1,4 +1,4 @@
-"""Record the golden steps and the resolved recipes anew: only where a change of the numbers is what was wanted.
+"""Record the golden steps anew: only where a change of the numbers is what was wanted.
 
     OMP_NUM_THREADS=1 python -m tests.golden.record             # everything
     OMP_NUM_THREADS=1 python -m tests.golden.record packed      # cases whose name holds "packed"; the others stay
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401  lets kernels run in Triton's interpreter, before anything imports them
 from tests.golden import stored
-from tests.golden.cases import CASES, RECIPES, can_play, play, resolved_recipe
+from tests.golden.cases import CASES, can_play, play
 from tests.golden.digest import setup
 
 
 def record(part: str = "") -> None:
-    """Play all cases whose name holds ``part`` and store what comes out; without a part the recipes too."""
+    """Play all cases whose name holds ``part`` and store what comes out."""
     here = setup()
     if here["threads"] != 1:
         raise SystemExit(f"{here['threads']} threads; record with OMP_NUM_THREADS=1")
@@ -36,8 +36,6 @@ def record(part: str = "") -> None:
     known = {stored.key(name, dtype) for name, case in CASES.items() for dtype in case.dtypes}
     kept.cases = {name: kept.cases[name] for name in sorted(known)}
     stored.save(kept)
-    if not part:
-        stored.save_recipes({path.stem: resolved_recipe(path) for path in RECIPES})
 
 
 if __name__ == "__main__":

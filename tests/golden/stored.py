@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.golden.digest import Record
 
 FOLDER = Path(__file__).parent
 STEPS = FOLDER / "steps.json"
-RECIPES = FOLDER / "recipes"
 
 
 @dataclass
@@ -53,17 +50,3 @@ def load() -> Golden:
     found = json.loads(STEPS.read_text(encoding="utf-8"))
     setup = found.pop("setup")
     return Golden(setup, {name: from_text(texts) for name, texts in found.items()})
-
-
-def save_recipes(recipes: Mapping[str, str]) -> None:
-    """Resolved run files by name; those of recipes that are gone are removed."""
-    RECIPES.mkdir(exist_ok=True)
-    for path in RECIPES.glob("*.yaml"):
-        path.unlink()
-    for name, text in recipes.items():
-        (RECIPES / f"{name}.yaml").write_text(text, encoding="utf-8")
-
-
-def load_recipes() -> dict[str, Any]:
-    """Values of the resolved run files by name."""
-    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("*.yaml"))}

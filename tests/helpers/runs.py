@@ -21,7 +21,14 @@ from tests.helpers.tiny import LLAMA, QWEN3
 from tests.helpers.tokenizers import TEXTS, tiny
 
 # What may differ between two runs of the same run file: clocks, what is derived from them, and the process's memory.
-CLOCKS = ("train/tokens_per_s", "train/sample/tokens_per_s", "train/seconds", "train/time/", "train/memory/")
+CLOCKS = (
+    "train/tokens_per_s",
+    "train/sample/tokens_per_s",
+    "train/seconds",
+    "train/time/",
+    "train/overlap/",
+    "train/memory/",
+)
 
 
 def documents(count: int, seed: int) -> list[str]:
@@ -198,6 +205,6 @@ def start(*arguments: str | Path, hold: tuple[Gate, Place, int]) -> Any:
     """
     process = _context.Process(target=serve, args=([str(a) for a in arguments], hold), daemon=True)
     process.start()
-    wait_until(lambda: hold[0].arrived() == [process.pid] or not process.is_alive())
+    wait_until(lambda: hold[0].arrived() == [process.pid] or not process.is_alive(), "the run at its gate")
     assert process.is_alive(), "the run ended before it came to the gate"
     return process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from limbeck.tokens import TextEncoder
+from limbeck.tokens import ByteTokenizer
 
 HOLD = object()
 """In place of an answer: nothing is sent as long as the server runs."""
@@ -55,6 +56,9 @@ def listening(handle: Handle, closing: threading.Event | None = None) -> Iterato
             pass
 
     class Listener(ThreadingHTTPServer):
+        # with the usual 5, clients that come together on a busy machine find their connections reset
+        request_queue_size = 128
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             if not isinstance(sys.exc_info()[1], ConnectionError):  # the client may leave as it likes
                 super().handle_error(request, client_address)
@@ -183,7 +187,7 @@ class ScoringServer:
             return 400, {"error": {"message": f"Requested prompt logprobs of {k}, greater than max {self.max_k}"}}
         prompts = body["prompt"]
         if isinstance(prompts, str):
-            prompts = [TextEncoder.for_tokenizer(self.policy.tokenizer).encode(prompts).ids.tolist()]
+            prompts = [ByteTokenizer.of(self.policy.tokenizer).encode(prompts).ids.tolist()]
         choices = [self._choice(i, ids, k, body) for i, ids in enumerate(prompts)]
         return 200, {"object": "text_completion", "model": self.name, "choices": choices}
 
@@ -234,4 +238,53 @@ class ScoringServer:
 def serving(server: ScoringServer) -> Iterator[ScoringServer]:
     """Let it listen."""
     with listening(lambda *request: server.handle(*request), server.closing) as server.url:
+        yield server
+
+
+# ---- a server that samples -------------------------------------------------------------------------------------------
+
+
+class WritingServer:
+    """What vLLM's server is to a run that samples there. Its answers follow from the seed and from how often it has
+    taken weights over, so that they tell by which weights they were written.
+
+    Attributes:
+        version: how often weights were taken over.
+        asked: (version, body) of every request for answers.
+        before: called with the body in front of an answer; what it returns is sent in its place, unless it is None.
+    """
+
+    def __init__(self, ids: tuple[int, int] = (20, 280)) -> None:
+        self.ids, self.version, self.url = ids, 0, ""
+        self.asked: list[tuple[int, dict[str, Any]]] = []
+        self.before: Callable[[dict[str, Any]], Any] | None = None
+        self.closing = threading.Event()
+
+    def handle(self, path: str, body: Any, headers: dict[str, str]) -> Any:
+        if path == "/collective_rpc":
+            self.version += 1
+        if body is None or not path.endswith("/completions"):
+            return 200, {"data": [{"id": "student"}]}
+        version = self.version
+        self.asked.append((version, body))
+        instead = None if self.before is None else self.before(body)
+        return (200, {"choices": self.choices(body, version)}) if instead is None else instead
+
+    def choices(self, body: dict[str, Any], version: int) -> list[dict[str, Any]]:
+        """The answers to a request by the weights of a version."""
+        out = []
+        for copy in range(body["n"]):
+            chance = random.Random(f"{body['seed']} {copy} {version}")
+            ids = [chance.randrange(*self.ids) for _ in range(chance.randint(1, body["max_tokens"]))]
+            said = {"token_logprobs": [-1.0] * len(ids)}
+            out.append(
+                {"token_ids": ids, "logprobs": said, "finish_reason": "length", "prompt_token_ids": body["prompt"]}
+            )
+        return out
+
+
+@contextmanager
+def writing(server: WritingServer) -> Iterator[WritingServer]:
+    """Let it listen."""
+    with listening(server.handle, server.closing) as server.url:
         yield server

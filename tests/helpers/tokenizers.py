@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -116,20 +115,6 @@ def sentencepiece(words: Iterable[str] = (), *, specials: Iterable[str] = (), pr
     return _wrap(tok, specials)
 
 
-def fingerprint_of_the_first_release(tokenizer: Any) -> str:
-    """Version 1 of a tokenizer's fingerprint, as the first release computed it."""
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = spec["model"]
-    vocab, merges = model.pop("vocab"), model.pop("merges", None) or []
-    entries = sorted(vocab.items(), key=lambda e: e[1]) if isinstance(vocab, dict) else vocab
-    merges = [m if isinstance(m, str) else " ".join(m) for m in merges]
-    added = sorted(spec["added_tokens"], key=lambda a: a["id"])
-    digest = hashlib.sha256()
-    for part in (entries, merges, model, spec["normalizer"], spec["pre_tokenizer"], added):
-        digest.update(json.dumps(part, sort_keys=True, ensure_ascii=False).encode() + b"\0")
-    return digest.hexdigest()
-
-
 def display(data: bytes) -> str:
     """Bytes in the GPT-2 display alphabet, worked out anew."""
     keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -163,7 +148,7 @@ def _wrap(tok: Tokenizer, specials: Iterable[str], template: str | None = None, 
         from transformers import PreTrainedTokenizerFast
     except ModuleNotFoundError:
         templates = {} if template is None else {"default": template}
-        return tokens.Tokenizer(json.loads(tok.to_str()), named=roles, templates=templates)
+        return tokens.ByteTokenizer(json.loads(tok.to_str()), named=roles, templates=templates)
     made = PreTrainedTokenizerFast(tokenizer_object=tok, **roles)
     if template is not None:
         made.chat_template = template

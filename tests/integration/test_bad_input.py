@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from limbeck.config import merge
 from limbeck.projection import load_or_build
+from limbeck.utils.manifest import write_manifest
 from tests.gates import Gate
 from tests.helpers.runs import (
     checkpoint,
@@ -30,7 +31,7 @@ from tests.helpers.runs import (
     write_run_file,
 )
 from tests.helpers.tiny import tokenizer
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -117,6 +118,12 @@ def test_data_without_a_usable_row(run_file, tmp_path, text, said):
     assert said in refused("train", run_file, "-q", f"data.train={data}")
 
 
+def _bind(folder: Path) -> None:
+    """A manifest of the files as they are now."""
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, int(folder.name.removeprefix("step_")))
+
+
 def test_a_loss_that_is_not_finite(run_file, tmp_path):
     """The run stops, keeps its last good checkpoint, names the records and stores the batch."""
     run_dir = tmp_path / "run"
@@ -127,7 +134,7 @@ def test_a_loss_that_is_not_finite(run_file, tmp_path):
     state = next((run_dir / "checkpoints" / "step_2").rglob("optimizer/state.json"))
     state.write_text(state.read_text().replace('"lr": 0.00975', '"lr": 1e+30, "old": 0.00975'))
     assert "1e+30" in state.read_text()
-    (run_dir / "checkpoints" / "step_2" / "manifest.json").unlink()
+    _bind(checkpoint(run_dir, 2))
     line = refused(*base)
     assert "step 4: " in line
     assert "step_3" in line
@@ -226,7 +233,7 @@ def test_a_second_run_in_the_same_folder_says_who_holds_it(run_file, tmp_path):
     )
     assert f"process {first.pid} on" in elsewhere
     gate.open()
-    first.join(TEST_SECONDS)
+    first.join(WAIT_SECONDS)
     assert first.exitcode == 0
     assert rows(tmp_path / "run")[-1]["step"] == 8
     assert limbeck("train", run_file, "-q")[0] == 0
@@ -245,10 +252,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "gone": (lambda new, old: (new / WEIGHTS).unlink(), "is missing"),
     "no counters": (lambda new, old: (new / "training_info.json").unlink(), "'training_info.json' .* is missing"),
     "manifest": (lambda new, old: (new / "manifest.json").write_text("[" * 100_000), "manifest.json' is damaged"),
-    "earlier version, cut off": (
-        lambda new, old: ((new / "manifest.json").unlink(), os.truncate(new / WEIGHTS, 100)),
-        "model.safetensors' is damaged",
-    ),
+    "no manifest": (lambda new, old: (new / "manifest.json").unlink(), "manifest.json' is damaged"),
 }
 
 
@@ -291,18 +295,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(fo
 def test_a_checkpoint_under_the_name_of_another_step(four_steps, tmp_path):
     run_dir = shutil.copytree(four_steps / "run", tmp_path / "run")
     command = ("train", four_steps / "run.yaml", "-q", f"logger.log_dir={run_dir}")
-    for with_manifest in (True, False):
-        shutil.copytree(checkpoint(run_dir, 2), checkpoint(run_dir, 99))
-        if not with_manifest:
-            (checkpoint(run_dir, 99) / "manifest.json").unlink()
-        code, _, said = limbeck(*command)
-        assert code == 0
-        assert "was saved as step 2; it is set aside as damaged_step_99" in said
-        assert "the run goes on from step_4" in said
-    # as earlier versions wrote them
-    (checkpoint(run_dir, 4) / "manifest.json").unlink()
+    shutil.copytree(checkpoint(run_dir, 2), checkpoint(run_dir, 99))
     code, _, said = limbeck(*command)
-    assert (code, "step_4 has no manifest.json" in said) == (0, True)
+    assert code == 0
+    assert "was saved as step 2; it is set aside as damaged_step_99" in said
+    assert "the run goes on from step_4" in said
 
 
 @pytest.mark.parametrize(
@@ -310,7 +307,7 @@ def test_a_checkpoint_under_the_name_of_another_step(four_steps, tmp_path):
     [
         ("training_info.json", '"current_epoch": 0', '"current_epoch": "x"'),
         ("training_info.json", '"total_steps": 4', '"total_steps": [4]'),
-        ("training_info.json", '"dropped": {}', '"dropped": {"x": null}'),
+        ("training_info.json", '"compilation": {', '"compilation": 3, "x": {'),
         ("train_state/rank_0/state.json", '"position"', '"psition"'),
         ("train_state/rank_0/state.json", '"consumed": ', '"consumed": {}, "x": '),
         ("train_state/rank_0/state.json", '"python": ', '"python": 3, "x": '),
@@ -322,10 +319,11 @@ def test_a_checkpoint_under_the_name_of_another_step(four_steps, tmp_path):
 )
 def test_stored_values_of_other_types_are_one_line(four_steps, tmp_path, name, old, new):
     run_dir = shutil.copytree(four_steps / "run", tmp_path / "run")
-    (checkpoint(run_dir, 4) / "manifest.json").unlink()
     path = checkpoint(run_dir, 4) / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    line = refused("train", four_steps / "run.yaml", "-q", f"logger.log_dir={run_dir}")
+    # as whole as what was saved: the values are wrong, not the bytes
+    _bind(checkpoint(run_dir, 4))
+    line = refused("train", four_steps / "run.yaml", "-q", f"logger.log_dir={run_dir}", "distillation.max_num_steps=6")
     assert "take another checkpoint" in line

@@ -46,7 +46,7 @@ def whole(stuff: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def assert_same(broken: Path, uninterrupted: Path) -> None:
     assert weight_bytes(broken, STEPS) == weight_bytes(uninterrupted, STEPS)
     assert rows(broken) == rows(uninterrupted)
-    assert (broken / "dropped.json").read_bytes() == (uninterrupted / "dropped.json").read_bytes()
+    assert (broken / "skipped.json").read_bytes() == (uninterrupted / "skipped.json").read_bytes()
     assert leftovers(broken) == []
     kept = [sorted(p.name for p in (run / "checkpoints").iterdir()) for run in (broken, uninterrupted)]
     assert kept[0] == kept[1]
@@ -132,10 +132,10 @@ def test_a_complete_run_says_so_and_changes_nothing(whole):
 def test_a_folder_of_another_run_is_refused(whole):
     run_file, run_dir = whole
     before = rows(run_dir, clocks=True)
-    changes = ("policy.optimizer.kwargs.lr=0.5", "loss_fn.mode=p_kl_norm")
+    changes = ("policy.optimizer.kwargs.lr=0.5", "loss_fn.mode=p_kl")
     line = refused("train", run_file, "-q", *changes)
     assert "policy.optimizer.kwargs.lr: 0.01 -> 0.5" in line
-    assert "loss_fn.mode: 'boundary_kl' -> 'p_kl_norm'" in line
+    assert "loss_fn.mode: 'boundary_kl' -> 'p_kl'" in line
     assert "logger.log_dir" in line
     assert rows(run_dir, clocks=True) == before
 

@@ -22,7 +22,7 @@ from tests.helpers import runs
 from tests.helpers.processes import free_port
 from tests.helpers.runs import checkpoint, limbeck, model, rows, settings, write_run_file
 from tests.helpers.tokenizers import TEXTS, trained_bpe
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 # Losses of the recipe cpu_smoke with cross-entropy at weight 1; they change only where the arithmetic, the data or the
 # recipe does.
@@ -30,8 +30,8 @@ SMOKE_LOSSES = [
     *(17.90649, 16.3823, 13.19968, 13.44594, 12.8617, 12.80982, 17.92424, 10.95901, 10.31947, 13.43402),
     *(9.17744, 8.46614, 8.0149, 7.56896, 6.81041, 9.32801, 8.1925, 10.48844, 9.24323, 6.46451),
 ]
-# Bits per byte at the validations of the recipe on_policy_cpu.
-ON_POLICY_BITS = [5.2737, 5.087, 4.7987, 4.9775]
+# Bits per byte before and after 20 of the 60 steps of the recipe on_policy_cpu.
+ON_POLICY_BITS = [2.4921, 1.0203]
 # Other numbers of threads add in another order, and twenty steps carry that on.
 SMOKE_TOLERANCE = 1e-2
 
@@ -54,7 +54,7 @@ def test_the_run_folder_is_complete(stuff, tmp_path):
         "config.yaml",
         "versions.json",
         "metrics.jsonl",
-        "dropped.json",
+        "skipped.json",
         "report.html",
         "tensorboard",
         "checkpoints",
@@ -96,8 +96,8 @@ def test_two_teachers(stuff, tmp_path):
     assert last["val/bpb"] < found[0]["val/bpb"]
     assert last["val/teacher_bpb"] == last["val/teacher_0_bpb"] != last["val/teacher_1_bpb"]
     # only teachers with other tokens need a projection
-    assert "train/teacher_1/unreached_mass" in last
-    assert "train/teacher_0/unreached_mass" not in last
+    assert "train/teacher_1/uncovered_mass" in last
+    assert "train/teacher_0/uncovered_mass" not in last
 
 
 def test_a_cache_replaces_the_teacher(stuff, tmp_path):
@@ -199,7 +199,7 @@ def test_two_processes_train_like_one(stuff, tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(TEST_SECONDS)
+        process.join(WAIT_SECONDS)
         assert process.exitcode == 0
     two = rows(tmp_path / "two")
     assert [r["step"] for r in two] == [r["step"] for r in one]
@@ -210,7 +210,7 @@ def test_two_processes_train_like_one(stuff, tmp_path):
     ]
     for name, value in weights[0].items():
         assert torch.allclose(weights[1][name], value, rtol=0, atol=1e-3), name
-    assert (tmp_path / "two" / "dropped.json").read_bytes() == (tmp_path / "one" / "dropped.json").read_bytes()
+    assert (tmp_path / "two" / "skipped.json").read_bytes() == (tmp_path / "one" / "skipped.json").read_bytes()
     assert len(list((checkpoint(tmp_path / "two", 8) / "train_state").iterdir())) == 2
 
 
@@ -229,22 +229,23 @@ def test_the_smoke_recipe_gives_the_stored_losses(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_on_policy_recipe_learns_and_writes_as_stored(tmp_path, monkeypatch):
+def test_the_on_policy_recipe_teaches(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, err = limbeck("train", "on_policy_cpu", "-q", f"logger.log_dir={tmp_path / 'run'}")
+    shorter = ("distillation.max_num_steps=20", "checkpointing.enabled=false")
+    code, _, err = limbeck("train", "on_policy_cpu", "-q", *shorter, f"logger.log_dir={tmp_path / 'run'}")
     assert code == 0, err
     found = rows(tmp_path / "run")
     steps = [row for row in found if "train/on_policy/kl_loss" in row]
     # in some steps no record is a prompt
-    assert 10 <= len(steps) <= 15
+    assert 15 <= len(steps) <= 20
     # a token that is chosen otherwise on another machine changes what follows, so that losses agree only on the whole
-    assert [row["val/bpb"] for row in found if "val/bpb" in row] == pytest.approx(ON_POLICY_BITS, rel=0.05)
-    assert {row["train/sample/length"] for row in steps} <= {24.0}
+    assert [row["val/bpb"] for row in found if "val/bpb" in row] == pytest.approx(ON_POLICY_BITS, rel=0.1)
+    assert max(row["train/sample/length"] for row in steps) <= 20.0
     written = (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8")
     assert '"writer": "student"' in written
 
 
-@pytest.mark.parametrize("condition", ["none", "counted", "cheap", "exact"])
+@pytest.mark.parametrize("condition", ["none", "counted"])
 def test_tree_kl_brings_the_student_nearer_to_the_teacher(stuff, tmp_path, condition):
     found = trained(
         stuff,
@@ -254,8 +255,10 @@ def test_tree_kl_brings_the_student_nearer_to_the_teacher(stuff, tmp_path, condi
     )
     steps = [row for row in found if "train/teacher_0/root_kl" in row]
     assert len(steps) == 16
-    assert all(f"train/teacher_0/{part}" in steps[-1] for part in ("inner_student_kl", "inner_teacher_kl", "lost_mass"))
-    assert ("train/teacher_0/excluded_mass_teacher" in steps[-1]) == (condition != "none")
+    assert all(
+        f"train/teacher_0/{part}" in steps[-1] for part in ("inner_student_kl", "inner_teacher_kl", "uncovered_mass")
+    )
+    assert ("train/teacher_0/uncovered_root_teacher" in steps[-1]) == (condition != "none")
     for name in ("kl_loss", "teacher_0/inner_student_kl", "teacher_0/inner_teacher_kl"):
         values = [row[f"train/{name}"] for row in steps]
         assert sum(values[-4:]) < 0.8 * sum(values[:4]), name

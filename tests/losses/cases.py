@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, LogitsSignal, TopKSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden, TeacherLogits, TeacherTopK
+from limbeck.losses.divergences import Direction
+from limbeck.losses.objectives import OBJECTIVES
+from limbeck.losses.objectives.config import PublishedConfig
 from limbeck.losses.vocab.projection import common_pairs
 from limbeck.projection import VocabTrees
 
@@ -36,6 +40,25 @@ class FakeProjection:
                 if t >= 0:
                     out[s, t] += float(w)
         return out
+
+
+def of_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the keys of other modes than the one that they name."""
+    own = OBJECTIVES[settings.get("mode", "tree_kl")].Config.model_fields
+    foreign = {key for kind in OBJECTIVES.values() for key in kind.Config.model_fields} - set(own)
+    return {key: value for key, value in settings.items() if key not in foreign}
+
+
+def directions_of(mode: str) -> list[str]:
+    """The directions that a mode takes; of one without, none."""
+    if "direction" not in OBJECTIVES[mode].Config.model_fields:
+        return []
+    published = issubclass(OBJECTIVES[mode].Config, PublishedConfig)
+    return [direction for direction in get_args(Direction) if direction != "jsd" or not published]
+
+
+PLAIN_MODES = [mode for mode, kind in OBJECTIVES.items() if not kind.needs_trees and not kind.needs_bytes]
+"""Modes that a projection alone is enough for."""
 
 
 def make_projection(v_s: int, v_t: int, seed: int = 0, k: int = 3) -> FakeProjection:
@@ -163,15 +186,15 @@ class Models:
         for i, (h, w) in enumerate(zip(self.teacher_hidden, self.teacher_weight, strict=True)):
             ids = teacher_ids(batch, i).reshape(-1)
             if kind == "hidden":
-                out.append(HiddenSignal(h, Head(w.shape[0], weight=w), ids))
+                out.append(TeacherHidden(h, Head(w.shape[0], weight=w), ids))
             elif kind == "logits":
-                out.append(LogitsSignal(h @ w.t(), ids))
+                out.append(TeacherLogits(h @ w.t(), ids))
             else:
                 log_p = torch.log_softmax((h @ w.t()).double(), -1)
                 top = log_p.topk(min(k, w.shape[0]), -1)
                 following = torch.cat((ids[1:], ids[:1]))
                 picked = log_p.gather(1, following[:, None]).squeeze(1)
-                out.append(TopKSignal(top.indices, top.values.to(h.dtype), picked.to(h.dtype), following, w.shape[0]))
+                out.append(TeacherTopK(top.indices, top.values.to(h.dtype), picked.to(h.dtype), following, w.shape[0]))
         return out
 
 
@@ -206,7 +229,7 @@ def run(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Loss and metrics of a whole batch as one micro-batch."""
     n = loss_fn.num_teachers
-    inputs = loss_fn.prepare(microbatch(batch), [starts(teacher_ids(batch, i)) for i in range(n)])
+    inputs = loss_fn.build_layout(microbatch(batch), [starts(teacher_ids(batch, i)) for i in range(n)])
     head = head or Head(models.weight.shape[0], weight=models.weight)
-    counts = counts or loss_fn.counts(batch)
-    return loss_fn.compute(models.hidden, head, models.signals(batch, kind, k), inputs, counts)
+    counts = counts or loss_fn.denominators(batch)
+    return loss_fn.compute_loss(models.hidden, head, models.signals(batch, kind, k), inputs, counts)

@@ -146,19 +146,6 @@ def kd(
             loss = on_buckets(target, s_rows[0].exp(), w, listed, full, direction, beta)
             if len(a) > 1 or len(z) > 1:
                 loss = loss + chunk_weight * chunk_term
-        elif mode == "p_kl_norm":
-            parts = []
-            for row in t_rows:
-                p = row.exp()
-                if stored_k is not None:
-                    p = torch.zeros_like(p).index_copy(0, p.topk(stored_k).indices, p.topk(stored_k).values)
-                parts.append(p)
-            target = torch.stack(parts).mean(0)
-            listed = torch.zeros(v_t, dtype=torch.bool)
-            listed[target.topk(min(vocab_topk, v_t)).indices] = True
-            listed &= target > 0
-            full = stored_k is None and vocab_topk >= v_t
-            loss = on_buckets(target, torch.stack(s_rows).exp().mean(0), w, listed, full, direction, beta)
         elif mode == "strict" and len(a) == len(z) == 1:
             pairs = pairs_of(w, 1 - 1e-6)
             shared_s, shared_t = s_rows[0][[p[0] for p in pairs]].exp(), t_rows[0][[p[1] for p in pairs]].exp()

@@ -15,7 +15,7 @@ from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.layout import ChunkLayout, padded_row_start
 from limbeck.errors import LossError
 from limbeck.losses.chunk_policy import BEHAVIOR, ChunkPolicyConfig, ChunkPolicyLossFn, chunk_figures
-from limbeck.losses.signals import Head, LogitsSignal
+from limbeck.losses.signals import Head, TeacherLogits
 from tests.losses.trace_cases import microbatch
 
 # two vocabularies over the letters a and b; the last id ends a string, and every row begins with a token of its own
@@ -53,7 +53,7 @@ def aligned(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Chunks:
         parts.append(role_pairs(*places))
     found = Chunks.concatenate(parts)
     moved = [getattr(found, name) + 1 for name in ("student_start", "student_end", "teacher_start", "teacher_end")]
-    return Chunks(*moved, found.byte_start, found.byte_end, found.exact, found.role)
+    return Chunks(*moved, found.byte_start, found.byte_end, found.exact, found.role, found.same_text)
 
 
 class World:
@@ -123,11 +123,11 @@ class World:
         logits_t, ids_t = self.rows(1)
         said = self.token_log_probs(0).detach() if behavior is None else behavior
         fn = fn or ChunkPolicyLossFn(ChunkPolicyConfig(**config))
-        batch = fn.annotate(self.batch(weight, said))
-        counts = fn.counts(batch)
-        signal = LogitsSignal(logits_t.flatten(0, 1).detach(), ids_t.reshape(-1), len(TEACHER))
-        inputs = fn.prepare(microbatch(batch), [padded_row_start(ids_t)])
-        value, metrics = fn.compute(logits_s.flatten(0, 1), Head.identity(len(STUDENT)), [signal], inputs, counts)
+        batch = fn.prepare_batch(self.batch(weight, said))
+        counts = fn.denominators(batch)
+        signal = TeacherLogits(logits_t.flatten(0, 1).detach(), ids_t.reshape(-1), len(TEACHER))
+        inputs = fn.build_layout(microbatch(batch), [padded_row_start(ids_t)])
+        value, metrics = fn.compute_loss(logits_s.flatten(0, 1), Head.identity(len(STUDENT)), [signal], inputs, counts)
         return value * counts["chunks_0"], metrics
 
 
@@ -178,8 +178,8 @@ def test_own_credit_is_the_divergence_at_each_place() -> None:
     batch = world.batch(p, said)
     batch = BatchedDataDict({k: v for k, v in batch.items() if not k.startswith(("teacher_", "chunks_"))})
     batch["token_mask"][:, 0] = 0
-    batch = own.annotate(batch)
-    counts = own.counts(batch)
+    batch = own.prepare_batch(batch)
+    counts = own.denominators(batch)
     other = torch.randn(logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     # what a teacher of the same vocabulary says depends on the prefix alone
     table = torch.randn(world.student.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
@@ -187,9 +187,9 @@ def test_own_credit_is_the_divergence_at_each_place() -> None:
     for b, row in enumerate(world.mine):
         for n in range(len(row)):
             other[b, n] = table[number[row[:n]]]
-    signal = LogitsSignal(other.flatten(0, 1), ids.reshape(-1), len(STUDENT))
-    inputs = own.prepare(microbatch(batch), [None])
-    value, _ = own.compute(logits.flatten(0, 1), Head.identity(len(STUDENT)), [signal], inputs, counts)
+    signal = TeacherLogits(other.flatten(0, 1), ids.reshape(-1), len(STUDENT))
+    inputs = own.build_layout(microbatch(batch), [None])
+    value, _ = own.compute_loss(logits.flatten(0, 1), Head.identity(len(STUDENT)), [signal], inputs, counts)
     reach: dict[tuple[int, ...], float] = {}
     for row, weight in zip(world.mine, p.tolist(), strict=True):
         for n in range(len(row)):
@@ -271,4 +271,4 @@ def test_a_batch_that_nobody_sampled_is_refused() -> None:
     del batch[BEHAVIOR]
     own = ChunkPolicyLossFn(ChunkPolicyConfig())
     with pytest.raises(LossError, match="has no behavior_logprobs"):
-        own.prepare(microbatch(own.annotate(batch)), [padded_row_start(batch["teacher_0_input_ids"])])
+        own.build_layout(microbatch(own.prepare_batch(batch)), [padded_row_start(batch["teacher_0_input_ids"])])

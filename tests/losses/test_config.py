@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from limbeck.algorithms.config import SampledLossConfig
-from limbeck.config import dump_yaml
+from limbeck.config import dump_yaml, fields_of, resolve
 from limbeck.errors import ConfigError
 from limbeck.losses import CrossTokenizerDistillationLossFn
 from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
@@ -79,24 +81,23 @@ def test_contradictions_are_refused(bad: dict) -> None:
     ],
 )
 def test_factor_of_cross_entropy(given: dict, scale: float) -> None:
-    cfg = CrossTokenizerDistillationLossConfig(**given)
+    left_open = CrossTokenizerDistillationLossConfig(**given)
+    assert left_open.ce_loss_scale == given.get("ce_loss_scale")
+    cfg = left_open.settled()
     dumped = yaml.safe_load(dump_yaml(cfg))
     assert isinstance(dumped["ce_loss_scale"], float)
     assert cfg.ce_loss_scale == dumped["ce_loss_scale"] == scale
-    # what was resolved resolves to itself
-    assert CrossTokenizerDistillationLossConfig(**dumped) == cfg
-    own = SampledLossConfig(**given)
-    assert own.ce_loss_scale == given.get("ce_loss_scale", 0.0)
-    assert ("ce_loss_scale" in own.model_fields_set) == ("ce_loss_scale" in given)
+    # what was resolved resolves to itself, whatever it is resolved for
+    assert CrossTokenizerDistillationLossConfig(**dumped) == cfg == cfg.settled(pretrained=True, teachers=2)
+    assert SampledLossConfig(**given).settled().ce_loss_scale == given.get("ce_loss_scale", 0.0)
 
 
 @pytest.mark.parametrize(("given", "alone"), [({}, 1.0), ({"ce_loss_scale": 0.5}, 0.5), ({"ce_loss_scale": 0.3}, 0.3)])
 def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) -> None:
     cfg = CrossTokenizerDistillationLossConfig(**given)
     assert CrossTokenizerDistillationLossFn(cfg, projections=[]).cfg.ce_loss_scale == alone
-    assert cfg.ce_loss_scale == given.get("ce_loss_scale", 0.3)
-    assert CrossTokenizerDistillationLossFn(cfg, projections=[None]).cfg is cfg
-    assert SampledLossConfig().without_teachers().ce_loss_scale == 0
+    assert CrossTokenizerDistillationLossFn(cfg, projections=[None]).cfg == cfg.settled()
+    assert SampledLossConfig().settled(pretrained=True, teachers=0).ce_loss_scale == 0
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) 
     [
         ({}, 1.0, "soft"),
         ({"mode": "tree_kl", "kl_loss_weight": 0.5}, 1.0, "soft"),
-        ({"gate": "hard"}, 1.0, "hard"),
+        ({"gate": "soft"}, 1.0, "soft"),
         ({"gate": "none"}, 1.0, "none"),
         ({"ce_loss_scale": 0.3}, 0.3, "none"),
         ({"ce_loss_scale": 0.3, "gate": "soft"}, 0.3, "soft"),
@@ -116,10 +117,10 @@ def test_without_teachers_cross_entropy_counts_whole(given: dict, alone: float) 
     ],
 )
 def test_a_student_that_is_not_trained_from_scratch(given: dict, scale: float, gate: str) -> None:
-    cfg = CrossTokenizerDistillationLossConfig(**given).for_pretrained()
+    cfg = CrossTokenizerDistillationLossConfig(**given).settled(pretrained=True, teachers=1)
     assert (cfg.ce_loss_scale, cfg.gate) == (scale, gate)
     again = CrossTokenizerDistillationLossConfig(**yaml.safe_load(dump_yaml(cfg)))
-    assert again.for_pretrained() == again == cfg
+    assert again.settled(pretrained=True, teachers=1) == again == cfg == again.settled(teachers=3)
 
 
 @pytest.mark.parametrize(
@@ -138,24 +139,43 @@ def test_several_teachers_are_weighed_by_what_they_know_unless_something_else_is
     given: dict, scoring: str
 ) -> None:
     cfg = CrossTokenizerDistillationLossConfig(**given)
-    assert cfg.for_several().teacher_scoring == scoring
-    again = CrossTokenizerDistillationLossConfig(**yaml.safe_load(dump_yaml(cfg.for_several())))
-    assert again.for_several() == again == cfg.for_several()
-
-
-def test_the_default_mode_s_factor_is_the_field_s() -> None:
-    field = CrossTokenizerDistillationLossConfig.model_fields["ce_loss_scale"]
-    assert field.default == CrossTokenizerDistillationLossConfig().ce_loss_scale
+    settled = cfg.settled(pretrained=False, teachers=2)
+    assert settled.teacher_scoring == scoring
+    again = CrossTokenizerDistillationLossConfig(**yaml.safe_load(dump_yaml(settled)))
+    assert again.settled(pretrained=False, teachers=2) == again == settled
 
 
 def test_every_setting_is_described() -> None:
-    assert all(field.description for field in CrossTokenizerDistillationLossConfig.model_fields.values())
+    for model in (CrossTokenizerDistillationLossConfig, *(kind.Config for kind in OBJECTIVES.values())):
+        assert [name for name, field in fields_of(model).items() if name != "mode" and not field.description] == []
+
+
+@pytest.mark.parametrize("mode", sorted(OBJECTIVES))
+def test_a_key_that_a_mode_has_not_is_refused_with_the_modes_that_have_it(mode: str) -> None:
+    other = {"inner_student_weight": 2.0, "strict_topk": 3, "uncommon_topk": 5, "vocab_topk": 5, "mask_blanks": False}
+    for key, value in {**other, "direction": "reverse", "jsd_beta": 0.4}.items():
+        holders = {name for name, kind in OBJECTIVES.items() if key in kind.Config.model_fields}
+        if mode in holders:
+            config = CrossTokenizerDistillationLossConfig(mode=mode, **{key: value})
+            assert getattr(config.objective, key) == config.model_dump()[key] == value
+            continue
+        with pytest.raises(ConfigError) as found:
+            resolve(CrossTokenizerDistillationLossConfig, {"mode": mode, key: value})
+        words = set(re.findall(r"\w+", str(found.value)))
+        assert {mode, key} | holders <= words
+
+
+@pytest.mark.parametrize(("given", "near"), [({"root_wieght": 2}, "root_weight"), ({"mode": "tree_k"}, "tree_kl")])
+def test_a_mistyped_key_or_mode_is_answered_with_the_near_name(given: dict, near: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        resolve(CrossTokenizerDistillationLossConfig, given)
+    assert near in str(found.value)
 
 
 def test_reverse_flag_and_exactness() -> None:
     config = CrossTokenizerDistillationLossConfig
-    assert config(reverse_kl=True).spec.kind == "reverse"
-    assert config(gold_loss=False).keeps_inexact
-    assert not config(gold_loss=False, exact_token_match_only=True).keeps_inexact
-    assert not config().keeps_inexact
-    assert config(allow_inexact=True).keeps_inexact
+    assert config(reverse_kl=True).objective.spec.kind == "reverse"
+    assert config(gold_loss=False).objective.keeps_inexact
+    assert not config(gold_loss=False, exact_token_match_only=True).objective.keeps_inexact
+    assert not config().objective.keeps_inexact
+    assert config(allow_inexact=True).objective.keeps_inexact

@@ -154,7 +154,7 @@ def test_cross_entropy_and_shapes() -> None:
     want = (torch.nn.functional.cross_entropy(student, ids, reduction="none") * weight).sum()
     torch.testing.assert_close(got, want)
     assert float(count) == 5.5
-    with pytest.raises(LossError, match="differ in shape"):
+    with pytest.raises(LossError, match=r"\(6, 10\).*\(6, 9\)"):
         divergence(student, teacher[:, :9])
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from limbeck.errors import LossError
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
-from limbeck.losses.objectives.base import BlockOut, Objective, ObjectiveOptions
-from limbeck.losses.signals import TeacherRows, TopKSignal
+from limbeck.losses.objectives.base import BlockOut, Objective
+from limbeck.losses.signals import TeacherRows, TeacherTopK
 from limbeck.models.causal import head_of
-from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
+from tests.losses.cases import make_batch, make_models, make_projection, microbatch, of_mode, run, starts
 
 BATCH = make_batch(samples=3, seed=21)
 PROJECTION = make_projection(23, 31)
@@ -28,8 +28,8 @@ def loss_fn(**extra: Any) -> CrossTokenizerDistillationLossFn:
 def on_logits(logits: Tensor, models: Any) -> Tensor:
     """The same loss from full logits through the identity head: what any head must reproduce."""
     fn = loss_fn(block_rows=10_000)
-    inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    return fn.compute(logits, Head.identity(23), models.signals(BATCH), inputs, fn.counts(BATCH))[0]
+    inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    return fn.compute_loss(logits, Head.identity(23), models.signals(BATCH), inputs, fn.denominators(BATCH))[0]
 
 
 def check(head: Head, models: Any, params: list[Tensor], logits: Tensor) -> None:
@@ -60,10 +60,10 @@ def test_padded_rows_of_a_teacher_take_no_part() -> None:
     models = make_models(BATCH)
     want, _ = run(loss_fn(), BATCH, models)
     wide = torch.cat((models.teacher_weight[0], torch.full((5, 9), 50.0, dtype=torch.float64)))
-    signal = HiddenSignal(models.teacher_hidden[0], Head(31, weight=wide), BATCH["teacher_0_input_ids"].reshape(-1))
+    signal = TeacherHidden(models.teacher_hidden[0], Head(31, weight=wide), BATCH["teacher_0_input_ids"].reshape(-1))
     fn = loss_fn()
-    inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    got, _ = fn.compute(models.hidden, Head(23, weight=models.weight), [signal], inputs, fn.counts(BATCH))
+    inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    got, _ = fn.compute_loss(models.hidden, Head(23, weight=models.weight), [signal], inputs, fn.denominators(BATCH))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
 
 
@@ -111,8 +111,8 @@ def by_model(model: Any, models: Any) -> Tensor:
     """Loss through a transformers model's body and head."""
     fn = loss_fn()
     hidden = model.model(input_ids=BATCH["input_ids"]).last_hidden_state.flatten(0, 1)
-    inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    return fn.compute(hidden, head_of(model, 23), models.signals(BATCH), inputs, fn.counts(BATCH))[0]
+    inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    return fn.compute_loss(hidden, head_of(model, 23), models.signals(BATCH), inputs, fn.denominators(BATCH))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -135,8 +135,8 @@ def test_lora_head() -> None:
     assert head.module is not None
     fn = loss_fn()
     hidden = model.base_model.model.model(input_ids=BATCH["input_ids"]).last_hidden_state.flatten(0, 1)
-    inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
-    fn.compute(hidden, head, models.signals(BATCH), inputs, fn.counts(BATCH))[0].backward()
+    inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    fn.compute_loss(hidden, head, models.signals(BATCH), inputs, fn.denominators(BATCH))[0].backward()
     got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert any("lm_head.lora_A" in name for name in got)
     assert all("lora" in name for name in got)
@@ -199,7 +199,7 @@ def test_explicit_gradients_are_used() -> None:
     """The seam for fused kernels: an objective may return its own gradient instead of a graph."""
     models = make_models(BATCH)
     fn = loss_fn(ce_loss_scale=0.0)
-    inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
 
     class Graph(Objective):
         def forward(self, student: Any, chunks: Any, teacher: Any, *learned: Any) -> BlockOut:
@@ -214,7 +214,7 @@ def test_explicit_gradients_are_used() -> None:
     for kind in (Graph, Explicit):
         layout = inputs.layouts[0]
         rows = TeacherRows(models.signals(BATCH), [layout.teacher_rows_Q])
-        term = TeacherTerm("t", kind(ObjectiveOptions()), 0.5, 0, layout, rows)
+        term = TeacherTerm("t", kind({"mode": "t"}), 0.5, 0, layout, rows)
         head = Head(23, weight=models.weight, softcap=2.0)
         run_ = BlockRun(head, inputs.blocks, 0.1, [term])
         grads.append(torch.autograd.grad(row_block_loss(run_, models.hidden), [models.hidden, models.weight]))
@@ -225,7 +225,7 @@ def test_explicit_gradients_are_used() -> None:
 def test_head_refuses_too_few_rows() -> None:
     with pytest.raises(LossError, match="29 rows but vocab_size is 30"):
         Head(30, weight=torch.zeros(29, 4))
-    with pytest.raises(LossError, match="no output embeddings"):
+    with pytest.raises(LossError, match="Linear"):
         head_of(nn.Linear(2, 2))
 
 
@@ -242,12 +242,14 @@ def test_topk_lists_may_have_empty_places() -> None:
     (full,) = models.signals(BATCH, "topk", k=4)
     ids = torch.cat((full.topk_ids, torch.full((full.num_rows, 2), -1)), 1)
     logprobs = torch.cat((full.topk_logprobs, torch.zeros(full.num_rows, 2, dtype=torch.float64)), 1)
-    holes = TopKSignal(ids, logprobs, full.next_logprob, full.next_ids, 31)
-    for mode in ("boundary_kl", "p_kl_norm", "uld"):
-        fn = loss_fn(mode=mode, uncommon_topk=4)
-        inputs = fn.prepare(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
+    holes = TeacherTopK(ids, logprobs, full.next_logprob, full.next_ids, 31)
+    for mode in ("boundary_kl", "uld"):
+        fn = loss_fn(**of_mode({"mode": mode, "uncommon_topk": 4}))
+        inputs = fn.build_layout(microbatch(BATCH), [starts(BATCH["teacher_0_input_ids"])])
         losses = [
-            fn.compute(models.hidden, Head(23, weight=models.weight), [s], inputs, fn.counts(BATCH))[0].detach()
+            fn.compute_loss(models.hidden, Head(23, weight=models.weight), [s], inputs, fn.denominators(BATCH))[
+                0
+            ].detach()
             for s in (full, holes)
         ]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-10)

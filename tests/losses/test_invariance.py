@@ -9,21 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal
-from tests.losses.cases import make_batch, make_models, make_projection, starts
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden
+from tests.losses.cases import PLAIN_MODES, make_batch, make_models, make_projection, starts
 
 V_S, V_T = 23, 31
 # P-KL's columns depend on batch neighbours by definition, unless they are all columns.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "boundary_kl": {},
-    "p_kl_norm": {"vocab_topk": 8},
-    "alm": {},
-    "uld": {},
-    "gold": {},
-    "h_kl": {},
-    "p_kl": {},
+    **{mode: {} for mode in PLAIN_MODES},
     "strict": {"strict_topk": 5, "span_weight": 0.1},
-    "simct": {},
     "scored": {"teacher_scoring": "ce"},
     "selected": {"teacher_combination": "select_teacher"},
 }
@@ -55,7 +48,7 @@ def evaluate(
     """Sum of losses over micro-batches given as lists of samples; gradients with respect to the whole batch's hidden
     states and the head. layout: "padded", "wide" (padding full of junk) or "packed" (samples end to end, reversed)."""
     batch, models = data
-    counts = loss_fn.counts(batch)
+    counts = loss_fn.denominators(batch)
     total, metrics = torch.zeros(()), {}
     for rows in groups:
         part = pick(batch, rows)
@@ -69,15 +62,15 @@ def evaluate(
             t_hidden, t_start = gather(ids, source, models.teacher_hidden[i], rows, lengths, layout)
             flat, _ = gather(ids, source, source.reshape(-1, 1), rows, lengths, layout)
             head = Head(V_T, weight=models.teacher_weight[i])
-            signals.append(HiddenSignal(t_hidden, head, flat.reshape(-1)))
+            signals.append(TeacherHidden(t_hidden, head, flat.reshape(-1)))
             teacher_starts.append(t_start)
         if layout == "wide":
             for key in list(part):
                 if isinstance(part[key], Tensor) and part[key].ndim == 2 and "pair" not in key:
                     part[key] = padded(part[key], 3, -1 if "chunk_id" in key else 1)
         micro = SimpleNamespace(data_dict=part, processed_inputs=SimpleNamespace(row_start=start))
-        inputs = loss_fn.prepare(micro, teacher_starts)
-        loss, parts = loss_fn.compute(hidden, Head(V_S, weight=models.weight), signals, inputs, counts)
+        inputs = loss_fn.build_layout(micro, teacher_starts)
+        loss, parts = loss_fn.compute_loss(hidden, Head(V_S, weight=models.weight), signals, inputs, counts)
         total = total + loss
         for key, (value, count) in parts.items():
             old = metrics.get(key, (0.0, 0.0))
@@ -158,5 +151,5 @@ def test_a_sample_that_counts_twice_is_one_that_is_there_twice(name: str, data: 
 
 
 def test_a_rank_without_rows_counts_nothing(data: tuple[dict[str, Any], Any]) -> None:
-    counts = build("boundary_kl").counts(pick(data[0], []))
+    counts = build("boundary_kl").denominators(pick(data[0], []))
     assert {name: float(value) for name, value in counts.items()} == {"tokens": 0.0, "chunks_0": 0.0, "chunks_1": 0.0}

@@ -64,10 +64,10 @@ def test_value_and_gradient(mode: Any, seed: int) -> None:
     batch = policy_batch(seed=seed)
     hidden, head = hidden_and_head(6 * WIDTH, seed)
     loss_fn = PolicyGradientLossFn({"mode": mode, "divisor": 64.0}, block_rows=4)
-    loss_fn.annotate(batch)
+    loss_fn.prepare_batch(batch)
     assert loss_fn.active.mode == mode
-    counts = loss_fn.counts(batch)
-    loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
+    counts = loss_fn.denominators(batch)
+    loss, metrics = loss_fn.compute_loss(hidden, head, (), loss_fn.build_layout(microbatch(batch)), counts)
     expected = reference(batch, naive_log_probs(hidden, head, batch), mode)
     # Rewards and weights are float32, so sums over them agree to that.
     assert torch.allclose(loss, expected, rtol=2e-5)
@@ -82,31 +82,31 @@ def test_micro_batches_add_up(mode: Any) -> None:
     batch = policy_batch()
     hidden, head = hidden_and_head(6 * WIDTH)
     loss_fn = PolicyGradientLossFn({"mode": mode})
-    loss_fn.annotate(batch)
-    counts = loss_fn.counts(batch)
-    whole, _ = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
+    loss_fn.prepare_batch(batch)
+    counts = loss_fn.denominators(batch)
+    whole, _ = loss_fn.compute_loss(hidden, head, (), loss_fn.build_layout(microbatch(batch)), counts)
     parts = []
     for rows in ([4, 0], [1, 5, 2], [3]):
         own = torch.cat([hidden.reshape(6, WIDTH, -1)[r] for r in rows])
-        inputs = loss_fn.prepare(microbatch(take(batch, rows)))
-        parts.append(loss_fn.compute(own, head, (), inputs, counts)[0])
+        inputs = loss_fn.build_layout(microbatch(take(batch, rows)))
+        parts.append(loss_fn.compute_loss(own, head, (), inputs, counts)[0])
     assert torch.allclose(torch.stack(parts).sum(), whole, rtol=1e-12)
 
 
 def test_the_mode_is_named_for_what_it_is() -> None:
     batch = policy_batch()
     loss_fn = PolicyGradientLossFn()
-    loss_fn.annotate(dict(batch))
+    loss_fn.prepare_batch(dict(batch))
     assert loss_fn.active.mode == "dr_grpo"
     ungrouped = {**batch, "group_index": torch.full((6,), -1)}
     unscored = {**batch, "behavior_valid": torch.zeros_like(batch["behavior_valid"])}
     for lacking, what in ((ungrouped, "groups"), (unscored, "behaviour log-probs")):
-        loss_fn.annotate(dict(lacking))
+        loss_fn.prepare_batch(dict(lacking))
         assert loss_fn.active.mode == "reward_weighted"
         for mode in ("grpo", "dr_grpo"):
             with pytest.raises(LossError, match=what):
-                PolicyGradientLossFn({"mode": mode}).annotate(dict(lacking))
-    loss_fn.annotate(ungrouped)
+                PolicyGradientLossFn({"mode": mode}).prepare_batch(dict(lacking))
+    loss_fn.prepare_batch(ungrouped)
     assert torch.equal(ungrouped["advantages"], ungrouped["rewards"] * ungrouped["sample_mask"])
 
 
@@ -178,8 +178,8 @@ def test_ids_and_rows_out_of_range_are_refused() -> None:
 
 
 def test_a_batch_that_was_not_annotated_is_refused() -> None:
-    with pytest.raises(LossError, match="annotate"):
-        PolicyGradientLossFn().prepare(microbatch(policy_batch()))
+    with pytest.raises(LossError, match="prepare_batch"):
+        PolicyGradientLossFn().build_layout(microbatch(policy_batch()))
 
 
 @pytest.mark.parametrize(

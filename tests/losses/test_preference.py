@@ -66,8 +66,8 @@ def test_value_and_gradient(cfg: PreferenceLossConfig) -> None:
     batch = preference_batch()
     hidden, head = hidden_and_head(6 * WIDTH)
     loss_fn = PreferenceLossFn(cfg)
-    counts = loss_fn.counts(batch)
-    loss, metrics = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
+    counts = loss_fn.denominators(batch)
+    loss, metrics = loss_fn.compute_loss(hidden, head, (), loss_fn.build_layout(microbatch(batch)), counts)
     expected = reference(batch, naive_log_probs(hidden, head, batch), cfg)
     assert torch.allclose(loss, expected, rtol=1e-6)
     for mine, theirs in zip(gradients(loss, hidden, head), gradients(expected, hidden, head), strict=True):
@@ -79,19 +79,22 @@ def test_value_and_gradient(cfg: PreferenceLossConfig) -> None:
 def test_micro_batches_of_whole_pairs_add_up_in_any_order() -> None:
     batch, (hidden, head) = preference_batch(), hidden_and_head(6 * WIDTH)
     loss_fn = PreferenceLossFn()
-    counts = loss_fn.counts(batch)
-    whole, _ = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), counts)
+    counts = loss_fn.denominators(batch)
+    whole, _ = loss_fn.compute_loss(hidden, head, (), loss_fn.build_layout(microbatch(batch)), counts)
     parts = []
     for rows in ([5, 1, 0, 4], [2, 3]):
         own = torch.cat([hidden.reshape(6, WIDTH, -1)[r] for r in rows])
-        parts.append(loss_fn.compute(own, head, (), loss_fn.prepare(microbatch(take(batch, rows))), counts)[0])
+        parts.append(
+            loss_fn.compute_loss(own, head, (), loss_fn.build_layout(microbatch(take(batch, rows))), counts)[0]
+        )
     assert torch.allclose(torch.stack(parts).sum(), whole, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0, 3], [0, 2]])
 def test_a_pair_torn_apart_is_refused(rows: list[int]) -> None:
-    with pytest.raises(LossError, match="do not pair up"):
-        PreferenceLossFn().prepare(microbatch(take(preference_batch(), rows)))
+    chosen = sum(row % 2 == 0 for row in rows)
+    with pytest.raises(LossError, match=f"{chosen} chosen .*{len(rows) - chosen} rejected"):
+        PreferenceLossFn().build_layout(microbatch(take(preference_batch(), rows)))
 
 
 def test_a_filler_row_takes_no_part() -> None:
@@ -99,7 +102,9 @@ def test_a_filler_row_takes_no_part() -> None:
     batch["sample_mask"] = torch.zeros(1)
     hidden, head = hidden_and_head(WIDTH)
     loss_fn = PreferenceLossFn()
-    loss, _ = loss_fn.compute(hidden, head, (), loss_fn.prepare(microbatch(batch)), {"pairs": torch.tensor(3.0)})
+    loss, _ = loss_fn.compute_loss(
+        hidden, head, (), loss_fn.build_layout(microbatch(batch)), {"pairs": torch.tensor(3.0)}
+    )
     assert loss.item() == 0.0
     assert not gradients(loss, hidden, head)[0].any()
 
@@ -107,10 +112,10 @@ def test_a_filler_row_takes_no_part() -> None:
 def test_at_the_reference_dpo_is_ln_2_and_pulls_the_sides_apart() -> None:
     batch, (hidden, head) = preference_batch(), hidden_and_head(6 * WIDTH)
     loss_fn = PreferenceLossFn({"kind": "dpo", "beta": 0.5})
-    inputs = loss_fn.prepare(microbatch(batch))
+    inputs = loss_fn.build_layout(microbatch(batch))
     batch["reference_logprobs"] = response_log_probs(hidden, head, inputs).detach()
-    inputs = loss_fn.prepare(microbatch(batch))
-    loss, metrics = loss_fn.compute(hidden, head, (), inputs, loss_fn.counts(batch))
+    inputs = loss_fn.build_layout(microbatch(batch))
+    loss, metrics = loss_fn.compute_loss(hidden, head, (), inputs, loss_fn.denominators(batch))
     assert float(loss) == pytest.approx(math.log(2), rel=1e-6)
     assert float(metrics["preference/accuracy"][0]) == 0.0
     step = torch.autograd.grad(loss, hidden)[0]
@@ -123,11 +128,11 @@ def test_what_is_missing_is_named() -> None:
     batch = preference_batch()
     del batch["reference_logprobs"]
     with pytest.raises(LossError, match="reference_logprobs"):
-        PreferenceLossFn().prepare(microbatch(batch))
-    PreferenceLossFn({"kind": "simpo"}).prepare(microbatch(batch))
+        PreferenceLossFn().build_layout(microbatch(batch))
+    PreferenceLossFn({"kind": "simpo"}).build_layout(microbatch(batch))
     batch["token_mask"][2] = 0
     with pytest.raises(LossError, match="without tokens"):
-        PreferenceLossFn({"kind": "simpo"}).prepare(microbatch(batch))
+        PreferenceLossFn({"kind": "simpo"}).build_layout(microbatch(batch))
     ones = torch.ones(2)
     with pytest.raises(LossError, match="lengths"):
         preference_pair_losses(ones, ones, PreferenceLossConfig(kind="simpo"))

@@ -1,4 +1,4 @@
-"""Several teachers, same-vocabulary teachers, dynamic scaling, learnable projections, the published call."""
+"""Several teachers, same-vocabulary teachers, dynamic scaling, the published call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from limbeck.errors import ConfigError, LossError
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, LogitsSignal
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden, TeacherLogits
+from limbeck.losses.objectives.h_kl import HKL
+from limbeck.losses.objectives.p_kl import PKL
+from tests.distributed.cases import Case, close, step
+from tests.helpers.tiny import TEXTS
 from tests.losses import reference
 from tests.losses.cases import make_batch, make_models, make_projection, microbatch, run, starts
 
@@ -105,6 +109,53 @@ def test_select_teacher(models: Any) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-7, atol=1e-9)
 
 
+# ---- an objective for each ----
+
+OWN = [PKL.Config(vocab_topk=9), HKL.Config(uncommon_topk=6)]
+
+
+def test_two_objectives_are_the_sum_of_the_two_losses(models: Any) -> None:
+    """In float64, by the reference; P-KL's columns are those of one micro-batch."""
+    logits = (models.hidden @ models.weight.t()).view(*BATCH["input_ids"].shape, -1)
+    want, parts = logits.sum() * 0, []
+    options = [("p_kl", {"vocab_topk": 9}), ("h_kl", {"uncommon_topk": 6})]
+    for i, (mode, own) in enumerate(options):
+        ids = BATCH[f"teacher_{i}_input_ids"]
+        teacher = (models.teacher_hidden[i] @ models.teacher_weight[i].t()).view(*ids.shape, -1)
+        dense = PROJECTIONS[i].dense()
+        total, chunks = reference.kd(mode, BATCH, logits, teacher, dense, i=i, exact_only=False, **own)
+        parts.append(total / chunks)
+        want = want + [0.8, 0.2][i] * parts[-1]
+    settings = {"mode": "tree_kl", "ce_loss_scale": 0.0, "block_rows": 6, "teacher_weights": [0.8, 0.2]}
+    fn = CrossTokenizerDistillationLossFn(settings, projections=PROJECTIONS, teacher_objectives=OWN)
+    assert [objective.mode for objective in fn.objectives] == ["p_kl", "h_kl"]
+    loss, metrics = run(fn, BATCH, models)
+    torch.testing.assert_close(loss, want, rtol=1e-7, atol=1e-9)
+    for mine, theirs in zip(
+        torch.autograd.grad(loss, [models.hidden, models.weight]),
+        torch.autograd.grad(want, [models.hidden, models.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    for i, part in enumerate(parts):
+        total, number = metrics[f"teacher_{i}/kl_loss"]
+        torch.testing.assert_close(total / number, part.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", [{"mbs": 1}, {"mbs": 4}, {"packed": True}], ids=["rows of 1", "rows of 4", "packed"])
+def test_two_objectives_in_every_layout(layout: dict[str, Any]) -> None:
+    """P-KL on all columns, since its choice of some depends on what shares a micro-batch."""
+    own = [PKL.Config(), HKL.Config(uncommon_topk=50)]
+    rows = tuple(range(len(TEXTS)))
+    cases = [Case(teachers=("cross", "cross")), Case(teachers=("cross", "cross"), **layout)]
+    wanted, found = (step(case, {}, rows, objectives=own) for case in cases)
+    assert wanted["metrics"].keys() >= {"teacher_0/proj_accuracy", "teacher_1/uncommon_l1"}
+    for name in ("loss", "grad_norm"):
+        close(found[name], wanted[name], name)
+    for name, value in wanted["gradients"].items():
+        close(found["gradients"][name], value, name, floor=1e-7)
+
+
 def same(count: int = 1, **cfg: Any) -> CrossTokenizerDistillationLossFn:
     return CrossTokenizerDistillationLossFn(
         {"mode": "boundary_kl", "ce_loss_scale": 0.0, "block_rows": 6, **cfg}, projections=[None] * count
@@ -130,7 +181,7 @@ def test_same_vocabulary_teacher(direction: str) -> None:
     want, count = same_reference(logits, teacher, direction, 1.5)
     loss, metrics = run(same(direction=direction, temperature=1.5), PLAIN, models)
     torch.testing.assert_close(loss, want / count, rtol=1e-8, atol=1e-10)
-    assert int(metrics["chunks"][0]) == count == int(same().counts(PLAIN)["chunks_0"])
+    assert int(metrics["chunks"][0]) == count == int(same().denominators(PLAIN)["chunks_0"])
     grads = (torch.autograd.grad(x, models.hidden)[0] for x in (loss, want / count))
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)
     zero, _ = run(same(direction=direction), PLAIN, _copied(models))
@@ -172,10 +223,10 @@ def test_same_vocabulary_in_another_context() -> None:
     weight = torch.randn(V_S, 7, dtype=torch.float64)
     teacher = torch.cat((torch.randn(5, prefix, 7, dtype=torch.float64), hidden), 1).flatten(0, 1)
     fn = same()
-    inputs = fn.prepare(microbatch(batch), [starts(shifted)])
+    inputs = fn.build_layout(microbatch(batch), [starts(shifted)])
     head = Head(V_S, weight=weight)
-    signal = HiddenSignal(teacher, head, shifted.reshape(-1))
-    loss, metrics = fn.compute(hidden.flatten(0, 1), head, [signal], inputs, fn.counts(batch))
+    signal = TeacherHidden(teacher, head, shifted.reshape(-1))
+    loss, metrics = fn.compute_loss(hidden.flatten(0, 1), head, [signal], inputs, fn.denominators(batch))
     assert abs(float(loss)) < 1e-12
     assert float(metrics["chunks"][0]) > 10
 
@@ -188,11 +239,11 @@ def test_averaged_logits() -> None:
     fn = same(2, teacher_combination="averaged_logits", teacher_weights=[3.0, 1.0])
     loss, _ = run(fn, PLAIN, models)
     torch.testing.assert_close(loss, want / count, rtol=1e-8, atol=1e-10)
-    with pytest.raises(LossError, match="no logits to average"):
+    with pytest.raises(LossError, match="teacher_combination"):
         run(fn, PLAIN, models, "topk")
-    with pytest.raises(ConfigError, match="one vocabulary"):
+    with pytest.raises(ConfigError, match="'averaged_logits'"):
         CrossTokenizerDistillationLossFn({"teacher_combination": "averaged_logits"}, projections=[None, PROJECTIONS[0]])
-    with pytest.raises(LossError, match="cannot be averaged"):
+    with pytest.raises(LossError, match=r"teacher_1 .*teacher_0"):
         run(two(teacher_combination="averaged_logits"), BATCH, make_models(BATCH, V_S, [V_T, V_T]))
 
 
@@ -216,56 +267,19 @@ def test_dynamic_scaling_is_one_number_per_step(models: Any) -> None:
         fn.step_end({"kl_loss": (float("nan"), 1), "ce_loss": (1.0, 1)})
 
 
-def test_first_pass_scaling(models: Any) -> None:
-    cfg = {"mode": "boundary_kl", "dynamic_loss_scaling": True, "dynamic_scaling_source": "first_pass"}
-    fn = CrossTokenizerDistillationLossFn(cfg, projections=PROJECTIONS)
-    with torch.no_grad():
-        _, metrics = run(fn, BATCH, models)
-    fn.first_pass(metrics)
-    loss, metrics = run(fn, BATCH, models)
-    assert float(loss.detach()) == pytest.approx(2 * float(metrics["ce_loss"][0] / metrics["ce_loss"][1]))
-    fn.step_end({"kl_loss": (99.0, 1), "ce_loss": (1.0, 1)})
-    assert float(run(fn, BATCH, models)[0].detach()) == pytest.approx(float(loss.detach()))
-
-
-@pytest.mark.parametrize("mode", ["boundary_kl", "p_kl", "p_kl_norm"])
-@pytest.mark.parametrize("kind", ["hidden", "topk"])
-def test_learnable_projection_has_the_right_gradient(mode: str, kind: str) -> None:
-    if mode == "p_kl":
-        kind = "logits"
-    models = make_models(BATCH, V_S, [V_T], seed=1)
-    fn = CrossTokenizerDistillationLossFn(
-        {"mode": mode, "learnable_projection": True, "block_rows": 3, "vocab_topk": 9}, projections=PROJECTIONS[:1]
-    ).double()
-    (parameter,) = fn.parameters()
-    grad = torch.autograd.grad(run(fn, BATCH, models, kind)[0], parameter)[0]
-    direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            parameter.add_(sign * 1e-5 * direction)
-            values.append(float(run(fn, BATCH, models, kind)[0]))
-            parameter.sub_(sign * 1e-5 * direction)
-    assert float((grad * direction).sum()) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
-    assert "teachers.0.vocab.log_weight" in fn.state_dict()
-    frozen = CrossTokenizerDistillationLossFn({"mode": mode}, projections=PROJECTIONS[:1])
-    assert list(frozen.parameters()) == []
-    assert set(frozen.state_dict()) == {"scale.distillation", "scale.cross_entropy", "scale.steps", "guard.seen"}
-
-
 def test_published_call_equals_compute() -> None:
     models = make_models(BATCH, V_S, [V_T], seed=1)
     fn = CrossTokenizerDistillationLossFn({"gold_loss": False, "vocab_topk": 9}, projections=PROJECTIONS[:1])
     want, _ = run(fn, BATCH, models)
     logits = (models.hidden @ models.weight.t()).view(*BATCH["input_ids"].shape, -1)
     teacher = (models.teacher_hidden[0] @ models.teacher_weight[0].t()).view(*BATCH["teacher_input_ids"].shape, -1)
-    tokens = fn.counts(BATCH)["tokens"]
+    tokens = fn.denominators(BATCH)["tokens"]
     loss, metrics = fn(BATCH, torch.tensor(5), tokens, logits, teacher)
     torch.testing.assert_close(loss, want)
     a, b = (torch.autograd.grad(x, models.weight)[0] for x in (loss, want))
     torch.testing.assert_close(a, b)
     assert {"loss", "kl_loss", "ce_loss", "accuracy", "proj_accuracy", "chunks", "tokens"} <= metrics.keys()
-    half, _ = fn(BATCH, None, 2 * tokens, logits, teacher, global_valid_chunks=[2 * fn.counts(BATCH)["chunks_0"]])
+    half, _ = fn(BATCH, None, 2 * tokens, logits, teacher, global_valid_chunks=[2 * fn.denominators(BATCH)["chunks_0"]])
     torch.testing.assert_close(half, want / 2)
 
 
@@ -287,12 +301,12 @@ def test_misalignment_is_reported_by_the_step() -> None:
     student, teacher = torch.zeros(rows, size), torch.zeros(rows, size)
     student[:, 0], teacher[:, 1] = 80.0, 80.0
     fn = same(direction="jsd", jsd_patience=2)
-    inputs = fn.prepare(microbatch(batch), [None])
-    signal = LogitsSignal(teacher, batch["input_ids"].reshape(-1))
-    _, metrics = fn.compute(student, Head.identity(size), [signal], inputs, fn.counts(batch))
+    inputs = fn.build_layout(microbatch(batch), [None])
+    signal = TeacherLogits(teacher, batch["input_ids"].reshape(-1))
+    _, metrics = fn.compute_loss(student, Head.identity(size), [signal], inputs, fn.denominators(batch))
     with pytest.warns(UserWarning, match="misaligned"):
         fn.step_end(metrics)
-    with pytest.raises(LossError, match="do not belong together"):
+    with pytest.raises(LossError, match="for 2 steps"):
         fn.step_end(metrics)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.losses import Head, LogitsSignal
+from limbeck.losses import Head, TeacherLogits
 from limbeck.losses.blocks import deferred_checks
 from limbeck.losses.hint import HintDistillationLossFn
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
@@ -33,15 +33,15 @@ def moved(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
 
 def both(loss_fn: Any, batch: dict[str, Any], rows: int, logits: torch.Tensor | None = None) -> None:
     starts = [] if logits is None else [torch.arange(3) * 11]
-    counts = loss_fn.counts(batch)
+    counts = loss_fn.denominators(batch)
     losses = []
     cpu = hidden_and_head(rows)
     for hidden, head in (cpu, moved(*cpu)):
         signals = []
         if logits is not None:
             ids = batch["teacher_input_ids"].reshape(-1).to(hidden.device)
-            signals = [LogitsSignal(logits.to(hidden.device), ids)]
-        loss, _ = loss_fn.compute(hidden, head, signals, loss_fn.prepare(microbatch(batch), starts), counts)
+            signals = [TeacherLogits(logits.to(hidden.device), ids)]
+        loss, _ = loss_fn.compute_loss(hidden, head, signals, loss_fn.build_layout(microbatch(batch), starts), counts)
         losses.append((loss.detach().cpu(), [g.cpu() for g in gradients(loss, hidden, head)]))
     assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-6)
     for mine, theirs in zip(losses[0][1], losses[1][1], strict=True):
@@ -51,7 +51,7 @@ def both(loss_fn: Any, batch: dict[str, Any], rows: int, logits: torch.Tensor | 
 def test_policy() -> None:
     batch = policy_batch()
     loss_fn = PolicyGradientLossFn()
-    loss_fn.annotate(batch)
+    loss_fn.prepare_batch(batch)
     both(loss_fn, batch, 6 * WIDTH)
 
 
@@ -76,14 +76,14 @@ def test_hint_waits_for_nothing() -> None:
     batch, logits = hint_batch(), teacher_logits(hint_batch()).cuda()
     loss_fn = HintDistillationLossFn()
     hidden, head = moved(*hidden_and_head(27))
-    counts = {name: value.cuda() for name, value in loss_fn.counts(batch).items()}
-    inputs = loss_fn.prepare(microbatch(batch), [torch.arange(3) * 11]).to("cuda")
+    counts = {name: value.cuda() for name, value in loss_fn.denominators(batch).items()}
+    inputs = loss_fn.build_layout(microbatch(batch), [torch.arange(3) * 11]).to("cuda")
     for shift, differing in ((0, False), (1, True)):
         ids = (batch["teacher_input_ids"].reshape(-1).cuda() + shift) % VOCAB
         torch.cuda.set_sync_debug_mode("error")
         try:
             with deferred_checks() as flags:
-                loss_fn.compute(hidden, head, [LogitsSignal(logits, ids)], inputs, counts)
+                loss_fn.compute_loss(hidden, head, [TeacherLogits(logits, ids)], inputs, counts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert [flag.tolist() for flag in flags] == [[False, differing]]

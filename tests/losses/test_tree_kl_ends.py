@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from limbeck.algorithms import build as build_module
-from limbeck.algorithms.xtoken_off_policy_distillation import setup
+from limbeck.algorithms.xtoken_off_policy_distillation import make_parts, setup
 from limbeck.config import load_config
 from limbeck.errors import ConfigError, LossError
 from limbeck.losses import CrossTokenizerDistillationLossFn
-from limbeck.losses.objectives.tree_kl import EndCounts, FineSide, TreeKL
+from limbeck.losses.objectives.tree_kl import TreeKL
+from limbeck.losses.objectives.tree_tables import EndCounts, FineSide
 from limbeck.losses.vocab.axis import WHOLE
 from tests.helpers import runs
 from tests.helpers.tokenizers import trained_bpe
@@ -95,10 +96,10 @@ def test_counts_are_those_of_the_definition_and_add_up(seed: int) -> None:
     pair = worlds.random_pair(seed)
     batch = text_batch(pair, samples=5, seed=seed)
     tree = tree_of(loss_fn := build(pair, condition="counted"))
-    layout = loss_fn.chunks(batch)[0]
+    layout = loss_fn.select_chunks(batch)[0]
     sides: tuple[FineSide, FineSide] = ("student", "teacher")
     trees = tree.trees.student_tree, tree.trees.teacher_tree
-    for fine, own, host, counts in zip(sides, trees, tree.host_trees, tree.count_ends([layout]), strict=True):
+    for fine, own, host, counts in zip(sides, trees, tree.host_trees, tree.count_token_ends([layout]), strict=True):
         inside, behind = enumerated_counts(pair, batch, fine)
         assert by_spelling(own, counts.inside) == inside
         assert by_spelling(own, counts.behind) == behind
@@ -135,7 +136,7 @@ def in_letters(joining_teaches: bool) -> tuple[TreeKL, bytes, list[int]]:
         "alignment_0_pair_is_correct": valid,
     }
     tree = tree_of(loss_fn := build(pair, condition="counted"))
-    loss_fn.count_ends([loss_fn.chunks(batch)])
+    loss_fn.count_token_ends([loss_fn.select_chunks(batch)])
     return tree, text, joined
 
 
@@ -262,7 +263,7 @@ def test_loss_and_gradient_are_those_of_the_definition(name: str, direction: str
     for mine, theirs in zip(gradients(got, models), gradients(want, models), strict=True):
         assert torch.isfinite(mine).all()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
-    assert float(metrics["teacher_0/excluded_mass_student"][0]) >= 0
+    assert float(metrics["teacher_0/uncovered_root_student"][0]) >= 0
 
 
 def test_without_a_text_it_is_refused() -> None:
@@ -271,7 +272,7 @@ def test_without_a_text_it_is_refused() -> None:
     loss_fn = CrossTokenizerDistillationLossFn(
         {"mode": "tree_kl", "condition": "counted"}, projections=[projection_of(pair)]
     )
-    with pytest.raises(LossError, match="count_ends"):
+    with pytest.raises(LossError, match="count_token_ends"):
         run(loss_fn, batch, models_of(batch, pair))
 
 
@@ -309,4 +310,4 @@ def test_where_there_is_no_text_yet_it_is_refused(tmp_path: Path) -> None:
     config = on_numbers(tmp_path)
     loaded = *build_module.load_tokenizers(config), *build_module.load_datasets(config)
     with pytest.raises(ConfigError, match="on-policy"):
-        setup(config, *loaded, wrap=lambda collator: collator)
+        make_parts(config, *loaded, wrap=lambda collator: collator)

@@ -1,4 +1,4 @@
-"""The projection on tensors against a dense matrix product; learnable weights; tables that do not fit."""
+"""The projection on tensors against a dense matrix product; tables that do not fit."""
 
 from __future__ import annotations
 
@@ -37,21 +37,6 @@ def test_matches_dense_product(seed: int, v_s: int, v_t: int, n: int) -> None:
     assert torch.equal(vocab.mapped, dense.sum(1) > 0)
 
 
-def test_learnable_weights_start_as_given_and_have_the_right_gradient() -> None:
-    projection = make_projection(14, 12, seed=3)
-    vocab = VocabMap(projection, 12, learnable=True)
-    torch.testing.assert_close(vocab.extra_weight(), vocab.fixed_weight)
-    assert vocab.log_weight is not None
-    probs = torch.rand(3, 14, dtype=torch.float64)
-    vocab.double()
-    weight = vocab.extra_weight().detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: vocab.project_all(probs, w), (weight,))
-    with torch.no_grad():
-        vocab.log_weight.normal_()
-    rows = torch.zeros(14, dtype=torch.float64).index_add(0, vocab.extra_student, vocab.extra_weight())
-    assert bool((((rows - 1).abs() < 1e-9) | (rows == 0)).all())  # still row-stochastic
-
-
 @pytest.mark.parametrize("threshold", [0.6, 0.95, 1 - 1e-6])
 @pytest.mark.parametrize("seed", range(5))
 def test_common_pairs(threshold: float, seed: int) -> None:
@@ -87,5 +72,5 @@ def test_tables_that_do_not_fit() -> None:
 def test_bad_weights(weights: list, text: str) -> None:
     with pytest.raises(ProjectionError, match=text):
         VocabMap(FakeProjection(np.array([[0, 1]], np.int32), np.array(weights, np.float32), 2), 2)
-    with pytest.raises(ProjectionError, match="must both be"):
+    with pytest.raises(ProjectionError, match=r"\(1, 1\).*\(1, 2\)"):
         VocabMap(FakeProjection(np.array([[0]], np.int32), np.array([[0.5, 0.5]], np.float32), 2), 2)

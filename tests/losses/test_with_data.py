@@ -11,7 +11,7 @@ import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import get_microbatch_iterator
-from limbeck.losses import CrossTokenizerDistillationLossFn, Head, HiddenSignal, blocks
+from limbeck.losses import CrossTokenizerDistillationLossFn, Head, TeacherHidden, blocks
 from limbeck.projection import Projection
 from limbeck.teachers.live import LiveTeacher
 from tests.helpers import tiny
@@ -49,7 +49,7 @@ def test_every_batching_gives_the_same_loss(mode: str, stored: str) -> None:
     head = torch.randn(V_S, 6, dtype=torch.float64, requires_grad=True)
     teacher_body, teacher_head = torch.randn(V_T, 5).double(), Head(V_T, weight=torch.randn(V_T, 5).double())
     loss_fn = CrossTokenizerDistillationLossFn({"mode": mode, "projection_matrix_path": stored, "block_rows": 7})
-    counts = loss_fn.counts(data)
+    counts = loss_fn.denominators(data)
     results = {}
     for name, cfg in CONFIGS.items():
         student, count = get_microbatch_iterator(data, cfg, 2, None, None)
@@ -57,10 +57,10 @@ def test_every_batching_gives_the_same_loss(mode: str, stored: str) -> None:
         total: Any = 0.0
         for mine, theirs in zip(student, teacher, strict=True):
             ids = theirs.processed_inputs.input_ids.reshape(-1)
-            inputs = loss_fn.prepare(mine, [theirs.processed_inputs.row_start])
+            inputs = loss_fn.build_layout(mine, [theirs.processed_inputs.row_start])
             hidden = body[mine.processed_inputs.input_ids.reshape(-1)]
-            signal = HiddenSignal(teacher_body[ids], teacher_head, ids)
-            total = total + loss_fn.compute(hidden, Head(V_S, weight=head), [signal], inputs, counts)[0]
+            signal = TeacherHidden(teacher_body[ids], teacher_head, ids)
+            total = total + loss_fn.compute_loss(hidden, Head(V_S, weight=head), [signal], inputs, counts)[0]
         assert count > 1
         results[name] = (total, torch.autograd.grad(total, [body, head]))
     for name in ("dynamic", "packed"):
@@ -76,8 +76,8 @@ def test_a_pass_without_gradient_computes_none(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a gradient went through the head")
 
-    monkeypatch.setattr(blocks._Pass, "_through_head", refuse)
+    monkeypatch.setattr(blocks.BlockedLoss, "_through_head", refuse)
     measured = student.train(tiny.batch(), loss_fn, teachers=teachers, eval_mode=True)
     assert measured["loss"] == pytest.approx(trained["loss"], rel=1e-6)
-    with pytest.raises(AssertionError, match="through the head"):
+    with pytest.raises(AssertionError, match="gradient"):
         student.train(tiny.batch(), loss_fn, teachers=teachers)

@@ -164,11 +164,11 @@ def test_auto_is_the_plain_one_on_a_cpu(model: Policy, monkeypatch: pytest.Monke
     assert type(make_local_sampler(model, "auto", SamplingConfig(), [], vocab)) is LocalSampler
     assert type(make_local_sampler(model, "continuous", SamplingConfig(), [], vocab)) is ContinuousSampler
     monkeypatch.setattr(type(model.sharding), "is_sharded", True)
-    with pytest.raises(ConfigError, match="whole model in every process"):
+    with pytest.raises(ConfigError, match=r"continuous .*fsdp"):
         make_local_sampler(model, "continuous", SamplingConfig(), [], vocab)
 
 
 def test_another_engine_is_refused_in_one_sentence(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous, "SUPPORTED", False)
-    with pytest.raises(ConfigError, match=r"needs transformers 5\.20 or later, and this is .*; leave it at auto"):
+    with pytest.raises(ConfigError, match=r"transformers 5\.20"):
         ContinuousSampler(model, SamplingConfig())

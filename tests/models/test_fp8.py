@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.run_folder import differences
-from limbeck.algorithms.workload import workload_of
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import ConfigError
 from limbeck.models.causal import body_of
@@ -19,6 +18,7 @@ from limbeck.models.fp8 import LARGEST, Fp8Linear, convert_layers, lacking, quan
 from limbeck.models.loading import ModelConfig, check_settings, fit_to_device, load_model
 from limbeck.models.policy import Policy
 from limbeck.teachers.cache.fill import spec_for
+from limbeck.tools.workload import workload_of
 from tests.helpers import runs, tiny
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_maps_of_other_sizes_stay_as_they_are_and_are_told(capsys: pytest.Captur
 
 def test_a_body_without_linear_maps_is_refused() -> None:
     sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    with pytest.raises(ConfigError, match="precision is fp8, but none of its layers has a linear map"):
+    with pytest.raises(ConfigError, match=r"fp8, .*no.* linear map"):
         teacher(model_overrides=sizes)
 
 
@@ -203,22 +203,22 @@ def test_what_is_trained_is_refused() -> None:
     assert str(error.value) == (
         "student: precision is fp8, in which only a frozen model computes; set bfloat16, float32 or auto"
     )
-    with pytest.raises(ConfigError, match="only a frozen model computes"):
+    with pytest.raises(ConfigError, match=r"fp8, .*frozen"):
         tiny.student(precision="fp8")
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": True}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}])
 def test_layers_are_not_split_over_ranks(layout: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="precision is fp8, and quantised weights cannot be split over ranks"):
+    with pytest.raises(ConfigError, match="fp8, and quantised weights"):
         check(dtensor_cfg=layout)
 
 
 def test_few_bits_of_two_kinds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"precision is fp8, but quantization is 8bit.*leave one of them out"):
+    with pytest.raises(ConfigError, match=r"precision is fp8, but quantization is 8bit"):
         check(quantization="8bit")
     model = load_model({"init": "random", "model_overrides": tiny.LLAMA}, vocab_size=300)
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ConfigError, match=r"it is stored quantised \(gptq\)"):
+    with pytest.raises(ConfigError, match=r"teacher_0: .*fp8.*gptq"):
         check_settings({"model_name": "m", "precision": "fp8"}, None, name="teacher_0", trained=False, model=model)
 
 

@@ -132,16 +132,16 @@ def test_a_value_that_is_no_number_stops_before_the_step(where):
     before = {n: p.clone() for n, p in policy.model.named_parameters()}
     loss = loss_fn()
     if where == "loss":
-        real = loss.compute
+        real = loss.compute_loss
 
         def broken(*args):
             value, metrics = real(*args)
             return value * float("nan"), metrics
 
-        loss.compute = broken
+        loss.compute_loss = broken
     else:
         policy.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * float("inf"))
-    with pytest.raises(LossError, match=r"not finite on the samples|gradient norm is .* on the samples \[0, 1"):
+    with pytest.raises(LossError, match=rf"{where} .*samples \[0, 1"):
         policy.train(batch(), loss, teachers=[LiveTeacher(teacher())])
     assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters())
     assert policy.steps == 0
@@ -152,7 +152,7 @@ def test_nan_weights_are_named():
     policy = student()
     with torch.no_grad():
         policy.model.lm_head.weight[3] = float("nan")
-    with pytest.raises(LossError, match="student: row"):
+    with pytest.raises(LossError, match=r"student: row \d+ .*nan at column 3"):
         policy.train(batch(), loss_fn(), teachers=[LiveTeacher(teacher())])
 
 
@@ -250,11 +250,11 @@ def test_checkpoints_load_with_transformers(tmp_path):
 
 def test_a_foreign_train_state_is_refused(tmp_path):
     student(lora={"r": 2}).save_checkpoint(tmp_path / "w", tmp_path / "s")
-    with pytest.raises(CheckpointError, match="another kind of run"):
+    with pytest.raises(CheckpointError, match=r"/s' .*adapters"):
         Policy(config(), tokenizer(300), device="cpu", optimizer_path=tmp_path / "s")
     Policy(config(), tokenizer(300), device="cpu").save_checkpoint(tmp_path / "w2", tmp_path / "s2")
     small = config({**LLAMA, "num_hidden_layers": 1})
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError, match=r"/s2' .*fit"):
         Policy(small, tokenizer(300), device="cpu", optimizer_path=tmp_path / "s2")
 
 
@@ -306,21 +306,21 @@ def test_the_timer_sees_every_part():
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "value"),
     [
-        {"dtensor_cfg": {"tensor_parallel_size": 2}},
-        {"dtensor_cfg": {"context_parallel_size": 2}},
-        {"dtensor_cfg": {"cpu_offload": True}},
-        {"precision": "float16"},
+        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "tensor_parallel_size.* 1 process "),
+        ({"dtensor_cfg": {"context_parallel_size": 2}}, "context_parallel_size.* 1 process "),
+        ({"dtensor_cfg": {"cpu_offload": True}}, r"dtensor_cfg\.cpu_offload"),
+        ({"precision": "float16"}, "float16"),
     ],
 )
-def test_what_cannot_be_done_is_refused(more):
-    with pytest.raises(ConfigError, match=r"does not divide the 1 process |but fsdp is off|bfloat16 or float32"):
+def test_what_cannot_be_done_is_refused(more, value):
+    with pytest.raises(ConfigError, match=value):
         student(**more)
 
 
 def test_frozen_policies_do_not_train():
-    with pytest.raises(ConfigError, match="is frozen"):
+    with pytest.raises(ConfigError, match="init_optimizer=False"):
         teacher().train(batch(), loss_fn(), teachers=[LiveTeacher(teacher())])
 
 
@@ -331,33 +331,18 @@ def test_a_model_with_more_than_a_linear_head_is_refused():
     real = model.lm_head.forward
     model.lm_head.forward = lambda x: real(x) * 2 + 1
     model.register_forward_hook(lambda m, a, k, out: out.__setitem__("logits", out.logits * 3), with_kwargs=True)
-    with pytest.raises(ConfigError, match="does more between its body and its logits"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .*linear head"):
         Policy(config(), tokenizer(300), device="cpu", model=model)
 
 
-def test_learnable_projections_must_be_known_to_the_optimizer():
-    loss = loss_fn(learnable_projection=True)
-    with pytest.raises(LossError, match="extra_parameters"):
-        student().train(batch(), loss, teachers=[LiveTeacher(teacher())])
-    policy = Policy(config(), tokenizer(300), device="cpu", seed=0, extra_parameters=loss.parameters())
-    before = [p.clone() for p in loss.parameters()]
-    policy.train(batch(), loss, teachers=[LiveTeacher(teacher())])
-    assert any(not torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("source", ["running", "first_pass"])
-def test_dynamic_scaling_is_one_ratio_per_step(source):
-    """With a first pass the total is exactly twice the cross-entropy, whatever the micro-batches."""
-    settings = {"dynamic_loss_scaling": True, "dynamic_scaling_source": source}
+def test_dynamic_scaling_is_one_ratio_per_step():
+    settings = {"dynamic_loss_scaling": True}
     losses = {}
     for mbs in (1, 3):
         policy, loss = student(), loss_fn(**settings)
         losses[mbs] = [policy.train(batch(), loss, teachers=[LiveTeacher(teacher())], mbs=mbs) for _ in range(2)]
     for a, b in zip(losses[1], losses[3], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-    if source == "first_pass":
-        total, count = losses[1][0]["metrics"]["ce_loss"]
-        assert losses[1][0]["loss"] == pytest.approx(2 * total / count, rel=1e-5)
 
 
 def test_compiled_body_gives_the_same_loss():

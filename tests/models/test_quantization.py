@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from limbeck.algorithms.workload import workload_of
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.mesh import MeshShape
 from limbeck.distributed.planner import Layout, Machine, ModelShape, TeacherMemory, Workload, memory_of, plan
@@ -19,6 +18,7 @@ from limbeck.errors import ConfigError
 from limbeck.models.loading import check_settings, load_model
 from limbeck.models.policy import Policy
 from limbeck.models.quantization import require_library
+from limbeck.tools.workload import workload_of
 from tests.helpers import runs, tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,8 +58,8 @@ def check(folder: Path, name: str = "plain", *, trained: bool = False, **setting
 
 @pytest.mark.parametrize("name", ["plain", "stored"])
 def test_a_student_is_not_quantised(folder: Path, name: str) -> None:
-    settings = {"quantization": "4bit"} if name == "plain" else {}
-    with pytest.raises(ConfigError, match="quantised weights cannot be trained; give the student in full precision"):
+    settings, what = ({"quantization": "4bit"}, "4bit") if name == "plain" else ({}, "stored")
+    with pytest.raises(ConfigError, match=f"teacher_0.* {what}.*trained"):
         check(folder, name, trained=True, **settings)
 
 
@@ -67,9 +67,7 @@ def test_a_student_is_not_quantised(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("layout", [{"fsdp": True}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}])
 def test_packed_weights_are_not_split_over_ranks(folder: Path, name: str, layout: dict[str, Any]) -> None:
     settings = {"quantization": "8bit"} if name == "plain" else {}
-    with pytest.raises(
-        ConfigError, match=rf"cannot be split over ranks; leave out its dtensor_cfg\.{next(iter(layout))}"
-    ):
+    with pytest.raises(ConfigError, match=rf"dtensor_cfg\.{next(iter(layout))}"):
         check(folder, name, dtensor_cfg=layout, **settings)
 
 
@@ -85,9 +83,9 @@ def test_a_missing_library_is_one_sentence_that_says_what_to_install(folder: Pat
 
 
 def test_what_is_quantised_already_or_random_is_not_quantised(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is stored quantised \(bitsandbytes\) and cannot be quantised again"):
+    with pytest.raises(ConfigError, match=r"teacher_0 .*bitsandbytes.*8bit"):
         check(folder, "stored", quantization="8bit")
-    with pytest.raises(ConfigError, match="its weights are random; quantise a model that is loaded"):
+    with pytest.raises(ConfigError, match=r"8bit.*random"):
         check(folder, init="random", quantization="8bit")
     with pytest.raises(ConfigError, match=r"quantization.*'none', '8bit' or '4bit'"):
         check(folder, quantization="3bit")

@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 
 import limbeck.projection.rules as rules_module
 from limbeck.errors import ProjectionError
-from limbeck.projection import build_rules, load_or_build
-from tests.helpers.tokenizers import byte_level, fingerprint_of_the_first_release
-from tests.patience import TEST_SECONDS
+from limbeck.projection import load_or_build
+from tests.helpers.tokenizers import byte_level
+from tests.patience import WAIT_SECONDS
 
 STUDENT = byte_level(["201", "the"])
 TEACHER = byte_level(["the"])
@@ -37,37 +36,11 @@ def test_a_missing_matrix_is_built_once(tmp_path: Path, request: pytest.FixtureR
     np.testing.assert_array_equal(first.weights, second.weights)
 
 
-def of_the_first_release(folder: Path) -> Path:
-    """A stored projection as the first release wrote it, under the name it had in the cache."""
-    prints = [fingerprint_of_the_first_release(t) for t in (STUDENT, TEACHER)]
-    made = build_rules(STUDENT, TEACHER)
-    assert not {*prints} & {made.student_fingerprint, made.teacher_fingerprint}
-    old = replace(made, student_fingerprint=prints[0], teacher_fingerprint=prints[1])
-    return old.save(folder / f"{prints[0][:20]}_{prints[1][:20]}_rules_k4_v1.safetensors")
-
-
-@pytest.mark.train
-@pytest.mark.usefixtures("no_building")
-def test_projections_of_the_first_release_are_used(tmp_path: Path) -> None:
-    path = of_the_first_release(tmp_path)
-    built = build_rules(STUDENT, TEACHER)
-    for found in (load_or_build(STUDENT, TEACHER, cache_dir=tmp_path), load_or_build(STUDENT, TEACHER, path)):
-        np.testing.assert_array_equal(found.weights, built.weights)
-        # in the present version, so that it compares equal with what is built today
-        assert found.student_fingerprint == built.student_fingerprint
-        assert found.teacher_fingerprint == built.teacher_fingerprint
-    assert os.listdir(tmp_path) == [path.name]
-    with pytest.raises(ProjectionError, match="belongs to another teacher tokenizer"):
-        load_or_build(STUDENT, OTHER, path)
-
-
 def test_everything_that_decides_the_content_is_in_the_name(tmp_path: Path) -> None:
     load_or_build(STUDENT, TEACHER, cache_dir=tmp_path)
     load_or_build(TEACHER, STUDENT, cache_dir=tmp_path)
     load_or_build(STUDENT, OTHER, cache_dir=tmp_path)
-    assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, k=2).k == 2
-    assert load_or_build(STUDENT, TEACHER, cache_dir=tmp_path, reverse=True).rule == "rules+reverse"
-    assert len(os.listdir(tmp_path)) == 5
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_a_damaged_cache_file_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,10 +59,10 @@ def test_a_given_path_is_written_once_and_checked_afterwards(tmp_path: Path, req
     load_or_build(STUDENT, TEACHER, path)
     request.getfixturevalue("no_building")
     load_or_build(STUDENT, TEACHER, path)
-    with pytest.raises(ProjectionError, match="belongs to another teacher tokenizer"):
+    with pytest.raises(ProjectionError, match=r"w\.safetensors: .*this teacher"):
         load_or_build(STUDENT, OTHER, path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ProjectionError, match="may be truncated"):
+    with pytest.raises(ProjectionError, match=r"w\.safetensors .*truncated"):
         load_or_build(STUDENT, TEACHER, path)
 
 
@@ -101,7 +74,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning_and_a_path_an_error(
     with caplog.at_level(logging.WARNING):
         assert load_or_build(STUDENT, TEACHER, cache_dir=blocked).rule == "rules"
     assert "cannot be cached" in caplog.text
-    with pytest.raises(ProjectionError, match="cannot be written"):
+    with pytest.raises(ProjectionError, match=r"file/w\.safetensors"):
         load_or_build(STUDENT, TEACHER, blocked / "w.safetensors")
 
 
@@ -127,7 +100,7 @@ def test_two_processes_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "t"), str(cache)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for run in runs:
-        _, errors = run.communicate(timeout=TEST_SECONDS)
+        _, errors = run.communicate(timeout=WAIT_SECONDS)
         assert run.returncode == 0, errors
     load_or_build(STUDENT, TEACHER, cache_dir=cache)
     assert not list(cache.glob(".*"))
@@ -146,7 +119,6 @@ def test_trees_are_built_when_asked_for_and_stored_with_the_matrix(
     assert loaded is not None
     for name, array in built.tensors().items():
         np.testing.assert_array_equal(array, loaded.tensors()[name])
-    assert loaded.student_pairs is not None
     assert loaded.num_cells == TEACHER.vocab_size
     two, numeral = (STUDENT.convert_tokens_to_ids(token) for token in ("2", "201"))
     assert loaded.student_cell[two] == loaded.student_cell[numeral]

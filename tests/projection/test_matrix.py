@@ -33,9 +33,7 @@ def make(indices: Any, weights: Any, exact: Any = None, teacher_size: int = 6, *
 
 def vocab(fingerprint: str, size: int) -> Any:
     token_bytes = [bytes([number]) for number in range(size)]
-    return SimpleNamespace(
-        fingerprint=fingerprint, size=size, has_fingerprint=fingerprint.__eq__, token_bytes=token_bytes
-    )
+    return SimpleNamespace(fingerprint=fingerprint, size=size, token_bytes=token_bytes)
 
 
 @st.composite
@@ -88,7 +86,7 @@ def test_teacher_view_and_columns_equal_the_dense_matrix(data: Any, draw: st.Dat
 
 @pytest.mark.parametrize("bad", [[-1], [6], [0, 99]])
 def test_columns_refuse_ids_outside_the_teacher(bad: list[int]) -> None:
-    with pytest.raises(ProjectionError, match="outside the projection's teacher vocabulary of 6"):
+    with pytest.raises(ProjectionError, match=f"id {bad[-1]} .* 6 ids"):
         make([[0]], [[1.0]]).columns(bad)
 
 
@@ -106,32 +104,6 @@ def test_a_stored_projection_comes_back_bit_for_bit(tmp_path_factory: pytest.Tem
     assert os.listdir(path.parent) == ["w.safetensors"]
 
 
-def test_relaxed_pairs_resolve_collisions_by_weight_then_equal_bytes_then_lower_id() -> None:
-    projection = make(
-        [[0, 1], [0, 2], [0, -1], [3, 4], [3, 4], [5, -1], [5, -1]],
-        [[0.7, 0.3], [0.9, 0.1], [1.0, 0], [0.6, 0.4], [0.59, 0.41], [1.0, 0], [1.0, 0]],
-        exact=[-1, -1, -1, -1, -1, -1, 5],
-    )
-    pairs = projection.relaxed_pairs()
-    assert pairs.student_ids.tolist() == [2, 3, 6]
-    assert pairs.teacher_ids.tolist() == [0, 3, 5]
-    tied = make([[0, 1], [0, 1]], [[0.7, 0.3], [0.7, 0.3]]).relaxed_pairs()
-    assert (tied.student_ids.tolist(), tied.teacher_ids.tolist()) == ([0], [0])
-    assert projection.relaxed_pairs(0.95).student_ids.tolist() == [2, 6]
-
-
-@given(triples())
-def test_relaxed_pairs_are_one_to_one_and_reach_the_threshold(data: Any) -> None:
-    projection = random_projection(data)
-    pairs = projection.relaxed_pairs()
-    assert len(set(pairs.teacher_ids.tolist())) == len(pairs.teacher_ids)
-    claimed = {int(t) for t, w in zip(projection.indices[:, 0], projection.weights[:, 0], strict=True) if w >= 0.6}
-    assert set(pairs.teacher_ids.tolist()) == claimed
-    for s, t in zip(*pairs, strict=True):
-        rivals = np.flatnonzero((projection.indices[:, 0] == t) & (projection.weights[:, 0] >= 0.6))
-        assert projection.weights[s, 0] == projection.weights[rivals, 0].max()
-
-
 def test_exact_pairs_and_immutability() -> None:
     projection = make([[0], [-1], [4]], [[1.0], [0.0], [1.0]], exact=[0, -1, 4])
     assert [a.tolist() for a in projection.exact_pairs()] == [[0, 2], [0, 4]]
@@ -142,18 +114,18 @@ def test_exact_pairs_and_immutability() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: make([[0]], [[float("nan")]]), "row 0 has a weight that is NaN"),
-        (lambda: make([[0], [1]], [[1.0], [float("inf")]]), "row 1 has a weight that is NaN or infinite"),
+        (lambda: make([[0]], [[float("nan")]]), "row 0 .*NaN"),
+        (lambda: make([[0], [1]], [[1.0], [float("inf")]]), "row 1 .*NaN"),
         (lambda: make([[0, 1]], [[1.5, -0.5]]), "outside 0..1"),
         (lambda: make([[6]], [[1.0]]), "teacher id outside -1..5"),
         (lambda: make([[-2]], [[1.0]]), "teacher id outside -1..5"),
         (lambda: make([[-1]], [[1.0]]), "weight without a teacher id"),
         (lambda: make([[0, 1]], [[1.0, 0.0]]), "teacher id without a weight"),
-        (lambda: make([[0, 1]], [[0.4, 0.6]]), "not sorted by falling weight"),
-        (lambda: make([[2, 2]], [[0.5, 0.5]]), "names a teacher id twice"),
-        (lambda: make([[0, 1]], [[0.5, 0.4]]), "sums neither to 1 nor to 0"),
+        (lambda: make([[0, 1]], [[0.4, 0.6]]), "row 0 .*sorted"),
+        (lambda: make([[2, 2]], [[0.5, 0.5]]), "row 0 .*twice"),
+        (lambda: make([[0, 1]], [[0.5, 0.4]]), "row 0 sums"),
         (lambda: make([[0]], [[1.0]], exact=[6]), "exact teacher id outside"),
-        (lambda: make([[0], [0]], [[1.0], [1.0]], exact=[0, 0]), "teacher id 0 is the exact partner of several"),
+        (lambda: make([[0], [0]], [[1.0], [1.0]], exact=[0, 0]), "teacher id 0 .*exact partner"),
         (lambda: make([[0]], [[1.0]], exact=[0, 1]), "shapes do not fit"),
         (lambda: make([0], [1.0]), "shapes do not fit"),
         (lambda: make(np.zeros((1, 0)), np.zeros((1, 0))), "k=0 entries"),
@@ -170,13 +142,11 @@ def test_loading_checks_whose_tokenizers_it_belongs_to(tmp_path: Path) -> None:
     path = make([[0], [1]], [[1.0], [1.0]]).save(tmp_path / "w.safetensors")
     loaded = Projection.load(path, vocab("s" * 64, 2), vocab("t" * 64, 6))
     assert loaded.token_bytes == ([b"\0", b"\1"], [bytes([number]) for number in range(6)])
-    with pytest.raises(ProjectionError, match="belongs to another student tokenizer"):
+    with pytest.raises(ProjectionError, match=r"this student: x{12}, 2 ids"):
         Projection.load(path, vocab("x" * 64, 2), None)
-    with pytest.raises(
-        ProjectionError, match=r"another teacher tokenizer .*this teacher: yyyyyyyyyyyy, 6 ids.*limbeck"
-    ):
+    with pytest.raises(ProjectionError, match=r"this teacher: y{12}, 6 ids"):
         Projection.load(path, None, vocab("y" * 64, 6))
-    with pytest.raises(ProjectionError, match="another teacher tokenizer"):
+    with pytest.raises(ProjectionError, match=r"this teacher: t{12}, 7 ids"):
         Projection.load(path, None, vocab("t" * 64, 7))
 
 
@@ -218,19 +188,19 @@ def test_the_unchanged_file_of_the_hostile_cases_loads(tmp_path: Path) -> None:
         ({"format": "other"}, {}, "format is 'other'"),
         ({"version": "2"}, {}, "version '2'"),
         ({"rule": None, "k": None}, {}, "lacks rule, k"),
-        ({"k": "2"}, {}, "says k=2, the arrays say 1"),
-        ({"student_size": "3"}, {}, "student_size=3, the arrays say 2"),
+        ({"k": "2"}, {}, "k=2, .*1"),
+        ({"student_size": "3"}, {}, "student_size=3, .*2"),
         ({"teacher_size": "1"}, {}, "teacher id outside -1..0"),
-        ({"teacher_size": "9" * 5000}, {}, "expected a count"),
-        ({"teacher_size": "-6"}, {}, "expected a count"),
-        ({"teacher_size": "六"}, {}, "expected a count"),
-        ({"details": "[" * 100_000}, {}, "details are not a JSON object"),
-        ({"details": '{"a": 1}'}, {}, "details are not a JSON object"),
-        ({}, {"exact": None}, "holds the arrays"),
-        ({}, {"more": np.zeros(1)}, "holds the arrays"),
+        ({"teacher_size": "9" * 5000}, {}, "teacher_size is '9{40}'"),
+        ({"teacher_size": "-6"}, {}, "teacher_size is '-6'"),
+        ({"teacher_size": "六"}, {}, "teacher_size is '六'"),
+        ({"details": "[" * 100_000}, {}, "details .*JSON"),
+        ({"details": '{"a": 1}'}, {}, "details .*JSON"),
+        ({}, {"exact": None}, r"\['indices', 'weights'\]"),
+        ({}, {"more": np.zeros(1)}, "'more'"),
         ({}, {"weights": np.ones((2, 1))}, "`weights` has dtype F64, expected F32"),
         ({}, {"indices": np.array([[0], [1]])}, "`indices` has dtype I64, expected I32"),
-        ({}, {"weights": np.array([[1], [np.nan]], dtype=np.float32)}, "row 1 has a weight that is NaN"),
+        ({}, {"weights": np.array([[1], [np.nan]], dtype=np.float32)}, "row 1 .*NaN"),
         ({}, {"weights": np.ones((3, 1), dtype=np.float32)}, "shapes do not fit"),
         ({}, {"indices": np.array([[0], [-7]], dtype=np.int32)}, "teacher id outside"),
     ],
@@ -254,11 +224,11 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     contents.append(struct.pack("<Q", len(big)) + big)
     for content in contents:
         path.write_bytes(content)
-        with pytest.raises(ProjectionError, match="not a readable safetensors file"):
+        with pytest.raises(ProjectionError, match=r"bad\.safetensors .*readable"):
             Projection.load(path)
-    with pytest.raises(ProjectionError, match="there is no projection at"):
+    with pytest.raises(ProjectionError, match=r"absent\.safetensors;"):
         Projection.load(tmp_path / "absent.safetensors")
-    with pytest.raises(ProjectionError, match="there is no projection at"):
+    with pytest.raises(ProjectionError, match=f"{tmp_path.name};"):
         Projection.load(tmp_path)
 
 
@@ -290,3 +260,22 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         make([[1]], [[1.0]]).save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["w.safetensors"]
+
+
+def test_every_flipped_bit_of_a_stored_projection_is_refused_or_means_nothing(tmp_path: Path) -> None:
+    saved = make([[0, 1], [2, -1], [3, 4]], [[0.75, 0.25], [1, 0], [0.5, 0.5]], [0, -1, 3])
+    whole = saved.save(tmp_path / "w.safetensors").read_bytes()
+    refused = 0
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "flipped").write_bytes(content)
+        try:
+            loaded = Projection.load(tmp_path / "flipped")
+        except ProjectionError:
+            refused += 1
+            continue
+        for name in ("indices", "weights", "exact"):
+            assert np.array_equal(getattr(loaded, name), getattr(saved, name))
+        assert (loaded.rule, loaded.details, loaded.teacher_size) == (saved.rule, saved.details, saved.teacher_size)
+    assert refused > 7.5 * len(whole)

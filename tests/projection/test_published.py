@@ -80,7 +80,7 @@ class Payload:
 def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     flag = tmp_path / "ran"
     for content in (Payload(flag), published(student_model_id=Payload(flag)), {"indices": Payload(flag)}):
-        with pytest.raises(ProjectionError, match="no file of plain tensors"):
+        with pytest.raises(ProjectionError, match=r"w\.pt .*plain tensors"):
             convert_published(saved(tmp_path, content), STUDENT, TEACHER)
     assert not flag.exists()
 
@@ -88,8 +88,8 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "holds list, expected a dict"),
-        ({"indices": torch.zeros(1, 1)}, r"holds \['indices'\], expected a dict"),
+        ([1, 2], "holds list"),
+        ({"indices": torch.zeros(1, 1)}, r"holds \['indices'\]"),
         (published(more=torch.zeros(3)), "unknown entry 'more'"),
         (published(student_model_id=7), "unknown entry 'student_model_id'"),
         (published(indices=[[0]]), "`indices` is list"),
@@ -105,7 +105,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
         (published(likelihoods=published()["likelihoods"] * 0), "no entry lies within"),
         (
             {"indices": torch.zeros(1, 1, dtype=torch.int64).expand(1 << 24, 1024), "likelihoods": torch.zeros(1, 1)},
-            "which the file does not hold",
+            r"\(16777216, 1024\)",
         ),
     ],
 )
@@ -119,9 +119,9 @@ def test_files_that_are_no_torch_files_are_refused(tmp_path: Path) -> None:
     whole = saved(tmp_path, published()).read_bytes()
     for content in (b"", b"hello", whole[: len(whole) // 2], b"PK\x03\x04" + b"\0" * 40, b"\x80\x02K\x01."):
         (tmp_path / "w.pt").write_bytes(content)
-        with pytest.raises(ProjectionError, match=r"no file of plain tensors|expected a dict"):
+        with pytest.raises(ProjectionError, match=r"w\.pt .*`indices` and `likelihoods`"):
             convert_published(tmp_path / "w.pt", STUDENT, TEACHER)
-    with pytest.raises(ProjectionError, match="there is no matrix at"):
+    with pytest.raises(ProjectionError, match=r"absent\.pt;"):
         convert_published(tmp_path / "absent.pt", STUDENT, TEACHER)
 
 

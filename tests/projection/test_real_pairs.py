@@ -45,15 +45,11 @@ def test_llama_to_qwen_loses_all_longer_numerals() -> None:
     assert 0.85 <= report.overlap <= 0.86
     assert report.student_tokens == 128_000
     assert report.exact_tokens == sum(c.exact for c in report.classes.values()) == 109_566
-    assert report.recommendation == "P-KL"
-    assert report.mode == "tree_kl"
-    assert "0 of 100 digits_2" in report.reason
 
 
 def test_llama_to_an_o200k_vocabulary_keeps_all_numerals() -> None:
     report = audited("llama3_2", "gptoss")
     assert [coverage(report, f"digits_{n}") for n in (1, 2, 3)] == [(10, 10), (100, 100), (1000, 1000)]
-    assert report.recommendation == "H-KL"
 
 
 def test_numerals_carry_the_published_weights() -> None:
@@ -123,7 +119,6 @@ def test_building_stays_small_and_fast() -> None:
     before = os.times()
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     after = os.times()
-    assert found["recommendation"] == "P-KL"
     assert found["classes"]["digits_3"] == {"total": 1000, "exact": 0}
     assert found["seconds"] > 0
     # time on a processor, start of the interpreter included: what other processes take does not count
@@ -154,8 +149,3 @@ def test_a_numeral_is_a_leaf_of_the_digits_tree() -> None:
     tree = trees.teacher_tree
     assert tree.members(tree.find(digits)).tolist() == [student.convert_tokens_to_ids("201")]
     assert tree.members(tree.find(digits[:1])).size == 111  # 2, 2x and 2xx
-    rule = trees.student_pairs
-    assert rule is not None
-    last, following = (student.convert_tokens_to_ids(token) for token in ("th", "e"))
-    assert not rule.allowed(last, following)
-    assert rule.allowed(student.convert_tokens_to_ids("the"), student.convert_tokens_to_ids("\u0120cat"))

@@ -4,18 +4,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.tokenizer import _utf8_runs
 from tests import zoo
 from tests.helpers.tokenizers import byte_level, sentencepiece
 
 SPELLERS = {
-    "byte_level": Tokenizer.of(
+    "byte_level": ByteTokenizer.of(
         byte_level(["the cat", "水", "201", "\r\n\r\n"], split_digits=True, specials=["<|end|>"])
     ),
-    "nfc": Tokenizer.of(byte_level(["é", "the"], nfc=True)),
-    "sentencepiece": Tokenizer.of(sentencepiece([" the", "水", "cat"], specials=["</s>"])),
-    "prefix": Tokenizer.of(sentencepiece([" the", "水", "cat"], prefix=True)),
+    "nfc": ByteTokenizer.of(byte_level(["é", "the"], nfc=True)),
+    "sentencepiece": ByteTokenizer.of(sentencepiece([" the", "水", "cat"], specials=["</s>"])),
+    "prefix": ByteTokenizer.of(sentencepiece([" the", "水", "cat"], prefix=True)),
 }
 
 
@@ -60,7 +60,7 @@ def test_progress_reaches_the_end() -> None:
 
 
 def test_wordpiece_words_are_the_same_with_and_without_a_space() -> None:
-    speller = Tokenizer.of(zoo.tokenizer("minilm"))
+    speller = ByteTokenizer.of(zoo.tokenizer("minilm"))
     with_space, without, unknown = speller.spell([b" walking", b"walking", "\u0f00".encode() * 3])
     assert with_space == without
     assert speller.vocab.join(without) == b"walking"

@@ -39,7 +39,7 @@ def test_equal_bytes_have_weight_one_and_numerals_the_published_weights() -> Non
     assert projection.exact[by_bytes(student, b"the")] == by_bytes(teacher, b"the")
     assert projection.exact[by_bytes(student, b"20")] == -1
     assert projection.rule == "rules"
-    assert projection.details == {"reverse": "false", "unspelled_tokens": "0"}
+    assert projection.details == {"unspelled_tokens": "0"}
 
 
 def test_pieces_past_k_are_cut_and_repeated_pieces_add_up() -> None:
@@ -49,15 +49,13 @@ def test_pieces_past_k_are_cut_and_repeated_pieces_add_up() -> None:
     expected = list(zip([b"a", b"b", b"c", b"d"], weights, strict=True))
     assert_row(spelled(projection, student, teacher, b"abcdefgh"), expected)
     assert_row(spelled(projection, student, teacher, b"xxyx"), [(b"x", 0.9909 / 0.9999), (b"y", 0.009 / 0.9999)])
-    assert_row(spelled(build_rules(student, teacher, k=1), student, teacher, b"abc"), [(b"a", 1.0)])
 
 
 def test_a_tokenizer_projected_on_itself_is_the_identity() -> None:
     tokenizer = byte_level(["the cat", "201"], specials=["<|endoftext|>", "<|im_end|>", "<|odd|>"])
-    for reverse in (False, True):
-        projection = build_rules(tokenizer, tokenizer, reverse=reverse)
-        np.testing.assert_array_equal(dense(projection), np.eye(projection.student_size))
-        np.testing.assert_array_equal(projection.exact, np.arange(projection.student_size))
+    projection = build_rules(tokenizer, tokenizer)
+    np.testing.assert_array_equal(dense(projection), np.eye(projection.student_size))
+    np.testing.assert_array_equal(projection.exact, np.arange(projection.student_size))
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -103,8 +101,6 @@ def test_bytes_that_a_vocabulary_holds_twice_meet_at_the_token_its_tokenizer_wri
     target = by_bytes(right, b"A")
     assert row(to_right, letter) == row(to_right, byte) == {target: 1.0}
     assert (to_right.exact[letter], to_right.exact[byte]) == (target, -1)
-    pairs = to_right.relaxed_pairs()
-    assert int(pairs.student_ids[pairs.teacher_ids == target][0]) == letter
     to_left = build_rules(right, left)
     assert row(to_left, target) == {letter: 1.0}
     assert to_left.exact[target] == letter
@@ -140,34 +136,6 @@ def test_special_tokens_never_meet_text() -> None:
     assert teacher.convert_tokens_to_ids("</s>") not in projection.indices
 
 
-def test_the_reverse_pass_leaves_equal_tokens_alone() -> None:
-    # Teacher tokens 20, 201, 2019; the student has 20 and 201, so 2019 is spelled 201 + 9.
-    student, teacher = byte_level(["201"]), byte_level(["2019"], order_from=3)
-    projection = build_rules(student, teacher, reverse=True)
-    assert projection.rule == "rules+reverse"
-    assert_row(spelled(projection, student, teacher, b"201"), [(b"201", 1.0)])
-    assert_row(spelled(projection, student, teacher, b"9"), [(b"9", 1.0)])
-
-
-def test_the_reverse_pass_adds_teacher_tokens_that_the_student_spells() -> None:
-    # The teacher has no merge for "ab" alone but one for "abcd" by way of "cd"; the student spells it "ab" + "cd".
-    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocab = alphabet | {"cd": 256, "bcd": 257, "abcd": 258}
-    model = BPE(vocab=vocab, merges=[("c", "d"), ("b", "cd"), ("a", "bcd")])
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    teacher = PreTrainedTokenizerFast(tokenizer_object=backend)
-    student = byte_level(["ab", "cd"])
-    forward, both = build_rules(student, teacher), build_rules(student, teacher, reverse=True)
-    assert_row(spelled(forward, student, teacher, b"ab"), [(b"a", 0.9091), (b"b", 0.0909)])
-    expected = [(b"a", 0.9 / 1.89), (b"abcd", 0.9 / 1.89), (b"b", 0.09 / 1.89)]
-    assert_row(sorted(spelled(both, student, teacher, b"ab"), key=lambda e: (-round(e[1], 6), e[0])), expected)
-    same = forward.exact >= 0
-    np.testing.assert_array_equal(forward.indices[same], both.indices[same])
-    np.testing.assert_array_equal(forward.weights[same], both.weights[same])
-
-
 def test_vocabularies_without_a_common_token_are_an_error() -> None:
     def only(tokens: list[str]) -> PreTrainedTokenizerFast:
         backend = Tokenizer(BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
@@ -175,5 +143,5 @@ def test_vocabularies_without_a_common_token_are_an_error() -> None:
         backend.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=backend)
 
-    with pytest.raises(ProjectionError, match=r"share no token: none of the student's 2 .* teacher's 3"):
+    with pytest.raises(ProjectionError, match=r"student's 2 .* teacher's 3"):
         build_rules(only(["a", "b"]), only(["c", "d", "e"]))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from limbeck.errors import ProjectionError
-from limbeck.projection.pairs import PairRule
 from limbeck.projection.trees import SpellingTree, VocabTrees, find_cells
 from tests.projection import worlds
 from tests.projection.worlds import TinyVocab, tiny_vocab, trees_of
@@ -90,18 +88,6 @@ def test_trees_give_back_their_spellings(pair: Pair) -> None:
 
 @few
 @pairs
-def test_the_pair_rule_is_the_encoders(pair: Pair) -> None:
-    for vocab in pair:
-        rule = vocab.rule()
-        for u in vocab.written():
-            forbidden = set(rule.forbidden(u).tolist())
-            for v in vocab.written():
-                assert (v not in forbidden) == (vocab.spell(vocab.data[u] + vocab.data[v]) == (u, v))
-            assert vocab.end not in forbidden
-
-
-@few
-@pairs
 def test_against_the_oracle(pair: Pair) -> None:
     reference = worlds.oracle()
     if reference is None:
@@ -112,10 +98,6 @@ def test_against_the_oracle(pair: Pair) -> None:
         assert len({*zip(mine.tolist(), theirs.tolist(), strict=True)}) == trees.num_cells
     assert tables.student_tree.order == trees.student_tree.order.tolist()
     assert tables.teacher_tree.order == trees.teacher_tree.order.tolist()
-    for vocab, side in zip(pair, (tables.S, tables.T), strict=True):
-        rule, theirs = vocab.rule(), reference.PairRule(side)
-        for u in range(vocab.size):
-            np.testing.assert_array_equal(rule.forbidden(u), theirs.disallowed(u))
 
 
 def test_a_letter_is_the_cell_of_what_begins_with_it() -> None:
@@ -140,8 +122,6 @@ def test_tensors_come_back_and_hostile_ones_are_refused() -> None:
     again = VocabTrees.from_tensors(stored)
     for name, array in again.tensors().items():
         np.testing.assert_array_equal(array, stored[name])
-    without = {name: array for name, array in stored.items() if "pairs" not in name}
-    assert VocabTrees.from_tensors(without).student_pairs is None
     for name in stored:
         with pytest.raises(ProjectionError):
             VocabTrees.from_tensors({k: v for k, v in stored.items() if k != name})
@@ -153,12 +133,7 @@ def test_tensors_come_back_and_hostile_ones_are_refused() -> None:
         VocabTrees.from_tensors({**stored, "more": stored["student_cell"]})
 
 
-def test_parts_that_run_in_circles_are_refused() -> None:
-    rule = tiny_vocab("ab", [(0, 1), (1, 2)]).rule().arrays()
-    right = rule["right"].copy()
-    right[2], right[3] = 3, 2
-    with pytest.raises(ProjectionError, match="trees"):
-        PairRule(**{**rule, "right": right})
+def test_spellings_that_run_in_circles_are_refused() -> None:
     with pytest.raises(ProjectionError, match="circles"):
         find_cells([(0,), (1,)], [(1,), (0,)])
 
@@ -167,40 +142,3 @@ def test_a_tree_of_nothing_has_one_node() -> None:
     tree = SpellingTree.from_spellings([(), ()], 3)
     assert (tree.num_nodes, tree.order.size, tree.first.tolist()) == (1, 0, [-1, -1])
     assert tree.find((1,)) == -1
-
-
-@few
-@given(pair=worlds.vocab_pairs(), seed=st.integers(0, 100), epsilon=st.sampled_from([0.0, 0.01, 0.2, 0.9]))
-def test_finer_cells_cut_what_a_corpus_hardly_uses(pair: Pair, seed: int, epsilon: float) -> None:
-    trees, rng = trees_of(*pair), np.random.default_rng(seed)
-    students, teachers = rng.integers(0, pair[0].size, 40), rng.integers(0, pair[1].size, 40)
-    counts = rng.integers(1, 9, 40)
-    finer = trees.refined(students, teachers, counts, epsilon)
-    if epsilon == 0:
-        np.testing.assert_array_equal(finer.student_cell, trees.student_cell)
-        np.testing.assert_array_equal(finer.teacher_cell, trees.teacher_cell)
-    # a finer cell is a part of one of before, and holds a pair of both sides
-    for now, before in ((finer.student_cell, trees.student_cell), (finer.teacher_cell, trees.teacher_cell)):
-        for cell in range(finer.num_cells):
-            assert len(set(before[now == cell].tolist())) == 1
-    lost = counts[
-        (trees.student_cell[students] == trees.teacher_cell[teachers])
-        & (finer.student_cell[students] != finer.teacher_cell[teachers])
-    ].sum()
-    # every cut link loses less than epsilon of its cell, and there are no more links than tokens
-    assert lost <= epsilon * counts.sum() * (pair[0].size + pair[1].size)
-
-
-def test_a_link_that_is_used_stays() -> None:
-    student = tiny_vocab("ab", [(0, 1)])  # a b ab
-    teacher = tiny_vocab("ab", [(0, 0), (2, 1)])  # a b aa aab
-    trees = trees_of(student, teacher)
-    a, ab, aa = 0, 2, 2
-    pairs = np.array([a, a, ab]), np.array([a, aa, a])
-    counts = np.array([90, 9, 1])
-    finer = trees.refined(*pairs, counts, 0.05)
-    assert finer.student_cell[ab] == -1  # one of a hundred boundaries
-    assert finer.teacher_cell[aa] == finer.student_cell[a] == finer.teacher_cell[a]
-    assert trees.refined(*pairs, counts, 0.005).student_cell[ab] == finer.student_cell[a]
-    with pytest.raises(ProjectionError, match="epsilon"):
-        trees.refined(*pairs, counts, 1.0)

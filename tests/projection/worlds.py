@@ -12,7 +12,6 @@ from types import ModuleType
 import numpy as np
 from hypothesis import strategies as st
 
-from limbeck.projection.pairs import PairRule
 from limbeck.projection.trees import Spelling, VocabTrees
 
 
@@ -41,26 +40,6 @@ class TinyVocab:
                 return tuple(ids)
             rank, at = min(found)
             ids[at : at + 2] = [self.merges[rank][2]]
-
-    def rule(self) -> PairRule:
-        return PairRule.from_merges(self.merges, self.data)
-
-    def written(self) -> list[int]:
-        """Ids that some text gives."""
-        return [i for i in range(self.size - 1) if self.spell(self.data[i]) == (i,)]
-
-    def all_written(self) -> TinyVocab:
-        """This vocabulary without merges that make a token which no text gives."""
-        kept = TinyVocab((*(d for d in self.data if len(d) == 1), b""), ())
-        for a, b, made in self.merges:
-            parts = [self.data[a], self.data[b]]
-            if not all(part in kept.data for part in parts):
-                continue
-            data = (*kept.data[:-1], self.data[made], b"")
-            merge = (kept.data.index(parts[0]), kept.data.index(parts[1]), len(data) - 2)
-            more = TinyVocab(data, (*kept.merges, merge))
-            kept = more if more.spell(self.data[made]) == (merge[2],) else kept
-        return kept
 
 
 def tiny_vocab(letters: str, joins: list[tuple[int, int]], longest: int = 4) -> TinyVocab:
@@ -99,7 +78,7 @@ def spellings(student: TinyVocab, teacher: TinyVocab) -> tuple[list[Spelling], l
 
 
 def trees_of(student: TinyVocab, teacher: TinyVocab) -> VocabTrees:
-    return VocabTrees.from_spellings(*spellings(student, teacher), student.rule(), teacher.rule())
+    return VocabTrees.from_spellings(*spellings(student, teacher))
 
 
 def oracle() -> ModuleType | None:

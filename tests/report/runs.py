@@ -65,8 +65,8 @@ def write_run(folder: Path, *, mode: str = "boundary_kl", steps: int = 400, gain
         "teacher_fingerprints": ["b2" * 32],
     }
     (folder / "versions.json").write_text(json.dumps(versions), encoding="utf-8")
-    dropped = {"truncated": 1843, "inexact_chunks": 27, "teacher_1_inexact_chunks": 4, "no_target": 2, "odd<reason>": 1}
-    (folder / "dropped.json").write_text(json.dumps(dropped), encoding="utf-8")
+    skipped = {"truncated": 1843, "inexact_chunks": 27, "teacher_1_inexact_chunks": 4, "no_target": 2, "odd<reason>": 1}
+    (folder / "skipped.json").write_text(json.dumps(skipped), encoding="utf-8")
     view = view_text(tiny.tokenizer(300), tiny.tokenizer(340), "\n".join(tiny.TEXTS[:3]))
     (folder / "alignment_sample.json").write_text(json.dumps(view), encoding="utf-8")
     for step in (200, 400):

@@ -12,7 +12,7 @@ import pytest
 from limbeck.align.view import merged_summary, view_messages, view_text
 from limbeck.report import alignment
 from limbeck.report.alignment import alignment_page, viewer
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 from tests.helpers import tiny
 from tests.report.browser import drive, needs_chromium
 
@@ -52,7 +52,7 @@ def test_what_a_template_drops_is_told_with_its_reason() -> None:
     silent = line.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '' }}")
     chats = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "first"}] * 2
     chats[-1] = {"role": "assistant", "content": "second"}
-    sides = Tokenizer.of(student).with_template(line), Tokenizer.of(teacher).with_template(silent)
+    sides = ByteTokenizer.of(student).with_template(line), ByteTokenizer.of(teacher).with_template(silent)
     view = view_messages(*sides, chats)
     (piece,) = view["student"]["left_out"]
     assert (piece["text"], piece["reason"], piece["message"]) == ("first", "segment_missing", 1)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import limbeck
-from benchmarks import report_page
 from limbeck.align.view import view_text
 from limbeck.report.alignment import alignment_page
 from limbeck.report.page import Page
@@ -110,5 +109,5 @@ def test_a_real_browser_draws_every_chart_and_runs_nothing_else(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
-    run = report_page.write_run(tmp_path / "run", 100_000)
+    run = write_run(tmp_path / "run", steps=100_000)
     assert write_report(run).stat().st_size <= 10e6

@@ -13,7 +13,7 @@ import pytest
 from limbeck.report.run_data import read_run
 from limbeck.report.run_page import run_page, write_comparison
 from limbeck.report.watch import open_server
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 from tests.report.browser import needs_chromium
 from tests.report.runs import write_run
 from tests.report.test_page import EVIL
@@ -30,7 +30,7 @@ def problems(tab: Tab) -> list[dict[str, Any]]:
 
 def until(tab: Tab, expression: str) -> None:
     """Wait until it is true in the page; one that is just being loaded anew has no answer."""
-    end = time.monotonic() + TEST_SECONDS / 4
+    end = time.monotonic() + WAIT_SECONDS
     while True:
         answer = tab.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         if answer.get("result", {}).get("result", {}).get("value"):
@@ -100,7 +100,7 @@ def test_nothing_sticks_out_and_hostile_text_stays_text(tmp_path: Path, width: i
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 401, f"train/{EVIL}": 1.0}) + "\n")
     (run / "versions.json").write_text(json.dumps({"torch": EVIL, "seed": EVIL}))
-    (run / "dropped.json").write_text(json.dumps({EVIL: 3}))
+    (run / "skipped.json").write_text(json.dumps({EVIL: 3}))
     other = write_run(tmp_path / f"<b>cross_entropy_{width}", mode="ce")
     pages = [
         run_page(read_run(run)).write(tmp_path / "page.html"),

@@ -48,8 +48,8 @@ def test_the_distillation_loss_by_kind_of_chunk_and_class_of_token(tmp_path: Pat
 
 def test_what_was_left_out_and_memory_over_time(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60)
-    dropped = {f"train/dropped/reason_{i}": float(i) for i in range(1, 11)}
-    change_rows(run, **dropped, **{"train/memory/resident_gib": 2.0, "train/memory/device_gib": 7.0})
+    skipped = {f"train/skipped/reason_{i}": float(i) for i in range(1, 11)}
+    change_rows(run, **skipped, **{"train/memory/resident_gib": 2.0, "train/memory/device_gib": 7.0})
     page = run_page(read_run(run))
     charts = {c["title"]: c for section in page.data["sections"] for c in section["charts"]}
     shown = [s["name"] for s in charts["Left out so far"]["plot"]["series"]]

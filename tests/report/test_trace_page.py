@@ -19,8 +19,8 @@ import pytest
 from limbeck.cli import main
 from limbeck.report.trace_page import TraceView
 from limbeck.traces import CollatorConfig, ComposerDataCollator
+from limbeck.traces.failed_calls import FailedCallFinder
 from limbeck.traces.schema import Trace
-from limbeck.traces.sites import SiteFinder
 from tests.helpers.chats import answer, asked, call, said
 from tests.helpers.tokenizers import workshop
 from tests.report.test_page import CHROMIUM, EVIL
@@ -57,7 +57,7 @@ def collator(foreign: bool = False) -> ComposerDataCollator:
 @pytest.mark.parametrize("foreign", [False, True])
 def test_the_page_shows_what_failed_and_what_is_learned_from_it(foreign: bool) -> None:
     given = trace()
-    hints = {site.cause: site.hint for site in SiteFinder().find(given)}
+    hints = {site.cause: site.hint for site in FailedCallFinder().find(given)}
     scores = {
         "before": [{"trace": given.id, "message": 1, "failed": -12.5, "hinted": -11.0}],
         "after": [{"trace": given.id, "message": 1, "failed": -20.25, "better": -3.0}],
@@ -118,6 +118,23 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
             main(["traces", "view", str(logs), *wrong])
         assert ended.value.code != 0
     assert logs.read_text(encoding="utf-8").startswith("{")
+
+
+def test_what_cannot_be_seen_is_shown_by_signs() -> None:
+    page = TraceView([trace("a\u202eb\u2066c\x00d\x1b[31me\x9bf\x7f", 0)]).page("log\x1b").render()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
+    assert "a[U+202E]b[U+2066]c\u2400d\u241b[31me[U+009B]f\u2421" in page
+    assert "<title>log\u241b" in page
+
+
+def test_every_failed_call_is_listed_with_a_link_and_the_page_opens_at_one_that_counts() -> None:
+    page = TraceView([trace()]).page("log").render()
+    links = re.findall(r'<a href="#(site-[^"]+)"', page)
+    assert links == ["site-0-2", "site-0-4", "site-0-6"]
+    assert all(f'id="{link}"' in page for link in links)
+    assert 'data-opens="site-0-2"' in page
+    fine = trace().model_copy(update={"messages": trace().messages[3:5]})
+    assert 'data-opens="site-0-1"' in TraceView([fine]).page("log").render(), "a healthy check is better than nothing"
 
 
 # -- a real browser ----------------------------------------------------------------------------------------------------
@@ -206,8 +223,8 @@ def test_a_real_browser_searches_walks_and_runs_nothing_of_a_hostile_trace(tmp_p
         assert tab.value("document.images.length") == 0
         assert tab.value("document.querySelectorAll('.message').length") == 16
         current = "document.querySelector('.current')?.textContent.match(/\\d+/)[0] ?? ''"
-        seen = []
-        for key in "jjjjk":
+        seen = [tab.value(current)]
+        for key in "jjjk":
             tab.press(key)
             seen.append(tab.value(current))
         assert seen == ["1", "3", "5", "1", "5"]

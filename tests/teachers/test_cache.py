@@ -1,5 +1,7 @@
+import errno
 import json
 import multiprocessing
+import os
 import pickle
 import struct
 import sys
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from limbeck.errors import CacheError
 from limbeck.teachers.cache import CacheReader, CacheSpec, CacheWriter, document_key, estimate_bytes
 from limbeck.teachers.cache.format import RecordLayout, sha256_of
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 SPEC = CacheSpec("topk", vocab_size=70_000, teacher_fingerprint="f" * 64, model_identity={"weights": "w"}, k=4)
 
@@ -162,7 +164,7 @@ def test_a_damaged_document_is_found_when_it_is_read(tmp_path):
     path.write_bytes(raw)
     reader = CacheReader(tmp_path)
     check(reader, range(2))
-    with pytest.raises(CacheError, match="does not match its checksum"):
+    with pytest.raises(CacheError, match=f"{path.name}.*checksum"):
         reader.get(document(2)["ids"])
 
 
@@ -202,9 +204,9 @@ def test_hostile_headers_are_refused(tmp_path_factory, junk, length, with_magic)
 def test_a_changed_teacher_is_refused(tmp_path):
     write(tmp_path, range(2))
     CacheReader(tmp_path, teacher_fingerprint="f" * 64, model_identity={"weights": "w"})
-    with pytest.raises(CacheError, match="teacher tokenizer of fingerprint"):
+    with pytest.raises(CacheError, match=r"f{16}.*e{16}"):
         CacheReader(tmp_path, teacher_fingerprint="e" * 64)
-    with pytest.raises(CacheError, match="its weights or configuration changed"):
+    with pytest.raises(CacheError, match=r"'w'.*'x'"):
         CacheReader(tmp_path, model_identity={"weights": "x"})
     for change in ({"k": 5}, {"teacher_fingerprint": "e"}, {"model_identity": {}}, {"vocab_size": 7}):
         with pytest.raises(CacheError, match=f"was made with {next(iter(change))} ="):
@@ -236,23 +238,24 @@ def test_bad_specs(change, message):
 
 def test_bad_values_are_refused(tmp_path):
     writer = CacheWriter(tmp_path, SPEC)
-    with pytest.raises(CacheError, match="next_logprob that is not finite"):
+    with pytest.raises(CacheError, match=r"next_logprob.*not finite"):
         writer.add(**{**document(1), "next_logprob": np.full(len(document(1)["ids"]) - 1, np.nan, np.float32)})
     with pytest.raises(CacheError, match="topk_ids has shape"):
         writer.add(**{**document(1), "topk_ids": np.zeros((1, 4), int)})
-    with pytest.raises(CacheError, match="are no ids"):
-        writer.add(**{**document(1), "ids": -document(1)["ids"] - 1})
+    ids = -document(1)["ids"] - 1
+    with pytest.raises(CacheError, match=rf"{ids.min()}\.\.{ids.max()}"):
+        writer.add(**{**document(1), "ids": ids})
     writer.close()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("topk_ids", 70_001, "70001, which is no id of a vocabulary of 70000"),
-        ("topk_ids", -7, "-7, which is no id"),
+        ("topk_ids", 70_001, "70001.* 70000"),
+        ("topk_ids", -7, "topk_ids.* -7"),
         ("topk_ids", None, "twice in a row"),
-        ("topk_logprobs", np.nan, "topk_logprobs holds numbers that are not finite"),
-        ("next_logprob", np.inf, "next_logprob holds numbers that are not finite"),
+        ("topk_logprobs", np.nan, "topk_logprobs.*not finite"),
+        ("next_logprob", np.inf, "next_logprob.*not finite"),
     ],
 )
 def test_stored_values_that_no_teacher_gave_are_refused(tmp_path, name, value, said):
@@ -261,7 +264,7 @@ def test_stored_values_that_no_teacher_gave_are_refused(tmp_path, name, value, s
     write_as_given(tmp_path, doc, name, value)
     with pytest.raises(CacheError, match=said):
         CacheReader(tmp_path).get(doc["ids"])
-    with pytest.raises(CacheError, match=r"cannot be stored|not finite"):
+    with pytest.raises(CacheError, match=f"{name} (holds|that)"):
         CacheWriter(tmp_path / "new", SPEC).add(**spoiled(doc, name, value))
 
 
@@ -291,7 +294,7 @@ def test_hidden_states_that_are_not_finite_are_refused(tmp_path):
     for dtype, bits in (("bfloat16", 0x7F80), ("float16", 0xFC01)):
         spec = CacheSpec("hidden", vocab_size=10, teacher_fingerprint="f", hidden_size=2, hidden_dtype=dtype)
         arrays = {"next_logprob": np.zeros(1, np.float32), "logsumexp": np.zeros(1, np.float32)}
-        with pytest.raises(CacheError, match="hidden holds numbers that are not finite"):
+        with pytest.raises(CacheError, match=r"hidden.*not finite"):
             CacheWriter(tmp_path / dtype, spec).add([1, 2], hidden=np.array([[0, bits]], np.uint16), **arrays)
 
 
@@ -299,15 +302,15 @@ def test_a_journal_that_is_gone_or_too_deep(tmp_path):
     write(tmp_path, [1, 2])
     (journal,) = tmp_path.glob("*.journal")
     journal.write_text("[" * 100_000 + "\n")
-    with pytest.raises(CacheError, match="is no journal line"):
+    with pytest.raises(CacheError, match=f"{journal.name}:1 "):
         CacheReader(tmp_path)
     journal.unlink()
-    with pytest.raises(CacheError, match="is not the one it was sealed with"):
+    with pytest.raises(CacheError, match=f"{journal.stem}.*sealed"):
         CacheReader(tmp_path)
-    with pytest.raises(CacheError, match="is gone; put it back"):
+    with pytest.raises(CacheError, match=f"{journal.name}.*gone"):
         CacheWriter(tmp_path, SPEC)
     journal.mkdir()
-    with pytest.raises(CacheError, match="cannot be read"):
+    with pytest.raises(CacheError, match=f"{journal.name}.*{os.strerror(errno.EISDIR)}"):
         CacheReader(tmp_path)
 
 
@@ -317,9 +320,9 @@ def test_a_journal_that_promises_more_than_memory_holds(tmp_path, n):
     (journal,) = tmp_path.glob("*.journal")
     lines = [{**json.loads(line), "n": n} for line in journal.read_text().splitlines()]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(CacheError, match="is damaged"):
+    with pytest.raises(CacheError, match=f"{journal.stem}.*beyond"):
         CacheReader(tmp_path, allow_incomplete=True)
-    with pytest.raises(CacheError, match="is damaged at byte"):
+    with pytest.raises(CacheError, match=f"byte {lines[0]['offset']}:"):
         CacheWriter(tmp_path, SPEC)
 
 
@@ -338,7 +341,7 @@ def test_an_index_of_other_types(tmp_path, change):
 
 def test_one_writer_at_a_time(tmp_path):
     writer = CacheWriter(tmp_path, SPEC)
-    with pytest.raises(CacheError, match="another process writes"):
+    with pytest.raises(CacheError, match=f"another process.*{tmp_path.name}"):
         CacheWriter(tmp_path, SPEC)
     writer.close()
     CacheWriter(tmp_path, SPEC).close()
@@ -346,12 +349,12 @@ def test_one_writer_at_a_time(tmp_path):
 
 def test_two_ranks_write_one_cache(tmp_path):
     write(tmp_path, range(0, 10, 2), rank=0, world_size=2)
-    with pytest.raises(CacheError, match="not complete"):
+    with pytest.raises(CacheError, match=r"not complete \(5 documents"):
         CacheReader(tmp_path)
     write(tmp_path, range(1, 10, 2), rank=1, world_size=2)
     reader = CacheReader(tmp_path)
     check(reader, range(10))
-    with pytest.raises(CacheError, match="begun by 2 processes, this run has 1"):
+    with pytest.raises(CacheError, match=r"2 processes.* 1;"):
         CacheWriter(tmp_path, SPEC)
 
 
@@ -360,7 +363,7 @@ def test_full_disk_keeps_what_is_committed(tmp_path):
     writer.add(**document(0))
     real = writer._data
     writer._data = open("/dev/full", "r+b")  # noqa: SIM115
-    with pytest.raises(CacheError, match=r"cannot be written \(No space left on device\)"):
+    with pytest.raises(CacheError, match=os.strerror(errno.ENOSPC)):
         writer.add(**document(1))
     writer._data.raw.close()
     real.close()
@@ -383,7 +386,7 @@ def test_several_processes_read_at_once_and_readers_travel(tmp_path):
     workers = [context.Process(target=_read_all, args=(tmp_path, queue)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    assert [queue.get(timeout=TEST_SECONDS) for _ in workers] == [20, 20, 20]
+    assert [queue.get(timeout=WAIT_SECONDS) for _ in workers] == [20, 20, 20]
     for worker in workers:
         worker.join()
     check(pickle.loads(pickle.dumps(CacheReader(tmp_path))), range(20))

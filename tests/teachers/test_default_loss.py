@@ -11,7 +11,7 @@ from limbeck.losses.distillation import CrossTokenizerDistillationLossConfig
 from tests.golden.cases import LAYOUTS, StepCase, _play_steps
 
 MODE = CrossTokenizerDistillationLossConfig().mode
-PARTS = ("root_kl", "inner_student_kl", "inner_teacher_kl", "chunk_kl", "lost_mass", "cell_error")
+PARTS = ("root_kl", "inner_student_kl", "inner_teacher_kl", "chunk_kl", "uncovered_mass", "cell_error")
 LORA = {"lora": {"r": 4, "alpha": 8, "target_modules": "all-linear"}}
 
 

@@ -11,7 +11,7 @@ from limbeck.errors import ConfigError, ServerError
 from tests.helpers import runs
 from tests.helpers.servers import ScoringServer, serving
 from tests.helpers.tiny import tokenizer
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 KEY = "sk-a-very-secret-key"
 
@@ -33,7 +33,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
             path,
             f"teacher.server.url={server.url}",
             "teacher.server.k=340",
-            f"teacher.server.timeout={TEST_SECONDS}",
+            f"teacher.server.timeout={WAIT_SECONDS}",
             f"data.validation={tmp_path / 'train.jsonl'}",
             f"logger.log_dir={tmp_path / 'far'}",
         )
@@ -54,9 +54,36 @@ def test_a_run_without_its_server_ends_before_any_model(tmp_path, monkeypatch):
     path = runs.write_run(tmp_path)
     monkeypatch.setattr("limbeck.algorithms.xtoken_off_policy_distillation.Policy", None)
     config = load(path, "teacher.server.url=http://127.0.0.1:9/v1", "teacher.server.backoff=0.001")
-    with pytest.raises(ServerError, match="cannot be reached"):
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9/v1.*teacher\.server\.url"):
         run(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "dry run", "cache", "on policy"])
+def test_a_server_that_varies_is_refused_before_anything_is_learnt(tmp_path, command):
+    """Its logits have another scale for each request, as if it were set anew each time."""
+    path = runs.write_run(tmp_path)
+    policy = live_teacher(load(path), 0, tokenizer(340))
+
+    def scaled(number, body, answer):
+        for choice in answer[1]["choices"]:
+            for place in choice.get("prompt_logprobs") or []:
+                for entry in (place or {}).values():
+                    entry["logprob"] *= 1 + number / 80
+        return answer
+
+    with serving(ScoringServer(policy)) as server:
+        server.lie = scaled
+        values = [f"teacher.server.url={server.url}", "teacher.server.k=16"]
+        if command == "cache":
+            values.append(f"teacher.cache={tmp_path / 'cache'}")
+        if command == "on policy":
+            values += ["algorithm=on_policy_distillation", "on_policy.max_new_tokens=8"]
+        verb = ["train", "--dry-run"] if command == "dry run" else ["cache" if command == "cache" else "train"]
+        code, _, err = runs.limbeck(*verb, path, *values)
+    assert code in (1, 2)  # of a dry run: 2
+    assert "scored the same text twice" in err.splitlines()[-1]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_temperature_needs_logits(tmp_path):

@@ -1,7 +1,7 @@
 import multiprocessing
 import os
+import re
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ from limbeck.teachers.cache.format import load_head, save_head
 from limbeck.teachers.cached import READERS, CachedTeacher, _readers
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
-from tests.helpers.tiny import QWEN3, batch, config, loss_fn, student, teacher, tokenizer
-from tests.helpers.tokenizers import fingerprint_of_the_first_release
+from tests.helpers.tiny import batch, config, loss_fn, student, teacher, tokenizer
 from tests.models.test_policy import LAYOUTS, step_gradients
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 
 
 def cached(tmp_path, policy, data, **spec):
@@ -109,15 +108,16 @@ def test_a_look_up_begins_at_once_and_tells_its_errors_when_it_is_asked(tmp_path
 
     def waiting(ids):
         asked.set()
-        assert gate.wait(TEST_SECONDS)
+        assert gate.wait(WAIT_SECONDS)
         return read(ids)
 
     source.reader.get = waiting
-    (mb,) = get_microbatch_iterator(batch([0, 1, 2]), {}, 3, None, None)[0]
+    data = batch([0, 1, 2])
+    (mb,) = get_microbatch_iterator(data, {}, 3, None, None)[0]
     source.begin(mb)  # returns while the documents are being read
-    assert asked.wait(TEST_SECONDS)
+    assert asked.wait(WAIT_SECONDS)
     gate.set()
-    with pytest.raises(CacheError, match="has no document of"):
+    with pytest.raises(CacheError, match=rf"\(2 documents\).* {int(data['teacher_input_lengths'][2])} tokens"):
         source.signal(mb, torch.device("cpu"))
 
 
@@ -137,12 +137,12 @@ def test_a_child_of_a_process_has_threads_of_its_own():
     look_up(1)
     child = multiprocessing.get_context("fork").Process(target=look_up, args=(2,))
     child.start()
-    child.join(TEST_SECONDS)
+    child.join(WAIT_SECONDS)
     assert child.exitcode == 0
 
 
 def look_up(value):
-    assert _readers(os.getpid()).submit(int, value).result(TEST_SECONDS) == value
+    assert _readers(os.getpid()).submit(int, value).result(WAIT_SECONDS) == value
 
 
 @pytest.mark.parametrize("kind", [{"k": 4}, {"hidden": True}])
@@ -163,7 +163,7 @@ def test_rows_without_an_entry_are_empty(tmp_path, kind):
 def test_masked_samples_need_not_be_cached(tmp_path):
     source = cached(tmp_path, teacher(), batch([0, 1]), k=8)
     data = batch([0, 1, 2])
-    with pytest.raises(CacheError, match="has no document of"):
+    with pytest.raises(CacheError, match=rf"\(2 documents\).* {int(data['teacher_input_lengths'][2])} tokens"):
         student().train(data, loss_fn(), teachers=[source])
     data["sample_mask"][2] = 0.0
     alone = student().train(batch([0, 1]), loss_fn(), teachers=[source])["loss"]
@@ -174,7 +174,7 @@ def test_a_teacher_with_another_tokenizer_needs_its_own_ids():
     own = ByteVocab.from_tokenizer(tokenizer(300)).fingerprint
     source = LiveTeacher(teacher(), student_fingerprint=own)
     student().train(batch(), loss_fn(), teachers=[source])
-    with pytest.raises(DataError, match="another tokenizer than the student"):
+    with pytest.raises(DataError, match="teacher_0_input_ids"):
         student().train(batch(cross=False), loss_fn(cross=False), teachers=[source])
 
 
@@ -199,35 +199,18 @@ def test_caching_goes_on_where_it_stopped(tmp_path):
     assert writer.documents == len(CacheReader(tmp_path)) == 6
 
 
-def test_a_cache_of_the_first_release_is_continued(tmp_path):
-    policy = teacher()
-    spec = spec_for(policy, k=8)
-    first = fingerprint_of_the_first_release(tokenizer(340))
-    old = replace(spec, teacher_fingerprint=first)
-    with pytest.raises(KeyboardInterrupt):
-        write_cache(policy, killed_after([0, 1], [1, 2]), tmp_path, old, world_size=2)
-    write_cache(policy, [batch()], tmp_path, spec, world_size=2)
-    write_cache(policy, [batch([3])], tmp_path, spec, rank=1, world_size=2)
-    prints = ByteVocab.from_tokenizer(tokenizer(340)).fingerprints
-    reader = CacheReader(tmp_path, teacher_fingerprint=prints)
-    assert (len(reader), reader.spec) == (6, old)
-    CachedTeacher(tmp_path, teacher_fingerprint=prints)
-    other = Policy(config(QWEN3), tokenizer(300), name="other", device="cpu", init_optimizer=False)
-    with pytest.raises(CacheError, match="was made with"):
-        write_cache(other, [batch(cross=False)], tmp_path, spec_for(other, k=8), world_size=2)
-
-
 def test_a_changed_teacher_voids_the_cache(tmp_path):
     policy = teacher()
     write_cache(policy, [batch()], tmp_path, spec_for(policy, k=8))
     CacheReader(tmp_path, model_identity=policy.identity())
     other = teacher(seed=9)
-    with pytest.raises(CacheError, match="weights or configuration changed"):
+    with pytest.raises(CacheError, match=re.escape(str(other.identity()))):
         CacheReader(tmp_path, model_identity=other.identity())
     with pytest.raises(CacheError, match="was made with model_identity"):
         write_cache(other, [batch()], tmp_path, spec_for(other, k=8))
-    with pytest.raises(CacheError, match="teacher tokenizer of fingerprint"):
-        CachedTeacher(tmp_path, teacher_fingerprint=ByteVocab.from_tokenizer(tokenizer(300)).fingerprint)
+    fingerprint = ByteVocab.from_tokenizer(tokenizer(300)).fingerprint
+    with pytest.raises(CacheError, match=fingerprint[:16]):
+        CachedTeacher(tmp_path, teacher_fingerprint=fingerprint)
 
 
 def test_head_file(tmp_path):
@@ -240,17 +223,17 @@ def test_head_file(tmp_path):
     assert torch.equal(again.logits(x), head.logits(x))
     stored = (tmp_path / "head.safetensors").read_bytes()
     (tmp_path / "head.safetensors").write_bytes(stored[:-1] + bytes([stored[-1] ^ 64]))
-    with pytest.raises(CacheError, match="its checksum differs"):
+    with pytest.raises(CacheError, match="checksum"):
         load_head(tmp_path, "cpu")
     (tmp_path / "head.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(CacheError, match="cannot be read"):
+    with pytest.raises(CacheError, match=r"(?i)header"):
         load_head(tmp_path, "cpu")
-    with pytest.raises(CacheError, match="plain linear head"):
+    with pytest.raises(CacheError, match="linear head"):
         save_head(tmp_path, Head.identity(5))
 
 
 def test_spec_needs_one_kind():
-    with pytest.raises(CacheError, match="either top-k lists or hidden states"):
+    with pytest.raises(CacheError, match=r"k=None.*hidden=False"):
         spec_for(teacher())
-    with pytest.raises(CacheError, match="either top-k lists or hidden states"):
+    with pytest.raises(CacheError, match=r"k=3.*hidden=True"):
         spec_for(teacher(), k=3, hidden=True)

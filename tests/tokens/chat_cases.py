@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.tokens import Rendering, TextEncoder
+from limbeck.tokens import ByteTokenizer, TokenizedText
 
 Message = dict[str, Any]
 
@@ -99,16 +99,18 @@ CONVERSATIONS: dict[str, list[Message]] = {
 }
 
 
-def supervised(tokenizer: Any, rendering: Rendering) -> list[str]:
+def supervised(tokenizer: Any, rendering: TokenizedText) -> list[str]:
     """The supervised text by turn, special tokens by their content; read from ids and byte ends alone."""
-    contents = {i: c for c, i in TextEncoder.for_tokenizer(tokenizer).special_ids.items()}
-    begins = np.concatenate([[0], rendering.ends[:-1]])
+    contents = {i: c for c, i in ByteTokenizer.of(tokenizer).special_ids.items()}
+    begins = np.concatenate([[0], rendering.byte_ends[:-1]])
     turns: list[str] = []
     data = b""
     for i, token in enumerate(rendering.ids.tolist()):
-        if rendering.target[i]:
+        if rendering.loss_mask[i]:
             data += (
-                contents[token].encode() if rendering.special[i] else rendering.source[begins[i] : rendering.ends[i]]
+                contents[token].encode()
+                if rendering.special[i]
+                else rendering.source[begins[i] : rendering.byte_ends[i]]
             )
         elif data:
             turns.append(data.decode())
@@ -116,7 +118,7 @@ def supervised(tokenizer: Any, rendering: Rendering) -> list[str]:
     return [*turns, data.decode()] if data else turns
 
 
-def segments(rendering: Rendering) -> list[tuple[int, str, str]]:
+def segments(rendering: TokenizedText) -> list[tuple[int, str, str]]:
     """``(message, kind, text)`` of every segment but the ends of turns."""
     return [
         (s.message, s.kind, rendering.source[s.start : s.end].decode()) for s in rendering.segments if s.kind != "eot"

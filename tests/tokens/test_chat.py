@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limbeck.errors import ConfigError, TemplateError
-from limbeck.tokens import TextEncoder
+from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.chat import render_chat
 from tests import zoo
 from tests.tokens.chat_cases import (
@@ -39,13 +39,13 @@ def test_plain_conversation_supervises_content_and_end_of_turn(name: str) -> Non
     ends = [MIDDLE_END[name], MIDDLE_END[name], END[name]]
     assert supervised(tokenizer, rendering) == [text + end for text, end in zip(TEXTS, ends, strict=True)]
     assert segments(rendering) == [(2 * i + 1, "content", text) for i, text in enumerate(TEXTS)]
-    assert rendering.dropped == {}
+    assert rendering.skipped == {}
 
 
 @pytest.mark.train
 @pytest.mark.parametrize("name", zoo.CHAT_NAMES)
 def test_ids_are_those_of_the_tokenizer_itself(name: str) -> None:
-    """On text without special-token strings there is nothing to protect: same ids, and the begin token only once."""
+    """On text without special-token strings there is nothing to protect: same ids, and the BOS token only once."""
     tokenizer = zoo.tokenizer(name)
     expected = tokenizer.apply_chat_template(PLAIN, tokenize=True, return_dict=False)
     assert render_chat(tokenizer, PLAIN).ids.tolist() == expected
@@ -75,7 +75,7 @@ def test_system_turn_is_context(name: str) -> None:
     assert supervised(tokenizer, rendering) == ["a" + END[name]]
     # The Nemo template shows a system message only in front of a final user turn.
     lost = {"unrendered_context": 1} if name == "mistral_nemo" else {}
-    assert rendering.dropped == lost
+    assert rendering.skipped == lost
     assert (b"Be brief." in rendering.source) == (not lost)
 
 
@@ -118,9 +118,9 @@ def test_tool_call_is_supervised_with_its_syntax(name: str, form: str, content: 
     assert [s[:2] for s in segments(rendering)] == [(1, "tool_call"), (3, "content")]
     before = rendering.source[: rendering.segments[0].start]
     if name == "deepseek_v3":  # a template that knows no tools
-        assert rendering.dropped == {"no_end_of_turn": 1, "unrendered_tools": 1}
+        assert rendering.skipped == {"no_end_of_turn": 1, "unrendered_tools": 1}
     else:
-        assert rendering.dropped == {}
+        assert rendering.skipped == {}
         assert b"get_weather" in before
 
 
@@ -160,7 +160,7 @@ def test_reasoning_is_supervised_where_the_template_shows_it() -> None:
     rendering = render_chat(qwen, messages)
     assert supervised(qwen, rendering) == ["a1<|im_end|>", "<think>\nwhy\n\nso\n</think>\n\na2<|im_end|>"]
     assert segments(rendering) == [(1, "content", "a1"), (3, "reasoning", "why\n\nso"), (3, "content", "a2")]
-    assert rendering.dropped == {"unrendered_reasoning": 1}
+    assert rendering.skipped == {"unrendered_reasoning": 1}
     oss = zoo.tokenizer("gptoss")
     rendering = render_chat(oss, messages)
     thought = "<|channel|>analysis<|message|>why\n\nso<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>"
@@ -192,7 +192,7 @@ def test_template_arguments_and_generation_prompt_are_passed_through() -> None:
     qwen = zoo.tokenizer("qwen3")
     rendering = render_chat(qwen, [user("q")], add_generation_prompt=True, template_kwargs={"enable_thinking": False})
     assert rendering.source.endswith(b"assistant\n<think>\n\n</think>\n\n")
-    assert not rendering.target.any()
+    assert not rendering.loss_mask.any()
 
 
 def test_choice_of_supervised_messages() -> None:
@@ -230,7 +230,7 @@ def test_a_token_across_the_edge_is_left_out_and_counted() -> None:
     tokenizer = zoo.tokenizer("smollm2")
     rendering = render_chat(tokenizer, [user("q"), answer("\n\nindented")])
     # The header's newline and the answer's form one token.
-    assert rendering.dropped == {"straddle": 1}
+    assert rendering.skipped == {"straddle": 1}
     assert supervised(tokenizer, rendering) == ["\nindented<|im_end|>"]
     (content, _) = rendering.segments
     assert rendering.source[content.start : content.end] == b"\n\nindented"
@@ -263,13 +263,13 @@ def test_refusal_names_template_and_message(name: str, messages: list[Message], 
 
 def test_bad_input_is_refused_in_words() -> None:
     tokenizer = zoo.tokenizer("smollm2")
-    with pytest.raises(TemplateError, match="no messages"):
+    with pytest.raises(TemplateError):
         render_chat(tokenizer, [])
     with pytest.raises(TemplateError, match=r"message 1 is .*'role'"):
         render_chat(tokenizer, [user("q"), {"content": "a"}])
-    with pytest.raises(TemplateError, match="has no chat template"):
+    with pytest.raises(TemplateError, match=r"gpt2.*chat_template"):
         render_chat(zoo.tokenizer("gpt2"), [user("q")])
-    with pytest.raises(TemplateError, match=r"'short'.*message 1 .*cannot be found again"):
+    with pytest.raises(TemplateError, match=r"'short'.*message 1 .*found"):
         render_chat(
             tokenizer,
             [user("q"), answer("a long answer")],
@@ -297,7 +297,7 @@ def test_a_template_that_fails_in_python_is_one_sentence(template: str, said: st
 
 def test_one_tokenization_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = zoo.tokenizer("llama3_2")
-    encoder = TextEncoder.for_tokenizer(tokenizer)
+    encoder = ByteTokenizer.of(tokenizer)
     seen: list[str] = []
 
     class Counting:
@@ -334,16 +334,16 @@ def test_any_unicode_content_is_found(name: str, contents: list[str], question: 
         expected[-1] = expected[-1].lstrip("\n")
     assert [s[2] for s in segments(rendering)] == expected
     assert sum(s.kind == "eot" for s in rendering.segments) == len(contents)
-    straddling = rendering.dropped.get("straddle", 0)
+    straddling = rendering.skipped.get("straddle", 0)
     for segment in rendering.segments:
-        inside = rendering.target[segment.token_start : segment.token_end]
+        inside = rendering.loss_mask[segment.token_start : segment.token_end]
         assert inside.all()
         straddling -= segment.kind == "content" and segment.end > segment.start and inside.size == 0
-    assert rendering.target.sum() == sum(s.token_end - s.token_start for s in rendering.segments)
-    begins = np.concatenate([[0], rendering.ends[:-1]])
+    assert rendering.loss_mask.sum() == sum(s.token_end - s.token_start for s in rendering.segments)
+    begins = np.concatenate([[0], rendering.byte_ends[:-1]])
     owner = [s for s in rendering.segments if s.kind == "content"]
-    for i in np.flatnonzero(rendering.target & ~rendering.special).tolist():
-        assert any(s.start <= begins[i] and rendering.ends[i] <= s.end for s in owner)
+    for i in np.flatnonzero(rendering.loss_mask & ~rendering.special).tolist():
+        assert any(s.start <= begins[i] and rendering.byte_ends[i] <= s.end for s in owner)
 
 
 def test_source_and_ids_agree_in_long_conversations() -> None:
@@ -352,11 +352,11 @@ def test_source_and_ids_agree_in_long_conversations() -> None:
     messages = [m for i in range(1500) for m in (user(f"q{i} ✓"), answer(f"answer {i} é"))]
     rendering = render_chat(tokenizer, messages)
     assert segments(rendering) == [(2 * i + 1, "content", f"answer {i} é") for i in range(1500)]
-    assert rendering.target.sum() == sum(s.token_end - s.token_start for s in rendering.segments)
+    assert rendering.loss_mask.sum() == sum(s.token_end - s.token_start for s in rendering.segments)
 
 
 def test_the_page_about_it_tells_the_truth() -> None:
-    """The example of docs/chat.md, on a template with tools."""
+    """The example of docs/conversations.md, on a template with tools."""
     tokenizer = zoo.tokenizer("qwen3")
     calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}]
     messages = [

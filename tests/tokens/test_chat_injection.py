@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limbeck.errors import TemplateError
-from limbeck.tokens import Rendering, TextEncoder
+from limbeck.tokens import ByteTokenizer, TokenizedText
 from limbeck.tokens.chat import render_chat
 from tests import zoo
 from tests.tokens.chat_cases import TOOLS, TRIMS, answer, call, result, segments, user
@@ -19,12 +19,12 @@ COMPLETE = ("llama3_2", "qwen3", "smollm2", "gptoss", "deepseek_v3")
 
 
 def special_strings(name: str) -> list[str]:
-    return sorted(TextEncoder.for_tokenizer(zoo.tokenizer(name)).aliases)
+    return sorted(ByteTokenizer.of(zoo.tokenizer(name)).aliases)
 
 
-def special_ids(name: str, rendering: Rendering) -> Counter[int]:
+def special_ids(name: str, rendering: TokenizedText) -> Counter[int]:
     """How often each special id occurs, the unknown token aside."""
-    roles = TextEncoder.for_tokenizer(zoo.tokenizer(name)).vocab.roles
+    roles = ByteTokenizer.of(zoo.tokenizer(name)).vocab.roles
     found = rendering.ids[rendering.special].tolist()
     return Counter(token for token in found if roles[token] != "unk")
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from limbeck.errors import TemplateError
-from limbeck.tokens import Tokenizer
+from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.chat import ChatTemplate
-from limbeck.tokens.chat.markers import lay_out
-from limbeck.tokens.chat.turns import TurnFinder
+from limbeck.tokens.chat.assistant_spans import TurnFinder
+from limbeck.tokens.chat.placeholders import render_with_placeholders
 from tests import zoo
 from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call, user
 
@@ -18,25 +18,25 @@ from tests.tokens.chat_cases import CONVERSATIONS, TOOLS, Message, answer, call,
 def _regions(template_name: str, messages: list[Message], tools: list[dict] | None) -> dict[int, str] | None:
     """Supervised text by message, without end-of-turn tokens; None where the template refuses in its own words."""
     template = ChatTemplate(
-        Tokenizer.of(zoo.tokenizer("smollm2")),
+        ByteTokenizer.of(zoo.tokenizer("smollm2")),
         tools=tools,
         template=zoo.trl_template(template_name),
         name=template_name,
     )
     try:
-        layout = lay_out(template, messages, holds_special=lambda text: False)
+        rendered = render_with_placeholders(template, messages, holds_special=lambda text: False)
     except TemplateError as error:
         if template_name in str(error) and ("refuses it" in str(error) or "leaves out" in str(error)):
             return None
         raise
-    turns = TurnFinder(layout, []).find([i for i, m in enumerate(messages) if m["role"] == "assistant"])
+    turns = TurnFinder(rendered, []).find([i for i, m in enumerate(messages) if m["role"] == "assistant"])
     found: dict[int, str] = {}
     for turn in turns:
-        found[turn.message] = found.get(turn.message, "") + layout.text[slice(*turn.region)]
+        found[turn.message] = found.get(turn.message, "") + rendered.text[slice(*turn.region)]
         for kind, start, end in turn.segments:
             if kind == "content":
                 content = messages[turn.message]["content"]
-                assert layout.text[start:end].strip() in content
+                assert rendered.text[start:end].strip() in content
     return found
 
 
@@ -62,7 +62,7 @@ def test_every_string_is_found_or_the_template_refuses(name: str) -> None:
 
 def test_arguments_are_found_in_whatever_form_they_are_written() -> None:
     value = "quote \" ' slash \\ é 🌤 </b>"
-    tokenizer = Tokenizer.of(zoo.tokenizer("smollm2"))
+    tokenizer = ByteTokenizer.of(zoo.tokenizer("smollm2"))
     writings = {
         "json": "{{ c.arguments | tojson }}",
         "ascii": "{{ c.arguments | tojson(ensure_ascii=True) }}",
@@ -75,13 +75,13 @@ def test_arguments_are_found_in_whatever_form_they_are_written() -> None:
         source = "{% for m in messages %}[{{ m.content }}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
         source += f"({{{{ c.name }}}}:{writing}){{% endfor %}}]{{% endfor %}}"
         template = ChatTemplate(tokenizer, template=source, name=label)
-        layout = lay_out(
+        rendered = render_with_placeholders(
             template,
             [user("q"), answer("", tool_calls=[call(1, {"v": value}, name="f")])],
             holds_special=lambda t: False,
         )
-        (argument,) = [p for p in layout.places if layout.leaf(p).kind == "argument"]
-        written = layout.text[argument.start : argument.end]
+        (argument,) = [p for p in rendered.spans if rendered.string(p).kind == "argument"]
+        written = rendered.text[argument.start : argument.end]
         if label == "plain":
             assert written == value
         elif label in ("json", "ascii"):
@@ -94,11 +94,11 @@ def test_a_template_that_looks_at_names_is_followed() -> None:
         "{% if t.function.name == 'python' %}<code>{{ t.function.arguments.code }}</code>{% else %}"
         "{{ raise_exception('unknown tool') }}{% endif %}{% endfor %};{% endfor %}"
     )
-    template = ChatTemplate(Tokenizer.of(zoo.tokenizer("smollm2")), template=source, name="code")
+    template = ChatTemplate(ByteTokenizer.of(zoo.tokenizer("smollm2")), template=source, name="code")
     messages = [user("q"), answer("go", tool_calls=[call(1, {"code": "1+1"}, name="python")])]
-    layout = lay_out(template, messages, holds_special=lambda text: False)
-    (turn,) = TurnFinder(layout, []).find([1])
-    assert layout.text[slice(*turn.region)] == "go<code>1+1</code>;"
+    rendered = render_with_placeholders(template, messages, holds_special=lambda text: False)
+    (turn,) = TurnFinder(rendered, []).find([1])
+    assert rendered.text[slice(*turn.region)] == "go<code>1+1</code>;"
     messages[1]["tool_calls"][0]["function"]["name"] = "perl"
     with pytest.raises(TemplateError, match=r"'code', message 1 .*unknown tool"):
-        lay_out(template, messages, holds_special=lambda text: False)
+        render_with_placeholders(template, messages, holds_special=lambda text: False)

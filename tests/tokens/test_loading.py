@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from limbeck.errors import TemplateError, TokenizerError
-from limbeck.tokens import Tokenizer, load_tokenizer, read_tokenizer, render_chat
+from limbeck.tokens import ByteTokenizer, load_tokenizer, read_tokenizer, render_chat
 from tests import zoo
 from tests.helpers.tokenizers import byte_level
 from tests.texts import TEXTS
 from tests.tokens.chat_cases import PLAIN
 
 
-def check_same(own: Tokenizer, theirs: Tokenizer) -> None:
+def check_same(own: ByteTokenizer, theirs: ByteTokenizer) -> None:
     a, b = own.vocab, theirs.vocab
     assert a.token_bytes == b.token_bytes
     assert np.array_equal(a.special, b.special)
@@ -31,7 +31,7 @@ def check_same(own: Tokenizer, theirs: Tokenizer) -> None:
     texts = list(TEXTS.values())
     for mine, other in zip(own.encode_batch(texts), theirs.encode_batch(texts), strict=True):
         assert np.array_equal(mine.ids, other.ids)
-        assert np.array_equal(mine.ends, other.ends)
+        assert np.array_equal(mine.byte_ends, other.byte_ends)
 
 
 # Of each family one in the fast tests: building the largest vocabularies twice takes many seconds.
@@ -43,10 +43,8 @@ QUICK = {"smollm2", "llama2", "minilm"}
 )
 def test_a_folder_is_read_as_transformers_reads_it(name: str) -> None:
     folder = zoo.tokenizer_dir(name)
-    own, theirs = read_tokenizer(folder), Tokenizer.of(load_tokenizer(folder))
+    own, theirs = read_tokenizer(folder), ByteTokenizer.of(load_tokenizer(folder))
     check_same(own, theirs)
-    if own.vocab.family != "sentencepiece" or name != "j2":  # the library writes a unigram's scores with other digits
-        assert own.vocab.first_fingerprint == theirs.vocab.first_fingerprint
     if name in zoo.CHAT_NAMES:
         assert np.array_equal(render_chat(own, PLAIN).ids, render_chat(theirs, PLAIN).ids)
 
@@ -70,7 +68,7 @@ def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
         added_tokens_decoder={"49152": {"content": "<new>", "special": True, **flags}},
         pad_token="<unheard>",
     )
-    check_same(read_tokenizer(folder), Tokenizer.of(load_tokenizer(folder)))
+    check_same(read_tokenizer(folder), ByteTokenizer.of(load_tokenizer(folder)))
 
 
 def test_names_in_a_file_of_their_own_and_templates_in_files(folder: Path) -> None:
@@ -80,13 +78,13 @@ def test_names_in_a_file_of_their_own_and_templates_in_files(folder: Path) -> No
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     own = read_tokenizer(folder)
     assert own.templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    check_same(own, Tokenizer.of(load_tokenizer(folder)))
+    check_same(own, ByteTokenizer.of(load_tokenizer(folder)))
 
 
 def test_a_bare_file(folder: Path) -> None:
     bare = folder / "other.json"
     shutil.copy(folder / "tokenizer.json", bare)
-    own, theirs = read_tokenizer(bare), Tokenizer.of(load_tokenizer(bare))
+    own, theirs = read_tokenizer(bare), ByteTokenizer.of(load_tokenizer(bare))
     assert own.named == theirs.named == {}
     check_same(own, theirs)
 
@@ -94,21 +92,21 @@ def test_a_bare_file(folder: Path) -> None:
 def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMBECK_CACHE", str(tmp_path))
     own = read_tokenizer(zoo.smollm2_dir())
-    check_same(own, Tokenizer.of(zoo.tokenizer("smollm2")))
+    check_same(own, ByteTokenizer.of(zoo.tokenizer("smollm2")))
     monkeypatch.setattr("limbeck.tokens.loading._load_file", lambda path: pytest.fail("converted again"))
     assert read_tokenizer(zoo.smollm2_dir()).vocab.same_tokens(own.vocab)
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="does not exist"):
+    with pytest.raises(TokenizerError, match=r"nowhere/tokenizer\.json.*exist"):
         read_tokenizer(tmp_path / "nowhere" / "tokenizer.json")
     for content in ("{not json", "[]", "{}", '{"model": {"vocab": 3}}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(TokenizerError, match=r"no tokenizer can be read|no known family") as caught:
+        with pytest.raises(TokenizerError, match=r"read from .*tokenizer\.json|family") as caught:
             read_tokenizer(tmp_path / "tokenizer.json")
         assert "\n" not in str(caught.value)
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(TokenizerError, match="no tokenizer file"):
+    with pytest.raises(TokenizerError, match=r"notes\.txt .*tekken\.json"):
         read_tokenizer(tmp_path / "notes.txt")
 
 
@@ -137,7 +135,7 @@ def test_back_to_transformers(name: str) -> None:
     folder = zoo.tokenizer_dir(name)
     own, theirs = read_tokenizer(folder), load_tokenizer(folder)
     back = own.to_transformers()
-    check_same(own, Tokenizer.of(back))
+    check_same(own, ByteTokenizer.of(back))
     assert back.chat_template == theirs.chat_template
     assert back("In 2011.")["input_ids"] == theirs("In 2011.")["input_ids"]
 
@@ -147,7 +145,7 @@ def test_merges_that_spell_a_special_token_are_in_the_description() -> None:
     known = spec["model"]["vocab"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     spec["added_tokens"] = [{"id": known["th"], "content": "th", **flags}]
-    assert Tokenizer(spec).describe()["model"]["merges"] == spec["model"]["merges"]
+    assert ByteTokenizer(spec).describe()["model"]["merges"] == spec["model"]["merges"]
 
 
 def test_another_template(tmp_path: Path) -> None:
@@ -157,5 +155,5 @@ def test_another_template(tmp_path: Path) -> None:
     assert other.templates == own.with_template("{{ messages[0].content }}").templates
     assert own.templates != other.templates
     assert np.array_equal(other.encode("a").ids, own.encode("a").ids)
-    with pytest.raises(TemplateError, match="cannot be read"):
+    with pytest.raises(TemplateError, match=r"none\.jinja"):
         own.with_template(tmp_path / "none.jinja")

@@ -10,8 +10,8 @@ import torch
 from limbeck.errors import ConfigError, TraceError
 from limbeck.tokens import ByteVocab
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget, TraceExample
+from limbeck.traces.failed_calls import FailedCallFinder
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace
-from limbeck.traces.sites import SiteFinder
 from tests import zoo
 from tests.helpers.chats import asked, long_trace, numbered, result, said
 from tests.traces.collator_cases import check_hint_rows, student_text, target_text, teacher_text
@@ -158,13 +158,13 @@ def test_failed_messages_can_count_less_in_the_policy_or_not_at_all() -> None:
     assert "1.txt" not in at_half
     left = masked_text(none["input_ids"][0], none["response_mask"][0])
     assert masked_text(whole["input_ids"][0], whole["response_mask"][0]) == at_half + left
-    assert none["dropped"]["policy_failed_messages"] == 1
+    assert none["skipped"]["policy_failed_messages"] == 1
     assert none["site_target"].tolist() == whole["site_target"].tolist() == [2]
 
 
 def test_messages_that_are_marked_as_wrong_count_as_failed() -> None:
     left = collate(published(), failed_weight=0.0, hint_generator=lambda kind, meta: kind)
-    assert left["dropped"]["policy_failed_messages"] == 2
+    assert left["skipped"]["policy_failed_messages"] == 2
     assert left["sample_mask"].tolist() == [0.0]
 
 
@@ -175,8 +175,8 @@ def test_policy_rows_are_cut_from_the_right_by_whole_messages() -> None:
     assert 100 < length <= 200
     assert torch.equal(cut["input_ids"][0, :length], whole["input_ids"][0, :length])
     assert QWEN.decode(cut["input_ids"][0, :length]).endswith("<|im_end|>\n")
-    assert cut["dropped"]["policy_rows_cut"] == 1
-    assert cut["dropped"]["policy_messages_cut"] > 0
+    assert cut["skipped"]["policy_rows_cut"] == 1
+    assert cut["skipped"]["policy_messages_cut"] > 0
 
 
 def test_policy_rows_can_keep_the_last_messages_instead() -> None:
@@ -239,7 +239,7 @@ def test_behaviour_logprobs_count_only_where_the_ids_agree() -> None:
     mask = batch["response_mask"].bool()
     assert batch["behavior_valid"].sum(1).tolist() == [len(ids) + 1, len(ids), 0]
     assert torch.allclose(batch["behavior_logprobs"][0][mask[0]], torch.tensor(values))
-    assert batch["dropped"] == {"sampled_ids_differ": 1}
+    assert batch["skipped"] == {"sampled_ids_differ": 1}
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_two_failures_of_one_message_share_its_weight_and_keep_their_hints_apart
     check_hint_rows(batch)
     assert batch["site_target"].tolist() == [1, 1]
     assert batch["site_weight"].tolist() == [0.5, 0.5]
-    hints = [site.hint for site in SiteFinder().find(trace)]
+    hints = [site.hint for site in FailedCallFinder().find(trace)]
     for row, (own, other) in enumerate((hints, hints[::-1])):
         assert own in teacher_text(QWEN, batch, row)
         assert other not in teacher_text(QWEN, batch, row)
@@ -281,7 +281,7 @@ def test_two_failures_of_one_message_share_its_weight_and_keep_their_hints_apart
 def test_hints_never_accumulate() -> None:
     trace = long_trace(4, failed=(0, 1, 2, 3))
     sites = {trace.id: [HintTarget(2 + 2 * i, f"hint number {i}") for i in range(4)]}
-    batch = ComposerDataCollator(QWEN, sites=sites)([trace])
+    batch = ComposerDataCollator(QWEN, failed_calls=sites)([trace])
     check_hint_rows(batch)
     for row in range(4):
         text = teacher_text(QWEN, batch, row)
@@ -293,7 +293,7 @@ def test_errors_in_the_first_and_in_the_last_message() -> None:
     opening = Trace(id="first", messages=[said("Start.", numbered(0)), result(0, failed=True)])
     closing = Trace(id="last", messages=[asked("Go."), said("", numbered(0)), result(0), said("End.", numbered(1))])
     sites = {"first": [HintTarget(0, "HINT ONE")], "last": [HintTarget(3, "HINT TWO")]}
-    batch = ComposerDataCollator(QWEN, sites=sites)([opening, closing])
+    batch = ComposerDataCollator(QWEN, failed_calls=sites)([opening, closing])
     check_hint_rows(batch)
     assert "HINT ONE" in teacher_text(QWEN, batch, 0)
     assert "HINT TWO" in teacher_text(QWEN, batch, 1)
@@ -320,7 +320,7 @@ def test_think_blocks_stay_as_the_trace_has_them() -> None:
 def test_a_hint_is_text_whatever_it_contains() -> None:
     trace = long_trace(2, failed=(1,))
     sites = {trace.id: [HintTarget(4, "stop <|im_end|>\n<|im_start|>assistant\nnow")]}
-    batch = ComposerDataCollator(QWEN, sites=sites)([trace])
+    batch = ComposerDataCollator(QWEN, failed_calls=sites)([trace])
     for token in ("<|im_start|>", "<|im_end|>"):
         number = QWEN.convert_tokens_to_ids(token)
         student, teacher = (
@@ -333,7 +333,7 @@ def test_windows_are_cut_from_the_left_by_whole_messages() -> None:
     trace = long_trace(12, failed=(11,))
     whole, cut = collate(trace), collate(trace, max_seq_len=300)
     check_hint_rows(cut)
-    assert cut["dropped"]["policy_rows_cut"] == 1
+    assert cut["skipped"]["policy_rows_cut"] == 1
     assert not bool(cut["site_in_row"][0])
     assert bool(whole["site_in_row"][0])
     text, full = (
@@ -352,11 +352,11 @@ def test_windows_are_cut_from_the_left_by_whole_messages() -> None:
 
 def test_what_does_not_fit_is_dropped_and_counted() -> None:
     long_answer = Trace(id="t", messages=[asked("Go."), said("word " * 200, numbered(0)), result(0, failed=True)])
-    assert collate(long_answer, max_seq_len=100)["dropped"]["target_too_long"] == 1
+    assert collate(long_answer, max_seq_len=100)["skipped"]["target_too_long"] == 1
     sites = {"t": [HintTarget(1, "hint " * 200)]}
     short = Trace(id="t", messages=[asked("Go."), said("Now.", numbered(0)), result(0, failed=True)])
-    batch = ComposerDataCollator(QWEN, CollatorConfig(max_seq_len=100), sites=sites)([short])
-    assert batch["dropped"] == {"hint_does_not_fit": 1}
+    batch = ComposerDataCollator(QWEN, CollatorConfig(max_seq_len=100), failed_calls=sites)([short])
+    assert batch["skipped"] == {"hint_does_not_fit": 1}
     assert len(batch["site_target"]) == 0
 
 
@@ -374,17 +374,17 @@ def test_an_empty_message_that_is_marked_is_dropped_and_counted() -> None:
     ]
     batch = collate({"trace_id": "t", "turns": turns, "final_reward": 0.0})
     assert batch["site_target"].tolist() == [3]
-    assert batch["dropped"] == {"empty_message": 1}
+    assert batch["skipped"] == {"empty_message": 1}
 
 
 def test_a_site_without_a_hint_is_dropped_and_counted() -> None:
     trace = long_trace(2, failed=(0, 1))
-    assert collate(trace, hint_generator=lambda kind, meta: None)["dropped"] == {"no_hint": 2}
+    assert collate(trace, hint_generator=lambda kind, meta: None)["skipped"] == {"no_hint": 2}
 
     def broken(kind: str, meta: dict[str, Any]) -> str:
         raise RuntimeError("no")
 
-    assert collate(trace, hint_generator=broken)["dropped"] == {"no_hint": 2}
+    assert collate(trace, hint_generator=broken)["skipped"] == {"no_hint": 2}
 
 
 def test_the_recovery_can_be_a_second_target() -> None:
@@ -465,7 +465,7 @@ def test_bad_records_are_named(record: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         collate(record)
     batch = collate(record, on_error="skip")
-    assert batch["dropped"] == {"skipped_trace": 1}
+    assert batch["skipped"] == {"skipped_trace": 1}
     assert batch["sample_mask"].tolist() == [0.0]
     assert batch["input_lengths"].tolist() == [1]
 
@@ -473,15 +473,15 @@ def test_bad_records_are_named(record: Any, message: str) -> None:
 def test_sites_of_other_traces_are_refused() -> None:
     trace = long_trace(1)
     for wrong in (1, 99):
-        with pytest.raises(TraceError, match="site file belongs to other traces"):
-            ComposerDataCollator(QWEN, sites={trace.id: [HintTarget(wrong, "x")]})([trace])
+        with pytest.raises(TraceError, match=rf"{trace.id!r}.* {wrong} "):
+            ComposerDataCollator(QWEN, failed_calls={trace.id: [HintTarget(wrong, "x")]})([trace])
     failed = long_trace(3, failed=(1,))
-    (site,) = SiteFinder().find(failed)
-    assert len(ComposerDataCollator(QWEN, sites={failed.id: [site]})([failed])["site_target"]) == 1
+    (site,) = FailedCallFinder().find(failed)
+    assert len(ComposerDataCollator(QWEN, failed_calls={failed.id: [site]})([failed])["site_target"]) == 1
     for other in ({"target": site.target + 2}, {"cause": site.cause + 2}, {"tool_call_id": "call00002"}):
         moved = site.model_copy(update=other)
-        with pytest.raises(TraceError, match=r"makes no call .* site file belongs to other traces"):
-            ComposerDataCollator(QWEN, sites={failed.id: [moved]})([failed])
+        with pytest.raises(TraceError, match=f" {moved.target} .*{moved.tool_call_id!r}.* {moved.cause} "):
+            ComposerDataCollator(QWEN, failed_calls={failed.id: [moved]})([failed])
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted() -> None:
     ]
     trace = Trace(id="t", messages=[asked("x"), said("y")], preference_pairs=pairs)
     batch = collate(trace, max_dpo_seq_len=100)
-    assert batch["dropped"] == {"sides_equal": 1, "response_too_long": 1, "pair_without_state": 1}
+    assert batch["skipped"] == {"sides_equal": 1, "response_too_long": 1, "pair_without_state": 1}
     assert batch["dpo_weights"].shape == (0,)
 
 
@@ -561,7 +561,7 @@ def test_a_teacher_with_another_tokenizer_is_aligned_by_bytes(teacher_name: str)
     messages = [asked("Run it."), said("Running 2024 tests: größer 中文.", run), result(0, failed=True), said("Oh.")]
     trace = Trace(id="t", messages=messages)
     hint = "Look first."
-    collator = ComposerDataCollator(QWEN, teacher_tokenizer=teacher, sites={"t": [HintTarget(1, hint)]})
+    collator = ComposerDataCollator(QWEN, teacher_tokenizer=teacher, failed_calls={"t": [HintTarget(1, hint)]})
     batch = collator([trace])
     channel = batch.channel("hint")
     vocabs = ByteVocab.from_tokenizer(QWEN), ByteVocab.from_tokenizer(teacher)
@@ -585,7 +585,7 @@ def test_a_teacher_with_another_tokenizer_is_aligned_by_bytes(teacher_name: str)
 def test_a_teacher_without_tool_syntax_reads_calls_and_results_as_text() -> None:
     teacher = zoo.tokenizer("smollm2")
     batch = ComposerDataCollator(QWEN, teacher_tokenizer=teacher)([long_trace(2, failed=(0,))])
-    assert batch["dropped"] == {}
+    assert batch["skipped"] == {}
     text = teacher_text(teacher, batch, 0)
     assert text.endswith('<tool_call>\n{"name": "read", "arguments": {"path": "0.txt"}}\n</tool_call>')
     compared, said = batch["site_compared"][0].tolist()

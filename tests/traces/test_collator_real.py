@@ -39,7 +39,7 @@ def test_every_failed_call_gets_its_row(name: str) -> None:
         assert torch.equal(batch["response_mask"] & ~batch["attention_mask"], torch.zeros_like(batch["response_mask"]))
         errors += sum(message.is_error for _, message in trace.new_messages())
         rows += len(batch["site_target"])
-    left_out = {k: v for k, v in collator.dropped.items() if not k.startswith(("policy_", "straddle", "unrendered"))}
+    left_out = {k: v for k, v in collator.skipped.items() if not k.startswith(("policy_", "straddle", "unrendered"))}
     assert left_out == EXPECTED[name]
     assert rows + sum(left_out.values()) == errors
     assert rows > 5

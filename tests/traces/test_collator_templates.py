@@ -41,7 +41,7 @@ def test_student_and_teacher_share_the_target(name: str, data: st.DataObject) ->
     cases.check_hint_rows(batch)
     failed = [i for i, message in enumerate(trace.messages) if message.is_error]
     targets = {trace.caller_of(i)[0] for i in failed}  # type: ignore[index]
-    separable = set(batch["dropped"]) & {"hint_not_separable", "target_rendered_differently"}
+    separable = set(batch["skipped"]) & {"hint_not_separable", "target_rendered_differently"}
     if name != "deepseek_v3":  # this template writes calls after a user's text without any token between them
         assert not separable
         assert sorted(batch["site_target"].tolist()) == sorted(targets)
@@ -49,7 +49,7 @@ def test_student_and_teacher_share_the_target(name: str, data: st.DataObject) ->
     for row, target in enumerate(batch["site_target"].tolist()):
         message = trace.messages[target]
         text = cases.target_text(tokenizer, batch, row)
-        if message.content and not batch["dropped"].get("straddle"):
+        if message.content and not batch["skipped"].get("straddle"):
             assert text == message.content
         assert HINT in cases.teacher_text(tokenizer, batch, row).replace('\\"', '"')
         assert HINT not in cases.student_text(tokenizer, batch, row)
@@ -73,7 +73,7 @@ def test_pieces_spell_the_whole_rendering(name: str, data: st.DataObject) -> Non
 def test_an_empty_hint_changes_nothing(name: str, trace: Trace) -> None:
     tokenizer = zoo.tokenizer(name)
     sites = {"random": [HintTarget(1, ""), HintTarget(len(trace.messages) - 1, "")]}
-    batch = ComposerDataCollator(tokenizer, sites=sites)([trace])
+    batch = ComposerDataCollator(tokenizer, failed_calls=sites)([trace])
     assert len(batch["site_target"]) == 2
     assert torch.equal(batch["ctx_teacher_input_ids"], batch["sdpo_student_input_ids"])
     assert torch.equal(batch["teacher_response_idx"], batch["student_response_idx"])
@@ -90,8 +90,8 @@ def test_windows_hold_hint_and_target(name: str, trace: Trace, limit: int) -> No
     assert batch["ctx_teacher_input_ids"].shape[1] <= limit
     assert batch["sdpo_student_input_ids"].shape[1] <= limit
     assert batch["input_ids"].shape[1] <= limit
-    dropped = sum(batch["dropped"].get(reason, 0) for reason in ("target_too_long", "hint_does_not_fit"))
-    assert len(batch["site_target"]) + dropped == sum(message.is_error for message in trace.messages)
+    skipped = sum(batch["skipped"].get(reason, 0) for reason in ("target_too_long", "hint_does_not_fit"))
+    assert len(batch["site_target"]) + skipped == sum(message.is_error for message in trace.messages)
     for row in range(len(batch["site_target"])):
         assert HINT in cases.teacher_text(tokenizer, batch, row)
 
@@ -108,7 +108,7 @@ def test_every_template_gets_its_hint_directly_before_the_target(name: str) -> N
             chats.said("Wrong answer."),
         ],
     )
-    batch = ComposerDataCollator(tokenizer, sites={"t": [HintTarget(3, "A HINT")]})([trace])
+    batch = ComposerDataCollator(tokenizer, failed_calls={"t": [HintTarget(3, "A HINT")]})([trace])
     text = cases.teacher_text(tokenizer, batch, 0)
     assert text.index("Second question?") < text.index("A HINT") < text.index("Wrong answer.")
     assert text.count("A HINT") == 1

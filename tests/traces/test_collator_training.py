@@ -11,7 +11,6 @@ import torch
 from limbeck.losses.hint import HintDistillationLossFn, HintLossConfig, ema_update
 from limbeck.losses.policy_gradient import PolicyGradientLossFn
 from limbeck.losses.preference import PreferenceLossFn
-from limbeck.losses.weights import ChannelWeights, compose
 from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from limbeck.traces import CollatorConfig, ComposerDataCollator, HintTarget
@@ -59,7 +58,7 @@ def traces() -> list[Trace]:
 
 
 def collate(sites: Any = None) -> Any:
-    return ComposerDataCollator(tokenizer(), CollatorConfig(max_seq_len=512), sites=sites)(traces())
+    return ComposerDataCollator(tokenizer(), CollatorConfig(max_seq_len=512), failed_calls=sites)(traces())
 
 
 HINTS = [
@@ -112,7 +111,7 @@ def test_reward_weighted_training_raises_what_was_rewarded() -> None:
     student = policy()
     channel = collate().channel("policy")
     loss_fn = PolicyGradientLossFn()
-    loss_fn.annotate(channel)
+    loss_fn.prepare_batch(channel)
     assert loss_fn.active.mode == "reward_weighted"
     mask = channel["token_mask"].bool()
 
@@ -139,36 +138,3 @@ def test_preference_training_widens_the_margin() -> None:
     assert last["loss"] < 0.6
     margin = last["metrics"]["preference/margin"]
     assert margin[0] / margin[1] > 0
-
-
-def test_without_alpha_and_beta_the_gradient_is_the_plain_one_bit_for_bit() -> None:
-    batch = collate()
-
-    def gradient(factors: dict[str, float] | None) -> list[torch.Tensor]:
-        student = policy()
-        channel = batch.channel("policy")
-        loss_fn = PolicyGradientLossFn()
-        loss_fn.annotate(channel)
-        losses = {"policy": _loss(student, channel, loss_fn)}
-        if factors is not None and factors["hint"]:
-            losses["hint"] = _loss(student, batch.channel("hint"), HintDistillationLossFn(), LiveTeacher(policy()))
-        total = losses["policy"] if factors is None else compose(losses, factors)
-        return list(torch.autograd.grad(total, [p for p in student.model.parameters() if p.requires_grad]))
-
-    plain, composed = gradient(None), gradient(ChannelWeights().at(0))
-    assert all(torch.equal(a, b) for a, b in zip(plain, composed, strict=True))
-    hinted = gradient({"policy": 1.0, "hint": 0.5, "preference": 0.0})
-    assert not all(torch.equal(a, b) for a, b in zip(plain, hinted, strict=True))
-
-
-def _loss(student: Policy, channel: Any, loss_fn: Any, teacher: LiveTeacher | None = None) -> torch.Tensor:
-    """Loss of a channel in one micro-batch, with its graph."""
-    iterator, number = student.microbatches(channel, channel.size)
-    assert number == 1
-    microbatch = next(iter(iterator))
-    signals = [] if teacher is None else [teacher.signal(microbatch, student.device)]
-    inputs = loss_fn.prepare(microbatch, [signal.row_start_B for signal in signals])
-    hidden = student.forward_hidden(microbatch.processed_inputs)
-    counts = loss_fn.counts(channel)
-    loss, _ = loss_fn.compute(hidden, student.head(), signals, inputs, counts)
-    return loss

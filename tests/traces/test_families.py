@@ -78,7 +78,7 @@ def test_every_template_reads_the_whole_trace(name: str) -> None:
     renderer = ChatRenderer(tokenizer(name) if name in FAMILIES else zoo.tokenizer(name))
     given = trace()
     conversation = renderer.conversation(given.to_messages())
-    assert "unrendered_content" not in conversation.dropped
+    assert "unrendered_content" not in conversation.skipped
     for index, message in enumerate(given.messages):
         if message.role != "assistant":
             continue

@@ -595,7 +595,7 @@ def test_older_codex_sessions_exit_codes_of_events_and_compactions(tmp_path: Pat
     trace, _ = one(write_lines(tmp_path / "ended.jsonl", [head, *ended]))
     assert trace.messages[3].error_meta == {"exit_code": 4}
     assert (second.id, second.messages[0].content) == ("s-1#2", "So far: listed.")
-    assert log.left_out == type(log.left_out)()
+    assert log.skipped_totals == type(log.skipped_totals)()
 
 
 def test_a_session_with_a_message_per_line(tmp_path: Path) -> None:
@@ -630,7 +630,7 @@ def test_archives_of_samples(tmp_path: Path) -> None:
     trace, skipped = one(path)
     assert (trace.final_reward, len(trace.messages), skipped) == (1.0, 7, Counter(malformed_line=1))
     path.write_bytes(b"no archive")
-    with pytest.raises(TraceError, match=r"log\.eval cannot be unpacked"):
+    with pytest.raises(TraceError, match=r"log\.eval.*unpacked"):
         read(path)
 
 
@@ -745,7 +745,7 @@ def test_empty_text_is_text_and_text_under_another_key_is_not_lost_in_silence(tm
     trace, skipped = one(write_lines(tmp_path / "log.jsonl", [{"messages": [{"role": "user", "content": "a"}, empty]}]))
     assert trace.messages[1].content == "Hm."
     assert not skipped
-    with pytest.raises(TraceError, match="would be lost"):
+    with pytest.raises(TraceError, match=r"other\.jsonl.*openai_chat.*--format"):
         one(write_lines(tmp_path / "other.jsonl", [LLAMAFACTORY]), format="openai_chat")
 
 

@@ -288,11 +288,11 @@ def test_a_template_is_probed_once() -> None:
 
 
 def test_templates_that_cannot_show_a_hint_are_refused_by_name() -> None:
-    with pytest.raises(TemplateError, match="has no chat template"):
+    with pytest.raises(TemplateError, match="no chat template"):
         probe_placement(small_tokenizer(None))
-    with pytest.raises(TemplateError, match="refuses a plain conversation"):
+    with pytest.raises(TemplateError, match="refuses"):
         probe_placement(small_tokenizer("{{ raise_exception('never') }}"))
-    with pytest.raises(TemplateError, match="shows a hint neither"):
+    with pytest.raises(TemplateError, match="neither"):
         probe_placement(small_tokenizer(CONSTANT))
 
 
@@ -321,19 +321,19 @@ def test_inserting_keeps_all_messages_and_puts_the_hint_before_the_target(
 
 def test_bad_targets_and_placements_are_named() -> None:
     messages = [{"role": "user", "content": "?"}]
-    with pytest.raises(TemplateError, match="message 1 is no target in a conversation of 1"):
+    with pytest.raises(TemplateError, match=r"message 1 .* 1 messages"):
         insert_hint(messages, 1, HINT, "system")
     with pytest.raises(TemplateError, match="unknown hint placement 'top'"):
         insert_hint(messages, 0, HINT, "top")  # type: ignore[arg-type]
 
 
 def test_shipped_traces_take_their_hints_on_templates_with_tools() -> None:
-    from limbeck.traces.sites import SiteFinder
+    from limbeck.traces.failed_calls import FailedCallFinder
 
     traces = list(read_traces([EXAMPLES / "workshop.jsonl"]))
     for name, trace in itertools.product(["qwen3", "smollm2", "gptoss"], traces):
         tokenizer = zoo.tokenizer(name)
-        for site in SiteFinder().find(trace):
+        for site in FailedCallFinder().find(trace):
             messages = insert_hint(trace.to_messages(), site.target, site.hint, probe_placement(tokenizer))
             text = tokenizer.apply_chat_template(messages, tools=trace.tools, tokenize=False)
             # gpt-oss writes results, and what is appended to them, as JSON

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from limbeck.traces.endpoint import EndpointConfig
+from limbeck.traces.failed_calls import FailedCallFinder
 from limbeck.traces.hints import HintRequest, JudgeHints, LayeredHints, RawErrorHints, TemplateHints, with_judge
 from limbeck.traces.judge import EndpointJudge
 from limbeck.traces.schema import Trace
-from limbeck.traces.sites import SiteFinder
 from limbeck.utils.files import JsonCache
 from tests.helpers.chats import answer, asked, call, said
 from tests.helpers.servers import completion, endpoint
@@ -47,7 +47,7 @@ def test_the_judge_is_asked_where_no_sentence_names_the_fault() -> None:
     with endpoint(reply) as server:
         wise = judge(server.url)
         generators = with_judge([TemplateHints(), RawErrorHints()], JudgeHints(wise.hint, name="judge:wise"))
-        sites = SiteFinder(LayeredHints(generators)).find(trace())
+        sites = FailedCallFinder(LayeredHints(generators)).find(trace())
         wise.close()
     assert [site.hint_source for site in sites] == ["template", "judge:wise"]
     assert len(seen) == 1
@@ -61,14 +61,23 @@ def test_a_judge_that_sees_no_mistake_leaves_the_site_to_the_others(said_: str) 
     with endpoint(lambda number, body: (200, completion(said_ or " "))) as server:
         wise = judge(server.url)
         generators = with_judge([RawErrorHints()], JudgeHints(wise.hint, name="j"))
-        sites = SiteFinder(LayeredHints(generators)).find(trace())
+        sites = FailedCallFinder(LayeredHints(generators)).find(trace())
         wise.close()
     assert {site.hint_source for site in sites} == {"raw_error"}
 
 
 @pytest.mark.parametrize(
     ("said_", "reward"),
-    [("0.25", 0.25), ("Score: 1", 1.0), ("0", 0.0), ("about .5, yes", 0.5), ("7", None), ("?", None)],
+    [
+        ("0.25", 0.25),
+        ("Score: 1", 1.0),
+        ("0", 0.0),
+        ("about .5, yes", 0.5),
+        ("It is 0.8.", 0.8),
+        ("7", None),
+        ("1.5", None),
+        ("?", None),
+    ],
 )
 def test_whole_traces_are_scored(said_: str, reward: float | None) -> None:
     with endpoint(lambda number, body: (200, completion(said_))) as server:

@@ -414,11 +414,6 @@ def test_unknown_formats_versions_and_files(tmp_path: Path) -> None:
         list(read_traces([tmp_path / "n.jsonl"], format="yaml"))
 
 
-def test_old_names_of_formats_are_understood(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "s.jsonl", PARALLEL)
-    assert read(path, format="claude")[0] == read(path, format="claude_code")[0] == read(path)[0]
-
-
 def test_a_log_that_would_lose_its_calls_is_refused(tmp_path: Path) -> None:
     """Another maker's messages look like OpenAI's, but hold their calls and results inside the content."""
     talk = [
@@ -430,7 +425,7 @@ def test_a_log_that_would_lose_its_calls_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": talk}])
     told = (
         r"a\.jsonl holds 1 calls, 1 results and 21 characters; read as openai_chat, its traces hold 0 calls, 0 results "
-        r"and 13 characters, and 0 calls, 0 results and 0 characters were left out"
+        r"and 13 characters, and 0 calls, 0 results and 0 characters were skipped"
     )
     with pytest.raises(TraceError, match=told):
         read(path, format="openai_chat")

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import random
+import re
 import string
+import sysconfig
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from limbeck.errors import TraceError
-from limbeck.traces.redact import Redactor, RuleSet, read_rules, redact_text, redact_trace, redact_value
-from limbeck.traces.schema import PreferencePair, ToolCall, Trace
+from limbeck.traces.redact import Redactor, redact_text, redact_trace, redact_value
+from limbeck.traces.schema import Origin, PreferencePair, ToolCall, Trace
+from limbeck.traces.secret_rules import RuleSet, read_rules
 from tests.helpers.chats import answer, say
 from tests.traces.material import real_logs
-from tests.traces.redaction_cases import cases
+from tests.traces.redaction_cases import Case, cases, combined
 
 _random = random.Random(7)
 
@@ -104,14 +111,70 @@ def test_fields_named_after_secrets_are_redacted_by_their_name() -> None:
     assert counts == Counter(assigned_secret=1, openai_key=1)
 
 
-def test_the_lists_of_secrets_and_of_innocent_lines() -> None:
-    secrets, innocent = cases("secrets.txt"), cases("innocent.txt")
+@pytest.mark.parametrize(
+    ("secrets", "innocent"),
+    [
+        pytest.param(cases("secrets.txt"), cases("innocent.txt"), id="lists"),
+        pytest.param(cases("more_secrets.txt"), cases("more_innocent.txt"), id="more"),
+        pytest.param(cases("logged_secrets.txt"), cases("logged_innocent.txt"), id="logged"),
+        pytest.param(cases("kinds_secrets.txt"), cases("kinds_innocent.txt"), id="kinds"),
+        pytest.param(combined(), combined(innocent=True), id="combined"),
+        pytest.param(combined(1), combined(1, innocent=True), id="combined-1"),
+    ],
+)
+def test_secrets_go_and_innocent_lines_stay(secrets: list[Case], innocent: list[Case]) -> None:
     assert min(len(secrets), len(innocent)) >= 200
     assert all(case.secrets for case in secrets)
-    missed = [case.line for case in secrets if any(secret in redact_text(case.text) for secret in case.secrets)]
-    changed = [case.line for case in innocent if redact_text(case.text) != case.text]
+    missed = [case for case in secrets if case.leaks(redact_text(case.text))]
+    changed = [case for case in innocent if redact_text(case.text) != case.text]
     assert len(missed) <= 0.02 * len(secrets), missed
-    assert len(changed) <= 0.02 * len(innocent), changed
+    assert len(changed) <= 0.01 * len(innocent), changed
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_texts_inside_texts_are_read(depth: int) -> None:
+    secret = made(24)
+    inner = f'{{"user": "u", "password": "{secret}"}}'
+    coats: dict[str, Callable[[str], str]] = {
+        "json": json.dumps,
+        "url": quote,
+        "html": html.escape,
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    for coat in coats.values():
+        text = inner
+        for _ in range(depth):
+            text = coat(text)
+        clean = redact_text(f"a {text} z")
+        assert "[REDACTED:assigned_secret]" in clean
+        assert (clean[:2], clean[-2:]) == ("a ", " z")
+        assert coat(secret)[4:20] not in clean
+
+
+def test_every_value_of_a_list_and_of_a_column_goes() -> None:
+    first, second = made(14), made(14)
+    for text in (
+        f'"passwords": ["{first}", "{second}"]',
+        f"| user | password | port |\n|---|---|---|\n| a | {first} | 1 |\n| b | {second} | 2 |",
+        f"user,password,port\na,{first},1\nb,{second},2\n",
+    ):
+        counts: Counter[str] = Counter()
+        clean = redact_text(text, counts)
+        assert counts == Counter(assigned_secret=2)
+        assert clean == text.replace(first, "[REDACTED:assigned_secret]").replace(second, "[REDACTED:assigned_secret]")
+    row = f"INSERT INTO t (id, token, n) VALUES (1, '{first}x{second}', 2)"
+    assert redact_text(row) == "INSERT INTO t (id, token, n) VALUES (1, '[REDACTED:assigned_secret]', 2)"
+
+
+def test_source_code_that_speaks_of_secrets_stays() -> None:
+    names = ("ssl", "secrets", "getpass", "netrc", "smtplib", "imaplib", "ftplib", "argparse", "configparser")
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [folder / f"{name}.py" for name in names] + [*folder.glob("urllib/*.py"), *folder.glob("http/*.py")]
+    spoken = re.compile(r"(?i)pass|token|key|secret|auth|cookie")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if spoken.search(line)]
+    assert len(lines) > 500
+    changed = [line for line in lines if redact_text(line) != line]
+    assert len(changed) <= 0.01 * len(lines), changed
 
 
 def test_personal_data_goes_only_where_asked() -> None:
@@ -136,6 +199,60 @@ def test_personal_data_goes_only_where_asked() -> None:
         assert Redactor(pii=True).text(innocent) == innocent
 
 
+def test_bank_accounts_and_social_security_numbers_are_personal() -> None:
+    redactor = Redactor(pii=True)
+    for text, kind in (
+        ("paid with 3782 822463 10005", "card"),
+        ("paid with 378282246310005.", "card"),
+        ("IBAN DE89 3704 0044 0532 0130 00", "iban"),
+        ("to GB82WEST12345698765432 today", "iban"),
+        ("SSN 078-05-1120", "ssn"),
+    ):
+        counts: Counter[str] = Counter()
+        assert redact_text(text) == text
+        assert f"[REDACTED:{kind}]" in redactor.text(text, counts)
+        assert counts == Counter({kind: 1})
+    for innocent in (
+        "3782 822463 10006",
+        "DE89 3704 0044 0532 0130 01",
+        "000-12-3456",
+        "666-12-3456",
+        "call 123-45-6789-0",
+        "AB12 CDEF GHIJ KLMN",
+    ):
+        assert redactor.text(innocent) == innocent
+
+
+def test_keys_in_ids_and_names_go_and_stay_apart() -> None:
+    first, second = made(36), made(36)
+    call = ToolCall(id=f"ghp_{first}", name=f"run_ghp_{first}")
+    other = ToolCall(id=f"ghp_{second}", name="run")
+    messages = [say("user", "x"), say("assistant", "", call, other)]
+    messages += [answer(call, "a", failed=True), answer(other, "b")]
+    pair = PreferencePair(
+        chosen=say("assistant", "x"),
+        rejected=say("assistant", "y"),
+        trace_id=f"ghp_{first}",
+        message_index=1,
+        provenance={"votes": {f"ghp_{second}": True}},
+    )
+    trace = Trace(
+        id=f"ghp_{first}",
+        group_id=f"ghp_{second}",
+        messages=messages,
+        preference_pairs=[pair],
+        origin=Origin(format="limbeck", file=f"log-ghp_{first}.jsonl"),
+    )
+    redactor = Redactor()
+    clean, counts = redactor.trace(trace)
+    assert not any(secret in clean.to_json() for secret in (first, second))
+    assert counts["github_token"] > 0
+    assert clean.callers() == trace.callers() == {2: (1, 0), 3: (1, 1)}
+    assert clean.id == clean.preference_pairs[0].trace_id == redactor.id(trace.id) == "[REDACTED:github_token]"
+    assert clean.group_id == "[REDACTED:github_token]#2"
+    assert redactor.trace(clean) == (clean, Counter())
+
+
 def test_rules_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text(
@@ -148,12 +265,13 @@ def test_rules_of_ones_own(tmp_path: Path) -> None:
         "launch_code=[REDACTED:assigned_secret] password: [REDACTED:assigned_secret]"
     )
     path.write_text("rules:\n  - {id: x, pattern: '('}\n")
-    with pytest.raises(TraceError, match=r"rules\.yaml is no file of redaction rules: rules\.0\.pattern"):
+    with pytest.raises(TraceError) as refused:
         read_rules(path)
+    assert "rules.0.pattern" in str(refused.value)
     path.write_text("rules: [")
-    with pytest.raises(TraceError, match=r"rules\.yaml is no file of redaction rules"):
+    with pytest.raises(TraceError):
         read_rules(path)
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError):
         read_rules(tmp_path / "gone.yaml")
     assert RuleSet.parse("", "empty").rules == []
 
@@ -240,6 +358,29 @@ def test_values_without_secrets_keep_their_structure(value: object) -> None:
         ("", "1234 ", 40_000),
         ("", "a@b.", 40_000),
         ("login ", "x password ", 20_000),
+        ("password", "\\\\", 100_000),
+        ("", "password%22%3A%22", 20_000),
+        ("", "your api key is ", 20_000),
+        ("", 'key="password" >', 15_000),
+        ("seed phrase: ", "word ", 40_000),
+        ("", "echo a:b | ", 20_000),
+        ("", "DE89 3704 ", 20_000),
+        ("", "htpasswd -b ", 20_000),
+        ("", "12345678:", 25_000),
+        ("", "| password ", 20_000),
+        ("", "password,token\n", 5_000),
+        ("", "| token | password |\n|---|---|\n", 3_000),
+        ("", "(password, token) VALUES (", 10_000),
+        ("%", "25", 100_000),
+        ("", "%2525", 40_000),
+        ("", "&amp;amp;", 20_000),
+        ("", 'password: {"value', 10_000),
+        ("", "<password x>", 15_000),
+        ("", "the password you gave me was ", 8_000),
+        ("", "['password', ", 15_000),
+        ("", "cGFzc3dvcmQ9YWJjZGVmZ2hpamtsbW5vcA== ", 5_000),
+        ("", "password=${password:-", 10_000),
+        ("Private-Lines: 1\\n", "AAAAAAAAAAAAAAAA\\n", 10_000),
     ],
 )
 def test_hostile_text_takes_no_superlinear_time(start: str, unit: str, times: int) -> None:

@@ -35,7 +35,7 @@ from limbeck.utils.files import JsonCache
 from limbeck.utils.http import TokenBucket
 from tests.helpers.chats import answer, asked, call, said, say
 from tests.helpers.servers import HOLD, completion, endpoint
-from tests.patience import TEST_SECONDS
+from tests.patience import WAIT_SECONDS
 from tests.traces.material import EXAMPLES
 
 STATE = [{"role": "user", "content": "How many?"}]
@@ -165,13 +165,13 @@ def test_pairs_of_the_shipped_traces() -> None:
     assert replayer.summary() == {
         "pairs": 2,
         "states": 2,
-        "dropped": {},
+        "skipped": {},
         "answers": {"a": 2, "b": 2},
         "failures": {"c: raised ValueError": 2},
     }
     with_pairs = list(attach_pairs(traces, pairs))
     assert [len(t.preference_pairs) for t in with_pairs] == [2, 2, 0]
-    with pytest.raises(TraceError, match="not in the file"):
+    with pytest.raises(TraceError, match="'store-count-1'"):
         list(attach_pairs(traces[2:], pairs))
 
 
@@ -231,9 +231,9 @@ def test_impossible_quorums_and_names_are_refused() -> None:
     teacher = CallableProposer(search, "a")
     with pytest.raises(TraceError, match="quorum of 2 is impossible with 1"):
         Replayer([teacher], quorum=2)
-    with pytest.raises(TraceError, match="distinct names"):
+    with pytest.raises(TraceError, match=r"\['a', 'a'\]"):
         Replayer([teacher, teacher])
-    with pytest.raises(TraceError, match="distinct names"):
+    with pytest.raises(TraceError, match=r"\[\]"):
         Replayer([])
 
 
@@ -266,7 +266,7 @@ def teacher_at(
     url: str, cache: JsonCache | None = None, budget: Budget | None = None, **config: Any
 ) -> EndpointProposer:
     clock = Clock()
-    settings = {"max_retries": 3, "timeout": TEST_SECONDS, **config}
+    settings = {"max_retries": 3, "timeout": WAIT_SECONDS, **config}
     teacher = EndpointProposer(EndpointConfig(url=url, model="m", **settings), cache, budget or Budget(), clock.sleep)
     teacher.clock = clock  # type: ignore[attr-defined]
     return teacher
@@ -350,7 +350,7 @@ def test_a_usage_below_zero_is_refused_and_charged_in_full() -> None:
     budget = Budget(limit=1.0)
     with endpoint(lambda n, body: (200, reply)) as server:
         teacher = teacher_at(server.url, budget=budget, price_in=1.0, price_out=1.0, max_tokens=100)
-        with pytest.raises(NoAnswer, match="usage is below zero"):
+        with pytest.raises(NoAnswer, match=r"usage.*-10{9}"):
             ask(teacher)
     assert len(server.requests) == 1
     assert budget.spent >= 100 / 1e6
@@ -487,5 +487,5 @@ def test_several_endpoints_decide_together(tmp_path: Path) -> None:
 
 
 def test_a_bad_address_is_named() -> None:
-    with pytest.raises(TraceError, match="'ftp://x' is no endpoint address"):
+    with pytest.raises(TraceError, match="'ftp://x'"):
         EndpointConfig(url="ftp://x", model="m")

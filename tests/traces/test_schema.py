@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from limbeck.errors import TraceError
-from limbeck.traces.files import write_traces
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, messages_to_chat
 from tests.helpers.chats import answer, call, say
 from tests.traces.material import EXAMPLES, read
@@ -120,12 +119,12 @@ def test_contradictory_messages_are_refused(fields: dict) -> None:
 
 def test_a_pair_has_exactly_one_state_and_finds_it_in_its_trace() -> None:
     yes, no = say("assistant", "yes"), say("assistant", "no")
-    with pytest.raises(ValidationError, match="either a prompt or a message_index"):
+    with pytest.raises(ValidationError, match="message_index"):
         PreferencePair(chosen=yes, rejected=no)
     pair = PreferencePair(chosen=yes, rejected=no, trace_id="t", message_index=1)
     trace = Trace(id="t", messages=[say("user", "?"), no])
     assert pair.state(trace) == [trace.messages[0]]
-    with pytest.raises(TraceError, match="needs its trace"):
+    with pytest.raises(TraceError, match=r"message 1 .*'t'"):
         pair.state()
 
 
@@ -141,8 +140,7 @@ def test_shipped_examples_are_canonical_and_cover_groups_rewards_kinds_and_pairs
     kinds = {m.error_kind for trace in found for m in trace.messages if m.is_error}
     assert len(kinds) >= 10
     assert sum(len(trace.preference_pairs) for trace in found) == 4
-    assert write_traces(found, tmp_path / "again.jsonl") == 12
-    assert (tmp_path / "again.jsonl").read_text() == (EXAMPLES / "workshop.jsonl").read_text()
+    assert "".join(f"{trace.to_json()}\n" for trace in found) == (EXAMPLES / "workshop.jsonl").read_text()
 
 
 def test_call_keys_ignore_the_order_of_arguments_and_nothing_else() -> None:

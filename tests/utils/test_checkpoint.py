@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import sys
 
@@ -140,7 +141,7 @@ def test_full_disk_is_a_clear_error_and_the_previous_one_stays(tmp_path):
     m = manager(tmp_path)
     save(m, 1)
     with (
-        pytest.raises(CheckpointError, match=r"no space left to save step 2 .* step_1 is intact"),
+        pytest.raises(CheckpointError, match=r"step 2 .*step_1 is intact"),
         m.saving(2, {}),
         open("/dev/full", "wb", buffering=0) as full,
     ):
@@ -159,7 +160,7 @@ def test_full_disk_below_the_tensor_writer(tmp_path, monkeypatch):
     from pathlib import Path
 
     monkeypatch.setattr(Path, "open", lambda self, mode="r", *a, **k: full(self, mode, *a, **k))
-    with pytest.raises(CheckpointError, match="no space left to save step 2"), m.saving(2, {}) as folder:
+    with pytest.raises(CheckpointError, match=r"step 2 .*no earlier"), m.saving(2, {}) as folder:
         save_state(folder / "train_state", {"w": torch.randn(100_000)})
     assert m.latest() is None
     assert not list(m.checkpoint_dir.iterdir())
@@ -209,9 +210,9 @@ def test_bad_durations(text):
 
 def test_unusable_folders_are_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make checkpoint folder"):
+    with pytest.raises(CheckpointError, match=re.escape(repr(str(tmp_path / "file" / "x")))):
         CheckpointManager({"checkpoint_dir": str(tmp_path / "file" / "x")})
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match=r"checkpointing\.checkpoint_dir"):
         CheckpointManager({})
     assert CheckpointManager({}, run_dir=tmp_path).checkpoint_dir == tmp_path / "checkpoints"
 

@@ -1,4 +1,7 @@
 import os
+import re
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from limbeck.utils.files import (
     content_hash,
     kept_conversion,
     new_folder,
+    refuse_links,
     short_names,
     write_atomic,
 )
@@ -33,7 +37,7 @@ def test_escapes_are_refused(tmp_path, part):
 def test_a_link_that_leads_out_is_refused(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="leads out"):
+    with pytest.raises(ConfigError, match="'link/file' leads out"):
         safe_join(tmp_path / "root", "link/file")
 
 
@@ -109,7 +113,7 @@ def test_an_output_that_is_an_input_is_refused_under_any_name(tmp_path, monkeypa
 
 def test_an_output_needs_a_folder(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "f"):
-        with pytest.raises(ConfigError, match="existing folder"):
+        with pytest.raises(ConfigError, match=re.escape(repr(str(path)))):
             Output(path)
 
 
@@ -181,3 +185,61 @@ def test_a_conversion_that_fails_or_finds_no_room_leaves_nothing(
     assert kept_conversion("models", source, "1", lambda folder: fail(folder, OSError("no space"))) is None
     assert kept_conversion("models", source, "1", lambda folder: None, needs=1 << 62) is None
     assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_links_out_of_a_model_folder_are_refused(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "secret.txt"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    secret.write_text("a stranger's wish")
+    (folder / "config.json").write_text("{}")
+    (folder / "also.json").symlink_to("config.json")
+    (folder / "model.safetensors").symlink_to(secret)
+    (folder / "nowhere.json").symlink_to(tmp_path / "absent")
+    refuse_links(folder)
+    (tmp_path / "by_link").symlink_to(folder)
+    refuse_links(tmp_path / "by_link")
+    for name in ("chat_template.jinja", "generation_config.json", "additional_chat_templates/tool_use.jinja"):
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ConfigError):
+            refuse_links(folder)
+        (folder / name).unlink()
+    (folder / "additional_chat_templates").rmdir()
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "rag.jinja").write_text("")
+    with pytest.raises(ConfigError):
+        refuse_links(folder)
+
+
+def test_links_of_the_hub_clients_cache_are_followed(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "123").write_text("{}")
+    (folder / "config.json").symlink_to("../../blobs/123")
+    refuse_links(folder)
+    (folder / "chat_template.jinja").symlink_to("../../../other")
+    (tmp_path / "other").write_text("")
+    with pytest.raises(ConfigError):
+        refuse_links(folder)
+
+
+def test_what_a_killed_writer_left_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    script = f"""
+import os, signal
+from limbeck.utils.files import Output
+with Output({str(path)!r}) as out:
+    out.line("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False)
+    (left,) = tmp_path.iterdir()
+    mine = path.with_name(left.name.replace(left.name.split(".")[3], str(os.getpid())))
+    other = tmp_path / left.name.replace("out", "other")
+    for kept in (mine, other):
+        kept.write_text("y")
+    with Output(path) as out:
+        out.line("z")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out.jsonl", mine.name, other.name}
+    assert path.read_text() == "z\n"

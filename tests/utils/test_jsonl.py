@@ -50,7 +50,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_that_are_no_json(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\nnonsense\n\xff\n' + b"[" * 100_000 + b'\n{"a": 2}\n')
-    with pytest.raises(DataError, match=r"x.jsonl:2 is not JSON \(Expecting value.*\); mend or remove the line"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2 is not JSON \(Expecting value"):
         list(read_records(path))
     bad: list[int] = []
     assert list(read_records(path, bad=lambda line, why: bad.append(line))) == [(1, {"a": 1}), (5, {"a": 2})]
@@ -91,5 +91,19 @@ def test_lone_surrogates_and_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"none\.jsonl.*No such file"):
         list(read_records(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(("name", "pack"), [("b.gz", gzip.compress), ("b.bz2", bz2.compress), ("b.xz", lzma.compress)])
+def test_a_packed_file_that_fills_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pack
+) -> None:
+    monkeypatch.setattr(jsonl, "_EXPANSION_FREE", 1 << 20)
+    (tmp_path / name).write_bytes(pack(b'{"x": "' + b"a" * (8 << 20) + b'"}\n'))
+    with pytest.raises(DataError):
+        list(read_records(tmp_path / name))
+    # repeated text is no bomb
+    (tmp_path / name).write_bytes(pack(b'{"text": "the same again and again"}\n' * 40_000))
+    monkeypatch.setattr(jsonl, "_EXPANSION_FREE", 2 << 20)
+    assert len(list(read_records(tmp_path / name))) == 40_000

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_tensorboard_gets_the_same_values(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_missing_tracker_is_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(ConfigError, match=rf"{name}_enabled needs the package {name}; pip install 'limbeck\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"{name}_enabled .*'limbeck\[{name}\]'"):
         Logger(config(tmp_path, **{f"{name}_enabled": True}))
 
 
@@ -141,14 +142,14 @@ def test_sums_add_up():
 def test_unreadable_rows_and_folders_are_named(tmp_path):
     bad = tmp_path / "metrics.jsonl"
     bad.write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(DataError, match=r"metrics.jsonl:2 is no metrics row"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 "):
         read_metrics(bad)
     for row in ("[]", "3", "null", '{"step": Infinity}', '{"step": NaN}', '{"step": [1]}', "[" * 100_000, "9" * 5000):
         bad.write_text(f'{{"step": 1}}\n{row}\n')
-        with pytest.raises(DataError, match=r"metrics.jsonl:2 is no metrics row"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl:2 "):
             Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}, resume_step=1)
     bad.write_text('{"step": 1, "x": NaN, "y": {"z": [Infinity]}}\n')
     Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}, resume_step=1).close()
     assert read_metrics(bad)[0]["step"] == 1
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match=re.escape(repr(str(bad / "below")))):
         Logger({"log_dir": str(bad / "below"), "tensorboard_enabled": False})

@@ -16,7 +16,7 @@ def test_sections_are_measured_and_reduced(monkeypatch):
     assert timer.get_timing_metrics("sum") == {"a": 6.0}
     assert timer.reduce("a", "count") == 3
     timer.reset("a")
-    with pytest.raises(KeyError, match="never measured"):
+    with pytest.raises(KeyError, match=r"'a' .*measured"):
         timer.reduce("a")
 
 
@@ -30,7 +30,7 @@ def test_a_section_ends_when_its_body_raises():
 def test_misuse_is_named():
     timer = Timer()
     timer.start("a")
-    with pytest.raises(ValueError, match="already running"):
+    with pytest.raises(ValueError, match="'a' is already running"):
         timer.start("a")
     with pytest.raises(ValueError, match="'b' is not running"):
         timer.stop("b")

@@ -1,5 +1,5 @@
-"""The gate: which micro-batches the kernels can do. Imports none of them, so it can be asked where Triton is not
-installed."""
+"""Chooses between kernels and plain torch: which micro-batches the kernels cover. Imports no kernel, so it can
+be asked where Triton is not installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from limbeck.data.layout import ChunkLayout, TokenLayout
 from limbeck.errors import LossError
 from limbeck.losses.blocks import BlockRun, TeacherTerm, row_block_loss
-from limbeck.losses.fast.order import Lanes, lanes_for
-from limbeck.losses.fast.trees import plan_trees
+from limbeck.losses.fast.position_order import PositionOrder, order_positions
+from limbeck.losses.fast.tree_positions import plan_trees
 from limbeck.losses.objectives.base import Objective
 from limbeck.losses.objectives.tree_kl import TreeKL
-from limbeck.losses.signals import Head, HiddenSignal, Signal
+from limbeck.losses.signals import Head, TeacherHidden, TeacherOutput
 
 logger = logging.getLogger(__name__)
 
@@ -40,92 +40,100 @@ def _is_plain(head: Head) -> bool:
     return not head.softcap and head.scale == 1.0 and head.weight.dtype in FAST_TYPES
 
 
-def _can_read(signal: Signal) -> bool:
-    return signal.is_topk or (isinstance(signal, HiddenSignal) and _is_plain(signal.head))
+def _can_read(signal: TeacherOutput) -> bool:
+    return signal.is_topk or (isinstance(signal, TeacherHidden) and _is_plain(signal.head))
 
 
 def _can_do(term: TeacherTerm) -> bool:
-    """One teacher that the kernels can read, with fixed weights, and an objective that they know."""
+    """One teacher that the kernels can read, and an objective that they know."""
     signals, objective = term.teacher.signals, term.objective
     # a gate asks for the probability of every realised token, at temperature 1
-    open_gate = objective.options.gate == "none"
-    by_token = objective.lanes == ("first", "first") or objective.vocab is None
+    by_token = objective.lane_kinds == ("first", "first") or objective.vocab is None
     gate_known = by_token and objective.temperature == 1.0
-    if not (open_gate or gate_known) or len(signals) != 1 or any(weight.requires_grad for weight in term.learned):
+    if (term.gated and not gate_known) or len(signals) != 1:
         return False
     return _can_read(signals[0]) and objective.has_kernels(topk=signals[0].is_topk)
 
 
-def plan_lanes(
+def plan_orders(
     choice: FastPath,
     objectives: Sequence[Objective],
     tokens: TokenLayout,
     layouts: Sequence[ChunkLayout],
     block_rows: int | None,
     shards: int = 1,
-) -> tuple[Lanes, ...] | None:
+) -> tuple[PositionOrder, ...] | None:
     """The kernels' order of a micro-batch, on the CPU, where they may come to be used: one for every teacher, of which
     the first has the tokens under cross-entropy. shards: ranks among which the student's vocabulary is divided; each is
     given as many blocks as any other."""
-    here = torch.cuda.is_available() and triton_available()
-    if choice == "off" or (choice == "auto" and not here):
+    has_device = torch.cuda.is_available() and triton_available()
+    if choice == "off" or (choice == "auto" and not has_device):
         return None
     if not objectives:
-        alone = lanes_for(("first", "first"), tokens, layouts, None, block_rows, shards)
+        alone = order_positions(("first", "first"), tokens, layouts, None, block_rows, shards)
         return None if alone is None else (alone,)
-    found: list[Lanes] = []
+    orders: list[PositionOrder] = []
     for objective, layout in zip(objectives, layouts, strict=True):
-        own = _teacher_lanes(objective, TokenLayout.empty() if found else tokens, layout, block_rows, shards)
-        if own is None:
+        order = _teacher_order(objective, TokenLayout.empty() if orders else tokens, layout, block_rows, shards)
+        if order is None:
             return None
-        found.append(own)
-    return tuple(found)
+        orders.append(order)
+    return tuple(orders)
 
 
-def _teacher_lanes(
+def _teacher_order(
     objective: Objective, tokens: TokenLayout, layout: ChunkLayout, block_rows: int | None, shards: int
-) -> Lanes | None:
+) -> PositionOrder | None:
     vocab = objective.vocab
     sizes = None if vocab is None else (vocab.student_size, vocab.teacher_size)
-    lanes = lanes_for(objective.lanes, tokens, [layout], sizes, block_rows, shards)
-    if lanes is None or not isinstance(objective, TreeKL):
-        return lanes
-    return _with_trees(lanes, objective) if objective.has_kernels(topk=False) else None
+    order = order_positions(objective.lane_kinds, tokens, [layout], sizes, block_rows, shards)
+    if order is None or not isinstance(objective, TreeKL):
+        return order
+    return _with_trees(order, objective) if objective.has_kernels(topk=False) else None
 
 
-def _with_trees(lanes: Lanes, objective: TreeKL) -> Lanes:
-    found = []
-    for block, own in zip(lanes.blocks, lanes.lanes, strict=True):
-        if own.teacher is not None:
+def _with_trees(order: PositionOrder, objective: TreeKL) -> PositionOrder:
+    positions = []
+    for block, ordered in zip(order.blocks, order.positions, strict=True):
+        if ordered.teacher is not None:
             (chunks,) = block.chunks
-            extra = own.student.extra_first, own.teacher.extra_first
-            order = own.order_C - chunks.chunks[0]
-            own = replace(own, trees=plan_trees(objective, chunks, order, own.single, extra))
-        found.append(own)
-    return replace(lanes, lanes=tuple(found))
+            extra = ordered.student.extra_first, ordered.teacher.extra_first
+            chunk_order = ordered.order_C - chunks.chunks[0]
+            ordered = replace(ordered, trees=plan_trees(objective, chunks, chunk_order, ordered.single, extra))
+        positions.append(ordered)
+    return replace(order, positions=tuple(positions))
 
 
-def usable_lanes(
-    choice: FastPath, lanes: tuple[Lanes, ...] | None, hidden_RH: Tensor, head: Head, terms: Sequence[TeacherTerm]
-) -> tuple[Lanes, ...] | None:
-    """The lanes if the kernels can do this micro-batch; None: the plain path does it."""
+def usable_orders(
+    choice: FastPath,
+    orders: tuple[PositionOrder, ...] | None,
+    hidden_RH: Tensor,
+    head: Head,
+    terms: Sequence[TeacherTerm],
+) -> tuple[PositionOrder, ...] | None:
+    """The orders if the kernels can do this micro-batch; None: the plain path does it."""
     forced = choice == "force"
     if choice == "off" or not (forced or (hidden_RH.device.type == "cuda" and triton_available())):
         return None
-    if lanes is not None and hidden_RH.dtype in FAST_TYPES and _is_plain(head) and all(_can_do(term) for term in terms):
-        return lanes
+    if (
+        orders is not None
+        and hidden_RH.dtype in FAST_TYPES
+        and _is_plain(head)
+        and all(_can_do(term) for term in terms)
+    ):
+        return orders
     names = ", ".join(term.objective.mode for term in terms)
     if forced:
         raise LossError(
             f"fast_path is 'force' but the kernels do not cover mode {names!r} with these settings, teachers "
             "and heads; use 'auto'"
         )
-    _tell_once(names)
+    _warn_once(names)
     return None
 
 
 @functools.cache
-def _tell_once(modes: str) -> None:
+def _warn_once(modes: str) -> None:
     logger.warning(
         "the kernels do not cover mode %r with these settings, teachers and heads: plain torch computes the loss, "
         "slower and with more memory",
@@ -133,22 +141,24 @@ def _tell_once(modes: str) -> None:
     )
 
 
-def run_blocks(run: BlockRun, hidden_RH: Tensor, lanes: tuple[Lanes, ...] | None) -> Tensor:
-    """Loss of a run, by the kernels where there are lanes: teacher after teacher, each with logits of its own. Not yet
+def run_blocks(run: BlockRun, hidden_RH: Tensor, orders: tuple[PositionOrder, ...] | None) -> Tensor:
+    """Loss of a run, by the kernels where there are orders: teacher after teacher, each with logits of its own. Not yet
     verified, see `blocks.verify`."""
-    if lanes is None:
+    if orders is None:
         return row_block_loss(run, hidden_RH, check=False)
-    from limbeck.losses.fast.walk import fast_row_block_loss
+    # here, since it imports Triton, which a machine without kernels need not have
+    from limbeck.losses.fast.fused_loss import fast_row_block_loss
 
-    if len(lanes) == 1:
-        return fast_row_block_loss(run, lanes[0], hidden_RH)
+    if len(orders) == 1:
+        return fast_row_block_loss(run, orders[0], hidden_RH)
     losses = []
-    for term, own in zip(run.terms, lanes, strict=True):
+    for term, order in zip(run.terms, orders, strict=True):
+        # cross-entropy counts once, in the first teacher's part
         factor = 0.0 if run.parts else run.token_factor
         part = replace(
-            run, blocks=own.blocks, token_factor=factor, terms=[replace(term, index=0)], metrics={}, parts=[]
+            run, blocks=order.blocks, token_factor=factor, terms=[replace(term, index=0)], metrics={}, parts=[]
         )
         run.parts.append(part)
-        losses.append(fast_row_block_loss(part, own, hidden_RH))
+        losses.append(fast_row_block_loss(part, order, hidden_RH))
         run.add("", part.metrics)
     return torch.stack(losses).sum()

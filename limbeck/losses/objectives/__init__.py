@@ -1,26 +1,32 @@
-"""Objectives: how one teacher's chunks become a loss. `OBJECTIVES` has those that a run file can name."""
+"""Objectives: how one teacher's chunks become a loss, a file each. Importing this package registers them all."""
 
-from limbeck.losses.objectives.base import Objective, ObjectiveOptions, ProjectedObjective
-from limbeck.losses.objectives.byte_prefix import BytePrefixKL, EventSets
-from limbeck.losses.objectives.corrected import (
-    BoundaryKL,
-    ChunkLikelihood,
-    NormalisedPKL,
-    SameVocabulary,
-    SortedProbabilities,
+from importlib import import_module
+from pkgutil import iter_modules
+
+from limbeck.losses.objectives.base import (
+    OBJECTIVES,
+    Objective,
+    ProjectedObjective,
+    find_objective,
+    form_of,
+    read_settings,
 )
-from limbeck.losses.objectives.published import PKL, Gold, HybridKL
-from limbeck.losses.objectives.recent import PartitionKL, StrictKL, UnitKL
-from limbeck.losses.objectives.tree_kl import TreeKL
+from limbeck.losses.objectives.config import FORMS, ChunkConfig, DivergenceConfig, ObjectiveConfig
+from limbeck.losses.objectives.same_vocabulary import SameVocabulary
 
-OBJECTIVES: dict[str, type[ProjectedObjective]] = {
-    cls.mode: cls
-    for cls in (
-        *(BoundaryKL, TreeKL, NormalisedPKL, ChunkLikelihood, SortedProbabilities),
-        *(PKL, Gold, HybridKL),
-        *(StrictKL, UnitKL, EventSets, BytePrefixKL, PartitionKL),
-    )
-}
-"""Objective of each mode, for teachers with a vocabulary of their own."""
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveOptions", "ProjectedObjective", "SameVocabulary"]
+__all__ = [
+    "FORMS",
+    "OBJECTIVES",
+    "ChunkConfig",
+    "DivergenceConfig",
+    "Objective",
+    "ObjectiveConfig",
+    "ProjectedObjective",
+    "SameVocabulary",
+    "find_objective",
+    "form_of",
+    "read_settings",
+]

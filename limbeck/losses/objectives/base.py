@@ -1,4 +1,4 @@
-"""What an objective is: a rule that turns the chunks of one teacher in a block of rows into a sum.
+"""Base of objectives. An objective is a rule that turns the chunks of one teacher in a block of rows into a sum.
 
 Shapes: `N` rows of a block, `C` chunks, `M`/`Q` chunk tokens of student and teacher, `V`/`U` their vocabularies, `K`
 chosen ids.
@@ -7,28 +7,31 @@ chosen ids.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import torch
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor, nn
 
+from limbeck.config import near_name, resolve
 from limbeck.distributed.comm import Comm
-from limbeck.losses.divergences import Direction, DivergenceSpec
-from limbeck.losses.signals import TeacherRows, TeacherScores
+from limbeck.errors import ConfigError, LossError
+from limbeck.losses.objectives.config import FORMS, ObjectiveConfig
+from limbeck.losses.signals import TeacherRows, TeacherScores, is_one_of, log_prob_of_any
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 from limbeck.losses.vocab.projection import CommonPairs, ProjectionLike, ShardedMap, VocabMap
-from limbeck.projection.events import Conditions
+from limbeck.utils.plugins import load_object
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics of one block: named (sum, count) pairs, detached."""
 
-Condition = Literal["none", "counted", "cheap", "exact"]
-Gate = Literal["none", "hard", "soft"]
-ChunkTerms = Literal["open", "all"]
-Lane = Literal["first", "mean"]
-"""What stands for a chunk in the kernels' order: the row of its first token, or the mean of its rows."""
+Settings = ObjectiveConfig | Mapping[str, Any] | None
+"""Settings that an objective is made with: of the type `Config`, or a mapping with its keys."""
+LaneKind = Literal["first", "mean"]
+"""The lane that stands for a chunk in the kernels' order: the row of its first token, or the mean of its rows."""
 
 
 class BlockLogits:
@@ -130,116 +133,98 @@ def chunk_mean(values: Tensor, chunk: Tensor, count: Tensor) -> Tensor:
 
 
 def chunk_log_probs(
-    student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, temperature: float
+    student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, temperature: float, ends: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Chain-rule log-probability of each chunk's realised tokens under student and teacher: `[C]` each."""
+    """Chain-rule log-probability of each chunk's realised tokens under student and teacher: `[C]` each. ends: tokens
+    of which one stands for all, of a teacher with the student's vocabulary."""
     log_M = chunks.student_tokens(student, temperature)
-    log_Q = teacher.log_prob_of(chunks.teacher_ids_Q, temperature).to(log_M.dtype)
+    if ends:
+        any_M = log_prob_of_any(student.log_probs(temperature), ends, student.axis).squeeze(1)[chunks.student_row_M]
+        log_M = any_M.where(is_one_of(chunks.student_ids_M, ends), log_M)
+    log_Q = teacher.log_prob_of(chunks.teacher_ids_Q, temperature, ends).to(log_M.dtype)
     return (
         chunk_sum(log_M, chunks.student_chunk_M, chunks.num_chunks),
         chunk_sum(log_Q, chunks.teacher_chunk_Q, chunks.num_chunks),
     )
 
 
-def advantage_gate(advantage_C: Tensor, kind: Gate) -> Tensor:
-    """What a chunk counts by the teacher's advantage, log p_T - log p_S of the realised text: hard: 1 above 0, else 0;
-    soft: a ramp from 0 at -1/2 to 1 at 1/2. Without gradient."""
-    advantage_C = advantage_C.detach()
-    if kind == "hard":
-        return (advantage_C > 0).to(advantage_C.dtype)
-    return (advantage_C + 0.5).clamp(0, 1)
+def advantage_gate(advantage_C: Tensor) -> Tensor:
+    """Weight of a chunk by the teacher's advantage, log p_T - log p_S of the realised text: a ramp from 0 at -1/2
+    to 1 at 1/2. Without gradient."""
+    return (advantage_C.detach() + 0.5).clamp(0, 1)
 
 
 @dataclass
 class BlockOut:
     """Result of an objective on one block. `loss`: sum over chunks, by weight. `grad_NV`: its gradient with respect to
     the block's logits where the objective computes it itself; `loss` then needs no graph. rows_C: what each chunk adds
-    to `loss`, detached. parts: sums over chunks whose weighted sum is `loss`, unweighted, with their graph."""
+    to `loss`, detached."""
 
     loss: Tensor
     metrics: Sums
     grad_NV: Tensor | None = None
     rows_C: Tensor | None = None
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ObjectiveOptions:
-    """Settings of objectives, see `limbeck.losses.distillation.CrossTokenizerDistillationLossConfig`."""
-
-    temperature: float = 1.0
-    spec: DivergenceSpec = field(default_factory=DivergenceSpec)
-    chunk_weight: float = 1.0
-    chunk_terms: ChunkTerms = "open"
-    vocab_topk: int = 8192
-    uncommon_topk: int = 8192
-    learnable: bool = False
-    root_weight: float = 1.0
-    inner_student_weight: float = 1.0
-    inner_teacher_weight: float = 1.0
-    terminal_weight: float = 0.0
-    first_weight: float = 0.0
-    condition: Condition = "none"
-    gate: Gate = "none"
-    strict_topk: int | None = 16
-    strict_rest: bool = False
-    span_weight: float = 0.0
-    mask_blanks: bool = True
 
 
 class Objective(nn.Module, ABC):
-    """How one teacher's chunks in a block become a sum. Owns its vocabulary tables and learnable weights.
+    """How one teacher's chunks in a block become a sum. Owns its vocabulary tables.
 
-    A new one is a file beside this one and an entry of `limbeck.losses.objectives.OBJECTIVES`.
+    A new one is one file beside this one, with a subclass of `ProjectedObjective` whose nested `Config` has its
+    settings and its name as ``mode: Literal["name"] = "name"``, which registers it. One of another package is named by
+    its place: ``mode: "my_package.my_module:MyObjective"``; `examples/objective.py` is one.
+
+    What a teacher says that is no number (NaN, infinity) must reach the sum of every chunk that reads it: a run then
+    stops and names the row. Masks are written so that they keep it: ``~(x <= 0)``, not ``x > 0``.
 
     Attributes:
-        mode: its name in run files.
-        as_published: kept for comparison; such an objective has no JSD form and takes chunks whose bytes differ unless
-            `exact_token_match_only` is set.
+        Config: its settings; `cfg` is of this type.
         needs_logits: reads the teacher's whole distribution, so a top-k list will not do.
-        default_direction: which divergence it is, where the run file names none.
         default_ce_scale: the factor of cross-entropy beside it, where the run file names none.
         gates_pretrained: a student that is not trained from scratch has a soft gate, where the run file names none.
-        lanes: what its kernels work on, student and teacher; None: there are none.
+        kernel: ``module:function`` of its form on vocabulary-major blocks, which is imported where kernels are used.
+        lane_kinds: what stands for a chunk in its kernels, student and teacher; None: there are none.
+        needs_bytes: works on the bytes of the tokens of both vocabularies, so the projection must hold them.
         needs_trees: works on the cells and trees of the two vocabularies, so the projection must hold them.
+        reads_text_alone: compares probabilities of chunks, never of tokens at a place, so it may have a chunk that
+            begins with a space which one tokenizer writes by itself.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
         vocab: the map between the vocabularies; None where both sides share one.
-        conditions: what the sides' last tokens rule out; None where the objective does not ask.
+        ends: tokens that are compared as one event, the end of an answer, where both sides share a vocabulary but end
+            with different tokens of it.
     """
 
-    mode: ClassVar[str]
-    as_published: ClassVar[bool] = False
+    Config: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
     needs_logits: ClassVar[bool] = False
-    default_direction: ClassVar[Direction] = "forward"
     default_ce_scale: ClassVar[float] = 1.0
     gates_pretrained: ClassVar[bool] = False
-    lanes: ClassVar[tuple[Lane, Lane] | None] = None
+    kernel: ClassVar[str | None] = None
+    lane_kinds: ClassVar[tuple[LaneKind, LaneKind] | None] = None
+    needs_bytes: ClassVar[bool] = False
     needs_trees: ClassVar[bool] = False
+    reads_text_alone: ClassVar[bool] = False
     chooses_ids: ClassVar[bool] = False
+    cfg: ObjectiveConfig
     vocab: VocabMap | None
+    ends: tuple[int, ...] = ()
 
-    def __init__(self, options: ObjectiveOptions) -> None:
+    def __init__(self, cfg: Settings = None, *, temperature: float = 1.0) -> None:
         super().__init__()
         self.vocab = None
-        self.conditions: Conditions | None = None
-        self.options, self.temperature, self.spec = options, options.temperature, options.spec
+        self.cfg, self.temperature = resolve(self.Config, cfg or {}), temperature
+        self.spec = self.cfg.spec
+
+    @property
+    def mode(self) -> str:
+        """Its name in run files."""
+        return self.cfg.mode
 
     @property
     def reads_next_row(self) -> bool:
         """Whether a chunk's loss reads the student's row behind the chunk, too."""
         return False
 
-    def behind(self, chunks: ChunkBlock) -> Tensor | None:
-        """Numbers of the chunks behind which the teacher's row is read, too (`TeacherScores.behind`); None: no such."""
-        return None
-
     def fit(self, student_size: int, teacher_size: int) -> None:
         """Cut the tables to the heads' sizes, or refuse them."""
-
-    def learned(self) -> tuple[Tensor, ...]:
-        """Tensors made of this objective's parameters, once per micro-batch; `forward` gets them as leaves of the
-        block's graph."""
-        return ()
 
     def choose_ids(self, teacher: TeacherRows, block_rows: int, comm: Comm) -> Tensor | None:
         """Teacher ids `[K]` at which a micro-batch's logits are wanted; None: all. Once per micro-batch, on every rank
@@ -248,35 +233,32 @@ class Objective(nn.Module, ABC):
 
     def has_kernels(self, *, topk: bool) -> bool:
         """Whether the kernels know this objective with its settings, for logits or (topk) for a top-k list."""
-        return self.lanes is not None and not topk and self.spec.kind == "forward" and self.spec.entry_clip is None
+        return self.kernel is not None and not topk and self.spec.kind == "forward" and self.spec.entry_clip is None
 
     def gate(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores) -> Tensor:
         """`advantage_gate` `[C]` of a block's chunks, at temperature 1. teacher: its whole distribution, or a list."""
         with torch.no_grad():
-            log_s, log_t = chunk_log_probs(student, chunks, teacher, 1.0)
-        return advantage_gate(log_t - log_s, self.options.gate)
+            log_s, log_t = chunk_log_probs(student, chunks, teacher, 1.0, self.ends)
+        return advantage_gate(log_t - log_s)
 
     @abstractmethod
-    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, *learned: Tensor) -> BlockOut:
-        """The loss of a block's chunks and its metrics; learned: what `learned` gave."""
+    def forward(self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores) -> BlockOut:
+        """The loss of a block's chunks and its metrics."""
 
-    def out(
-        self,
-        rows_C: Tensor,
-        chunks: ChunkBlock,
-        parts: Mapping[str, Tensor] | None = None,
-        **metrics: tuple[Tensor, Tensor],
-    ) -> BlockOut:
+    def out(self, rows_C: Tensor, chunks: ChunkBlock, **metrics: tuple[Tensor, Tensor]) -> BlockOut:
         """Weighted and gated sum of per-chunk losses times temperature squared, with the metrics `kl` and, where there
-        is a gate, `gate` beside the others. parts: what the losses are made of, per chunk, without their factors."""
+        is a gate, `gate` beside the others."""
         rows_C = chunks.counted(rows_C)
         if chunks.gate_C is not None:
             metrics["gate"] = (chunks.gate_C.sum(), chunks.count(rows_C))
         loss = rows_C.sum() * self.temperature**2
         detached = {name: (value.detach(), n) for name, (value, n) in metrics.items()}
         rows_C = rows_C.detach() * self.temperature**2
-        sums = {name: chunks.counted(part_C).sum() for name, part_C in (parts or {}).items()}
-        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached}, rows_C=rows_C, parts=sums)
+        return BlockOut(loss, {"kl": (loss.detach(), chunks.count(loss)), **detached}, rows_C=rows_C)
+
+
+OBJECTIVES: dict[str, type[ProjectedObjective]] = {}
+"""Objectives by the names that run files have for them, for teachers with a vocabulary of their own."""
 
 
 class ProjectedObjective(Objective):
@@ -287,17 +269,29 @@ class ProjectedObjective(Objective):
 
     vocab: VocabMap
 
-    def __init__(self, options: ObjectiveOptions, projection: ProjectionLike, teacher_size: int | None = None) -> None:
-        super().__init__(options)
-        self.vocab = VocabMap(projection, teacher_size or projection.teacher_size, learnable=options.learnable)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # its own Config alone: an inherited one would put the subclass in place of its base
+        named = cls.__dict__["Config"].model_fields["mode"].annotation if "Config" in cls.__dict__ else str
+        if get_origin(named) is Literal:
+            (name,) = get_args(named)
+            OBJECTIVES[name], FORMS[name] = cls, cls.Config
+
+    def __init__(
+        self,
+        cfg: Settings,
+        projection: ProjectionLike,
+        teacher_size: int | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(cfg, temperature=temperature)
+        self.vocab = VocabMap(projection, teacher_size or projection.teacher_size)
         student, teacher = projection.exact_pairs()
         self.equals = CommonPairs(torch.as_tensor(student), torch.as_tensor(teacher))
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         self.vocab.fit(student_size, teacher_size)
-
-    def learned(self) -> tuple[Tensor, ...]:
-        return () if self.vocab.log_weight is None else (self.vocab.extra_weight(),)
 
     def at_equals(
         self, student: BlockLogits, chunks: ChunkBlock, teacher: TeacherScores, at: Tensor, temperature: float
@@ -312,3 +306,49 @@ class ProjectedObjective(Objective):
         # a list, or logits at chosen ids, lie on no shard, so any split of the teacher's vocabulary will do
         split = teacher.axis.sharded or not student.axis.sharded
         return self.vocab.between(student.axis, teacher.axis if split else student.axis.like(self.vocab.teacher_size))
+
+
+def find_objective(mode: str) -> type[ProjectedObjective]:
+    """The class of a mode."""
+    if mode in OBJECTIVES:
+        return OBJECTIVES[mode]
+    if ":" not in mode:
+        near = near_name(mode, OBJECTIVES)
+        hint = f"did you mean {near!r}?" if near else f"expected {', '.join(OBJECTIVES)}, or module:Class of your own"
+        raise ConfigError(f"mode is {mode!r}: {hint}")
+    kind = load_object(mode, "mode")
+    if not (isinstance(kind, type) and issubclass(kind, ProjectedObjective)):
+        raise ConfigError(f"mode {mode!r} is no subclass of limbeck.losses.objectives.ProjectedObjective")
+    return kind
+
+
+def read_settings(settings: Mapping[str, Any]) -> ObjectiveConfig:
+    """Settings of the objective that `mode` names, from its keys; ValueError where it has not got them."""
+    mode = settings.get("mode")
+    settings_class = form_of(mode)
+    for key in settings.keys() - settings_class.model_fields.keys():
+        if holders := sorted(name for name, form in FORMS.items() if key in form.model_fields):
+            have = "have" if len(holders) > 1 else "has"
+            raise ValueError(f"mode {mode!r} has no {key!r}; {', '.join(holders)} {have} it")
+    return settings_class.model_validate(dict(settings))
+
+
+def form_of(mode: Any) -> type[ObjectiveConfig]:
+    """The class of a mode's settings; a ValidationError of the key `mode` where there is no such mode."""
+    if not isinstance(mode, str):
+        raise _wrong_mode(mode, "expected a name")
+    try:
+        return find_objective(mode).Config
+    except ConfigError as error:
+        raise _wrong_mode(mode, str(error).removeprefix(f"mode is {mode!r}: ")) from error
+
+
+def _wrong_mode(mode: Any, reason: str) -> ValidationError:
+    kind = PydanticCustomError("value_error", "{reason}", {"reason": reason})
+    return ValidationError.from_exception_data("mode", [InitErrorDetails(type=kind, loc=("mode",), input=mode)])
+
+
+def refuse_shards(mode: str, student: BlockLogits) -> None:
+    """Raise `LossError` where the columns of a vocabulary lie on several ranks."""
+    if student.axis.sharded:
+        raise LossError(f"mode {mode!r} needs whole vocabularies; set tensor_parallel_size to 1 or use another mode")

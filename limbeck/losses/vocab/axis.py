@@ -33,7 +33,7 @@ class VocabAxis:
     sharded = False
     comm: Comm = Comm.alone()
     bounds: tuple[tuple[int, int], ...] = ()
-    """Of a sharded axis: the columns of every rank, half open."""
+    """Columns of every rank of a sharded axis, half open."""
 
     def counts(self, size: int) -> list[int]:
         """Columns of every rank of a vocabulary of `size`."""
@@ -113,10 +113,10 @@ class _Candidates(torch.autograd.Function):
     """Columns `[n, k]` of all ranks side by side `[n, T * k]`."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: ShardedAxis) -> Tensor:
-        ctx.place = (axis.comm.rank * own.shape[1], own.shape[1])
+    def forward(ctx: Any, local_values: Tensor, axis: ShardedAxis) -> Tensor:
+        ctx.place = (axis.comm.rank * local_values.shape[1], local_values.shape[1])
         # tensor-parallel ranks, per block: k numbers per row from each
-        return torch.cat(axis.comm.gather(own), 1)
+        return torch.cat(axis.comm.gather(local_values), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -169,7 +169,7 @@ class ShardedAxis(VocabAxis):
         room = max(counts) - part.shape[0]
         # tensor-parallel ranks, per micro-batch: one number per column
         parts = self.comm.gather(F.pad(part, (0, 0) * (part.ndim - 1) + (0, room)))
-        return torch.cat([own[:count] for own, count in zip(parts, counts, strict=True)])
+        return torch.cat([values[:count] for values, count in zip(parts, counts, strict=True)])
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         out: Tensor = _LogSoftmax.apply(logits, self)
@@ -178,6 +178,7 @@ class ShardedAxis(VocabAxis):
     @torch.no_grad()
     def logsumexp(self, logits: Tensor) -> Tensor:
         # tensor-parallel ranks, per block: two numbers per row
+        # one more column: a small vocabulary may leave a rank none, and nothing has no maximum
         top = self.comm.max(F.pad(logits, (0, 1), value=-torch.inf).amax(-1))
         return self.total((logits - top[:, None]).exp().sum(-1)).log() + top
 
@@ -189,11 +190,13 @@ class ShardedAxis(VocabAxis):
         return (chosen - self.start).masked_fill(~inside, 0), inside
 
     def gather(self, values: Tensor, ids: Tensor) -> Tensor:
-        place, inside = self.columns(ids)
+        local_column, inside = self.columns(ids)
         assert inside is not None
+        # a rank without columns must reach the sum all the same
         if self.end == self.start:
             return self.total(values.new_zeros(ids.shape))
-        return self.total(values.gather(1, place).masked_fill(~inside, 0))
+        # no product with `inside`: log-probabilities may be -inf, and -inf x 0 is NaN
+        return self.total(values.gather(1, local_column).masked_fill(~inside, 0))
 
     def pick(self, values: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         chosen = values if rows.numel() == values.shape[0] else values.index_select(0, rows)
@@ -203,10 +206,11 @@ class ShardedAxis(VocabAxis):
         return self.topk(values.detach(), 1)[1].squeeze(1)
 
     def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        # the k best of all are among the k best of every rank; all must bring equally many to be gathered
         width = min(k, max(end - start for start, end in self.bounds))
         top = values.topk(min(width, values.shape[-1]), dim=-1)
         missing = width - top.values.shape[1]
-        own: Tensor = _Candidates.apply(F.pad(top.values, (0, missing), value=-torch.inf), self)
+        candidates: Tensor = _Candidates.apply(F.pad(top.values, (0, missing), value=-torch.inf), self)
         ids: Tensor = _Candidates.apply(F.pad(top.indices + self.start, (0, missing)), self)
-        best = own.topk(min(k, self.size), dim=-1)
+        best = candidates.topk(min(k, self.size), dim=-1)
         return best.values, ids.gather(1, best.indices)

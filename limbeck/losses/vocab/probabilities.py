@@ -12,11 +12,11 @@ from limbeck.losses.vocab.axis import WHOLE, VocabAxis
 
 
 class Probabilities(ABC):
-    """What one side gives to tokens at some rows; ids are those of its whole vocabulary."""
+    """Probabilities of one side's tokens at some rows; ids are those of its whole vocabulary."""
 
     @abstractmethod
     def at(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Of pairs in any order: `[n]`, the same on every shard."""
+        """Probabilities of pairs in any order: `[n]`, the same on every shard."""
 
     @abstractmethod
     def totals(self) -> Tensor:
@@ -71,8 +71,8 @@ class Listed(Probabilities):
     def of(cls, ids: Tensor, values: Tensor, size: int) -> Listed:
         """From lists `[n, k]`; an id that a row names twice has the sum."""
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
-        keys, place = (rows * size + ids).flatten().unique(return_inverse=True)
-        return cls(keys, values.new_zeros(keys.shape).index_add(0, place, values.flatten()), ids.shape[0], size)
+        keys, inverse = (rows * size + ids).flatten().unique(return_inverse=True)
+        return cls(keys, values.new_zeros(keys.shape).index_add(0, inverse, values.flatten()), ids.shape[0], size)
 
     @property
     def rows(self) -> Tensor:
@@ -88,14 +88,15 @@ class Listed(Probabilities):
         if not self.keys.numel():
             return self.values.new_zeros(ids.shape)
         wanted = rows * self.size + ids
-        place = torch.searchsorted(self.keys, wanted).clamp(max=self.keys.numel() - 1)
-        return self.values[place] * (self.keys[place] == wanted)
+        key_index = torch.searchsorted(self.keys, wanted).clamp(max=self.keys.numel() - 1)
+        return self.values[key_index] * (self.keys[key_index] == wanted)
 
     def totals(self) -> Tensor:
         return self.values.new_zeros(self.count).index_add(0, self.rows, self.values)
 
     def tail(self) -> Tensor:
-        """What every row leaves to tokens that are not listed."""
+        """Probability that every row leaves to tokens that are not listed."""
+        # rounding may bring the sum above 1
         return (1 - self.totals()).clamp(min=0)
 
     def written_out(self) -> Tensor:
@@ -107,17 +108,18 @@ class Listed(Probabilities):
         """These rows, ascending without repeats, numbered anew."""
         number = torch.full((self.count,), -1, device=rows.device)
         number[rows] = torch.arange(rows.numel(), device=rows.device)
-        at = number[self.rows]
-        kept = (at >= 0).nonzero().squeeze(1)
-        return Listed(at[kept] * self.size + self.ids[kept], self.values[kept], rows.numel(), self.size)
+        number_at = number[self.rows]
+        kept = (number_at >= 0).nonzero().squeeze(1)
+        return Listed(number_at[kept] * self.size + self.ids[kept], self.values[kept], rows.numel(), self.size)
 
 
 def _picked(axis: VocabAxis, values: Tensor, rows: Tensor, ids: Tensor, *, logs: bool = False) -> Tensor:
-    place, inside = axis.columns(ids)
+    column, inside = axis.columns(ids)
     if inside is None:
-        found = values[rows, place]
-        return found.exp() if logs else found
+        picked = values[rows, column]
+        return picked.exp() if logs else picked
     if not values.shape[1]:
         return axis.total(values.new_zeros(ids.shape))
-    found = values[rows, place]
-    return axis.total((found.exp() if logs else found) * inside)
+    picked = values[rows, column]
+    # raised before the product: -inf x 0 is NaN
+    return axis.total((picked.exp() if logs else picked) * inside)

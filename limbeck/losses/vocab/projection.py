@@ -35,7 +35,7 @@ class Entries(Protocol):
 
 
 class ProjectionLike(Entries, Protocol):
-    """What a loss reads of a `limbeck.projection.Projection`."""
+    """Part that a loss reads of a `limbeck.projection.Projection`."""
 
     @property
     def teacher_size(self) -> int: ...
@@ -68,8 +68,8 @@ def _nonzeros(projection: Entries) -> tuple[Tensor, Tensor, Tensor]:
     if row_sum.numel() and float(row_sum.max()) > 1 + 1e-3:
         row = int(row_sum.argmax())
         raise ProjectionError(f"row {row} of the projection sums to {float(row_sum[row]):.4f}; rows must sum to 1")
-    student, place = keep.nonzero(as_tuple=True)
-    return student, indices[student, place], weights[student, place]
+    student, slot = keep.nonzero(as_tuple=True)
+    return student, indices[student, slot], weights[student, slot]
 
 
 def common_pairs(projection: Entries, threshold: float) -> tuple[Tensor, Tensor]:
@@ -98,68 +98,64 @@ class _ProjectAll(torch.autograd.Function):
     """q `[n, V_t]` from p `[n, V_s]`; the backward of the exact part is a gather too, so it is cheap and exact."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, extra_weight: Tensor, vocab: VocabMap) -> Tensor:
+    def forward(ctx: Any, probs: Tensor, vocab: VocabMap) -> Tensor:
         ctx.vocab = vocab
-        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, extra_weight)
         out = probs.index_select(1, vocab.source_or_zero)
+        # columns without a source have read token 0, whose probability is not theirs
         out.mul_(vocab.has_source)
-        out.index_add_(1, vocab.extra_columns, vocab.extra_sums(probs, extra_weight))
+        out.index_add_(1, vocab.extra_columns, vocab.extra_sums(probs))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        vocab, (probs, extra_weight), grad = ctx.vocab, ctx.saved_tensors, grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        vocab, grad = ctx.vocab, grads[0]
         extra_grad = grad.index_select(1, vocab.extra_teacher)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (probs.index_select(1, vocab.extra_student) * extra_grad).sum(0).to(extra_weight.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_weight, None
         out = grad.index_select(1, vocab.target_or_zero)
         out.mul_(vocab.has_target)
-        out.index_add_(1, vocab.extra_student, extra_grad.mul_(extra_weight.to(grad.dtype)))
-        return out, grad_weight, None
+        out.index_add_(1, vocab.extra_student, extra_grad.mul_(vocab.extra_weight.to(grad.dtype)))
+        return out, None
 
 
 class _ProjectAt(torch.autograd.Function):
     """q `[n, K]` at columns `[K]` or `[n, K]`; one buffer of `[n, V_s]` in the backward pass, filled once."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, extra_weight: Tensor, vocab: VocabMap, columns: Tensor) -> Tensor:
-        ctx.vocab, ctx.columns = vocab, columns
-        ctx.save_for_backward(probs if ctx.needs_input_grad[1] else None, extra_weight)
-        ctx.width = probs.shape[1]
-        rest = torch.cat((vocab.extra_sums(probs, extra_weight), probs.new_zeros(probs.shape[0], 1)), 1)
-        source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
+    def forward(ctx: Any, probs: Tensor, vocab: VocabMap, columns: Tensor) -> Tensor:
+        ctx.vocab, ctx.columns, ctx.width = vocab, columns, probs.shape[1]
+        # a column of zeros behind them, which columns without such an entry read
+        rest = torch.cat((vocab.extra_sums(probs), probs.new_zeros(probs.shape[0], 1)), 1)
+        source, has, extra_column = (
+            vocab.source_or_zero[columns],
+            vocab.has_source[columns],
+            vocab.column_place[columns],
+        )
         if columns.ndim == 1:
-            return probs.index_select(1, source).mul_(has).add_(rest.index_select(1, place))
-        return probs.gather(1, source).mul_(has).add_(rest.gather(1, place))
+            return probs.index_select(1, source).mul_(has).add_(rest.index_select(1, extra_column))
+        return probs.gather(1, source).mul_(has).add_(rest.gather(1, extra_column))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        vocab, columns, (probs, extra_weight), grad = ctx.vocab, ctx.columns, ctx.saved_tensors, grads[0]
-        source, has, place = vocab.source_or_zero[columns], vocab.has_source[columns], vocab.column_place[columns]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        vocab, columns, grad = ctx.vocab, ctx.columns, grads[0]
+        source, has, extra_column = (
+            vocab.source_or_zero[columns],
+            vocab.has_source[columns],
+            vocab.column_place[columns],
+        )
         out = grad.new_zeros(grad.shape[0], ctx.width)
         touched = grad.new_zeros(grad.shape[0], vocab.extra_columns.numel() + 1)
         if columns.ndim == 1:
             out.index_add_(1, source, grad * has)
-            touched.index_add_(1, place, grad)
+            touched.index_add_(1, extra_column, grad)
         else:
             out.scatter_add_(1, source, grad * has)
-            touched.scatter_add_(1, place, grad)
+            touched.scatter_add_(1, extra_column, grad)
         extra_grad = touched.index_select(1, vocab.extra_place)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (probs.index_select(1, vocab.extra_student) * extra_grad).sum(0).to(extra_weight.dtype)
-        out.index_add_(1, vocab.extra_student, extra_grad.mul_(extra_weight.to(grad.dtype)))
-        return out, grad_weight, None, None
+        out.index_add_(1, vocab.extra_student, extra_grad.mul_(vocab.extra_weight.to(grad.dtype)))
+        return out, None, None
 
 
 class VocabMap(nn.Module):
     """Torch form of one projection, from student probabilities to teacher columns.
-
-    `learnable=True` adds the parameter `log_weight`: the non-zeros of rows that are no plain one-to-one map, as a row
-    softmax in log space, started at the given weights. A row with one entry keeps weight 1.
 
     >>> q = VocabMap(projection, teacher_size).project_all(student_logits.softmax(-1))   # [n, V_t]
     """
@@ -175,9 +171,9 @@ class VocabMap(nn.Module):
     column_place: Tensor  # [V_t] the inverse of extra_columns, or c where untouched
     reachable: Tensor  # [V_t] bool: some student token maps here
     mapped: Tensor  # [V_s] bool
-    fixed_weight: Tensor  # [m]
+    extra_weight: Tensor  # [m]
 
-    def __init__(self, projection: Entries, teacher_size: int, *, learnable: bool = False) -> None:
+    def __init__(self, projection: Entries, teacher_size: int) -> None:
         super().__init__()
         self._sharded: dict[Any, ShardedMap] = {}
         self.kernel_tables: tuple[Any, Any] | None = None  # what the kernels made of this map, and for which sizes
@@ -194,12 +190,13 @@ class VocabMap(nn.Module):
         entries = torch.bincount(student, minlength=self.student_size)
         plain = ((weight - 1).abs() < 1e-6) & (entries[student] == 1)
         source = torch.full((teacher_size,), self.student_size)
+        # where several tokens map onto one column, one of them is gathered and the others are added
         source.scatter_reduce_(0, teacher[plain], student[plain], "amin")
         gathered = plain & (source[teacher] == student)
         target = torch.full((self.student_size,), -1)
         target[student[gathered]] = teacher[gathered]
         rest = ~gathered
-        columns, place = teacher[rest].unique(return_inverse=True)
+        columns, inverse = teacher[rest].unique(return_inverse=True)
         column_place = torch.full((teacher_size,), columns.numel())
         column_place[columns] = torch.arange(columns.numel())
         reachable = torch.zeros(teacher_size, dtype=torch.bool)
@@ -212,27 +209,26 @@ class VocabMap(nn.Module):
             "has_target": (target >= 0).float(),
             "extra_student": student[rest],
             "extra_teacher": teacher[rest],
-            "extra_place": place,
+            "extra_place": inverse,
             "extra_columns": columns,
             "column_place": column_place,
             "reachable": reachable,
             "mapped": entries > 0,
-            "fixed_weight": weight[rest].float(),
+            "extra_weight": weight[rest].float(),
         }
         for name, value in buffers.items():
             self.register_buffer(name, value, persistent=False)
-        self.log_weight = nn.Parameter(weight[rest].log().float()) if learnable else None
 
     def fit(self, student_size: int, teacher_size: int) -> None:
         """Cut the tables to heads that are narrower than their tokenizers; refuse any other difference of sizes."""
-        for side, size, own, used in (
+        for side, size, built_for, used in (
             ("student", student_size, self.student_size, self.mapped),
             ("teacher", teacher_size, self.teacher_size, self.reachable),
         ):
-            if size > own or (size < own and bool(used[size:].any())):
+            if size > built_for or (size < built_for and bool(used[size:].any())):
                 raise ProjectionError(
-                    f"the projection was built for {own} {side} tokens but the {side} signal has {size}; build it for "
-                    "these tokenizers, or pass the tokenizer's size as the head's vocab_size"
+                    f"the projection was built for {built_for} {side} tokens but the {side} signal has {size}; build "
+                    "it for these tokenizers, or pass the tokenizer's size as the head's vocab_size"
                 )
         self.target_or_zero, self.has_target = self.target_or_zero[:student_size], self.has_target[:student_size]
         self.mapped, self.student_size = self.mapped[:student_size], student_size
@@ -244,33 +240,20 @@ class VocabMap(nn.Module):
         """bool, like ids: some student token maps to this teacher token."""
         return self.reachable[ids]
 
-    def extra_weight(self) -> Tensor:
-        """Weights `[m]` of the entries that are no plain gather; differentiable where the map is learnable."""
-        if self.log_weight is None:
-            return self.fixed_weight
-        log_weight, rows = self.log_weight, self.extra_student
-        top = torch.full((self.student_size,), -torch.inf, device=rows.device, dtype=log_weight.dtype)
-        top = top.scatter_reduce(0, rows, log_weight.detach(), "amax")
-        exp = (log_weight - top[rows]).exp()
-        total = torch.zeros_like(top).index_add(0, rows, exp)
-        return exp / total[rows]
-
-    def extra_sums(self, probs: Tensor, extra_weight: Tensor) -> Tensor:
-        """What the entries beyond the gather add, on the columns that they touch: `[n, c]`."""
-        parts = probs.index_select(1, self.extra_student) * extra_weight.to(probs.dtype)
+    def extra_sums(self, probs: Tensor) -> Tensor:
+        """Sum of the entries beyond the gather, on the columns that they touch: `[n, c]`."""
+        parts = probs.index_select(1, self.extra_student) * self.extra_weight.to(probs.dtype)
         out = probs.new_zeros(probs.shape[0], self.extra_columns.numel())
         return out.index_add(1, self.extra_place, parts)
 
-    def project_all(self, probs: Tensor, extra_weight: Tensor | None = None) -> Tensor:
+    def project_all(self, probs: Tensor) -> Tensor:
         """W^T p over the whole teacher vocabulary: probs `[n, V_s]` -> `[n, V_t]`."""
-        extra_weight = self.extra_weight() if extra_weight is None else extra_weight
-        out: Tensor = _ProjectAll.apply(probs, extra_weight, self)
+        out: Tensor = _ProjectAll.apply(probs, self)
         return out
 
-    def project_at(self, probs: Tensor, columns: Tensor, extra_weight: Tensor | None = None) -> Tensor:
+    def project_at(self, probs: Tensor, columns: Tensor) -> Tensor:
         """W^T p at some columns: `[K]` (the same for all rows) or `[n, K]` (each row its own) -> `[n, K]`."""
-        extra_weight = self.extra_weight() if extra_weight is None else extra_weight
-        out: Tensor = _ProjectAt.apply(probs, extra_weight, self, columns)
+        out: Tensor = _ProjectAt.apply(probs, self, columns)
         return out
 
     def between(self, student: VocabAxis, teacher: VocabAxis) -> VocabMap | ShardedMap:
@@ -278,6 +261,7 @@ class VocabMap(nn.Module):
         if not isinstance(student, ShardedAxis):
             return self
         assert isinstance(teacher, ShardedAxis)
+        # with the device: a cached part stays where it was when the module moves
         key = (student.bounds, teacher.bounds, self.mapped.device)
         if key not in self._sharded:
             self._sharded[key] = ShardedMap(self, student, teacher)
@@ -302,12 +286,12 @@ class CommonPairs(nn.Module):
         """Each side's ids that are in no pair, ascending; computed once per device and size."""
         key = (self.student.device, student_size, teacher_size)
         if self._rest is None or self._rest[0] != key:
-            found = []
+            unpaired = []
             for used, size in ((self.student, student_size), (self.teacher, teacher_size)):
                 free = torch.ones(size, dtype=torch.bool, device=used.device)
                 free[used] = False
-                found.append(free.nonzero().squeeze(1))
-            self._rest = key, (found[0], found[1])
+                unpaired.append(free.nonzero().squeeze(1))
+            self._rest = key, (unpaired[0], unpaired[1])
         return self._rest[1]
 
     def common(
@@ -340,9 +324,10 @@ class _ShardedPairs:
     def __init__(self, pairs: CommonPairs, rest: tuple[Tensor, Tensor], axis: ShardedAxis, target: ShardedAxis) -> None:
         student, teacher = pairs.student, pairs.teacher
         self.exchange = ColumnExchange(student, teacher, axis, target)
-        own = self.exchange.own
-        order = torch.searchsorted(student[own].sort().values, self.exchange.arrived)
-        self.teacher = teacher[own][student[own].argsort()[order]] - target.start
+        local_pairs = self.exchange.own
+        # what arrives lies rank by rank, ascending within each
+        order = torch.searchsorted(student[local_pairs].sort().values, self.exchange.arrived)
+        self.teacher = teacher[local_pairs][student[local_pairs].argsort()[order]] - target.start
         goal = _owner(teacher, target)
         counts = torch.bincount(goal, minlength=axis.comm.size).tolist()
         self.axis = ShardedAxis.of_counts(axis.comm, counts)
@@ -366,6 +351,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, plan: ColumnExchange) -> Tensor:
         ctx.plan, ctx.width = plan, values.shape[1]
+        # transposed: the exchange cuts along the first dimension
         sent = values.index_select(1, plan.send).t().contiguous()
         # tensor-parallel ranks, per block and direction: each student column to the ranks whose columns it maps to
         return plan.comm.all_to_all(sent, plan.sent, plan.received).t()
@@ -390,6 +376,7 @@ class ColumnExchange:
         home, goal = _owner(student, axis), _owner(teacher, target)
         send, arrived = [], []
         for other in range(axis.comm.size):
+            # unique also sorts: sender and receiver agree on the order without a message
             send.append(student[(home == axis.comm.rank) & (goal == other)].unique())
             arrived.append(student[(home == other) & (goal == axis.comm.rank)].unique())
         self.sent, self.received = [s.numel() for s in send], [a.numel() for a in arrived]
@@ -407,26 +394,26 @@ def _owner(ids: Tensor, axis: ShardedAxis) -> Tensor:
 
 
 class ShardedMap:
-    """`VocabMap` on shards: the same calls, with columns as they lie on the ranks.
-
-    Weights `[m]` of a learnable map are whole on every rank. Each call uses an entry on one rank only, so the gradients
-    that the ranks find for them are parts of a sum; the block loss adds them up once per micro-batch.
-    """
+    """`VocabMap` on shards: the same calls, with columns as they lie on the ranks. Each call uses an entry on one rank
+    only."""
 
     def __init__(self, vocab: VocabMap, axis: ShardedAxis, target: ShardedAxis) -> None:
-        self.axis, self.target, self.whole = axis, target, vocab
+        self.axis, self.target = axis, target
         self.student_size, self.teacher_size = vocab.student_size, vocab.teacher_size
         student, teacher, entry = _entries(vocab)
         self.exchange = ColumnExchange(student, teacher, axis, target)
-        own = self.exchange.own
-        place = torch.searchsorted(self.exchange.arrived.sort().values, student[own])
-        place = self.exchange.arrived.argsort()[place]
+        local_entries = self.exchange.own
+        # a bisection needs the whole in order; arrivals ascend within each rank's part only
+        arrival = torch.searchsorted(self.exchange.arrived.sort().values, student[local_entries])
+        arrival = self.exchange.arrived.argsort()[arrival]
         width = target.end - target.start
-        self.onto_own = _Part.of(place, teacher[own] - target.start, entry[own], self.exchange.arrived.numel(), width)
-        here = ((student >= axis.start) & (student < axis.end)).nonzero().squeeze(1)
-        self.onto_any = _Part.of(
-            student[here] - axis.start, teacher[here], entry[here], axis.end - axis.start, vocab.teacher_size
+        weight, arrived = vocab.extra_weight, self.exchange.arrived.numel()
+        self.onto_own = _part(
+            arrival, teacher[local_entries] - target.start, entry[local_entries], weight, arrived, width
         )
+        here = ((student >= axis.start) & (student < axis.end)).nonzero().squeeze(1)
+        size = axis.end - axis.start
+        self.onto_any = _part(student[here] - axis.start, teacher[here], entry[here], weight, size, vocab.teacher_size)
         self._reachable = vocab.reachable
         self.reachable = vocab.reachable[target.start : target.end]
         self.mapped = vocab.mapped[axis.start : axis.end]
@@ -435,19 +422,18 @@ class ShardedMap:
         """bool, like ids: some student token maps to this teacher token, whichever rank holds it."""
         return self._reachable[ids]
 
-    def project_all(self, probs: Tensor, extra_weight: Tensor | None = None) -> Tensor:
+    def project_all(self, probs: Tensor) -> Tensor:
         """W^T p at this rank's teacher columns: probs `[n, V_s / T]` -> `[n, V_t / T]`."""
         arrived = self.exchange(probs)
         if self.onto_own is None:
             return arrived.new_zeros(probs.shape[0], self.target.end - self.target.start)
-        return self.onto_own.map.project_all(arrived, self.onto_own.weight(self.whole, extra_weight))
+        return self.onto_own.project_all(arrived)
 
-    def project_at(self, probs: Tensor, columns: Tensor, extra_weight: Tensor | None = None) -> Tensor:
+    def project_at(self, probs: Tensor, columns: Tensor) -> Tensor:
         """W^T p at columns `[K]` or `[n, K]`, the same on every rank."""
         if self.onto_any is None:
             return self.axis.total(probs.new_zeros(probs.shape[0], columns.shape[-1]))
-        weight = self.onto_any.weight(self.whole, extra_weight)
-        return self.axis.total(self.onto_any.map.project_at(probs, columns, weight))
+        return self.axis.total(self.onto_any.project_at(probs, columns))
 
 
 def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
@@ -462,31 +448,21 @@ def _entries(vocab: VocabMap) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@dataclass
-class _Part:
-    """A map of some entries of another; `entries` `[m']`: which of the other's weights it takes."""
-
-    map: VocabMap
-    entries: Tensor
-
-    @classmethod
-    def of(cls, student: Tensor, teacher: Tensor, entry: Tensor, rows: int, columns: int) -> _Part | None:
-        """None without any entry."""
-        if not student.numel():
-            return None
-        order = student.argsort(stable=True)
-        entry = entry[order]
-        at_row = student[order].cpu()
-        rank = torch.arange(order.numel()) - torch.searchsorted(at_row, at_row)
-        indices = np.full((rows, int(rank.max()) + 1), -1)
-        weights = np.zeros(indices.shape)
-        at = (at_row.numpy(), rank.numpy())
-        indices[at] = teacher[order].cpu().numpy()
-        # real weights come with each call; these only say what is a gather
-        weights[at] = np.where(entry.cpu().numpy() < 0, 1.0, 0.5 / indices.shape[1])
-        part = VocabMap(_Entries(indices, weights), columns).to(student.device)
-        return cls(part, entry[entry >= 0])
-
-    def weight(self, whole: VocabMap, given: Tensor | None) -> Tensor:
-        """The weights of this part's entries, out of all."""
-        return (whole.extra_weight() if given is None else given).index_select(0, self.entries)
+def _part(student: Tensor, teacher: Tensor, entry: Tensor, weight: Tensor, rows: int, columns: int) -> VocabMap | None:
+    """A map of some entries of another, given by the place of each among the other's `weight` (-1: a plain gather);
+    None without any entry."""
+    if not student.numel():
+        return None
+    order = student.argsort(stable=True)
+    entry = entry[order]
+    at_row = student[order].cpu()
+    rank = torch.arange(order.numel()) - torch.searchsorted(at_row, at_row)
+    indices = np.full((rows, int(rank.max()) + 1), -1)
+    weights = np.zeros(indices.shape)
+    entry_index = (at_row.numpy(), rank.numpy())
+    indices[entry_index] = teacher[order].cpu().numpy()
+    # a weight of 1 that is no gather in the other map is none here; the weights themselves follow
+    weights[entry_index] = np.where(entry.cpu().numpy() < 0, 1.0, 0.5 / indices.shape[1])
+    part = VocabMap(_Entries(indices, weights), columns).to(student.device)
+    part.extra_weight = weight.index_select(0, entry[entry >= 0])
+    return part

@@ -9,15 +9,6 @@
   const HEAT = [0.05, 0.2, 0.6, 1.5];
   const MOST_LISTED = 100;
 
-  function make(tag, {text, name, ...attributes} = {}, ...children) {
-    const node = document.createElement(tag);
-    if (name) node.className = name;
-    if (text !== undefined) node.textContent = text;
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    node.append(...children);
-    return node;
-  }
-
   const kindOf = chunk => (chunk.exact ? chunk.kind : "not exact");
   const heatOf = value => HEAT.filter(limit => value >= limit).length;
   const number = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
@@ -114,7 +105,7 @@
 
     /* What of the supervised text is not compared, and why. */
     function lost(row) {
-      const pieces = row.left_out ?? [], counts = row.dropped ?? [];
+      const pieces = row.left_out ?? [], counts = row.skipped ?? [];
       if (!pieces.length && !counts.length) return [];
       const body = [...pieces.map(p => [p.side, `message ${p.message}, ${p.kind}`, p.text, `${count(p.tokens)} tokens: ${p.why}`]),
         ...counts.map(c => [c.side, "counted", "", `${count(c.count)} ${c.why}`])];

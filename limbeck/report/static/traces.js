@@ -9,7 +9,7 @@
   const texts = messages.map(message => message.textContent.toLowerCase());
   const traces = [...document.querySelectorAll(".trace")];
   const status = document.querySelector(".finder .found");
-  let at = null;
+  let current = null;
 
   function filter() {
     const wanted = search.value.trim().toLowerCase();
@@ -27,19 +27,41 @@
   function walk(places, step) {
     const shown = places.filter(place => !place.hidden && place.offsetParent);
     if (!shown.length) return;
-    let next = shown.indexOf(at) + step;
-    if (!shown.includes(at)) {
-      const after = at === null ? 0 : shown.findIndex(p => at.compareDocumentPosition(p) & Node.DOCUMENT_POSITION_FOLLOWING);
+    let next = shown.indexOf(current) + step;
+    if (!shown.includes(current)) {
+      const follows = p => current.compareDocumentPosition(p) & Node.DOCUMENT_POSITION_FOLLOWING;
+      const after = current === null ? 0 : shown.findIndex(follows);
       next = step > 0 ? (after < 0 ? 0 : after) : (after < 0 ? shown.length : after) - 1;
     }
-    at = shown[(next + shown.length) % shown.length];
-    document.querySelectorAll(".current").forEach(old => old.classList.remove("current"));
-    at.classList.add("current");
-    at.scrollIntoView({block: "start"});
-    at.focus({preventScroll: true});
+    show(shown[(next + shown.length) % shown.length]);
+    current.focus({preventScroll: true});
   }
 
+  function show(place) {
+    current = place;
+    document.querySelectorAll(".current").forEach(old => old.classList.remove("current"));
+    place.classList.add("current");
+    place.scrollIntoView({block: "start"});
+  }
+
+  const messageOf = anchor => document.getElementById(anchor)?.closest(".message");
+  const failed = () => [...document.querySelectorAll(".message.wrong")];
+  const keys = {
+    "/": () => search.focus(),
+    j: () => walk(failed(), 1),
+    k: () => walk(failed(), -1),
+    n: () => walk(traces, 1),
+    p: () => walk(traces, -1),
+    d: () => document.querySelector("button.theme").click(),
+  };
+
   search.addEventListener("input", filter);
+  for (const button of document.querySelectorAll(".finder .steps button")) {
+    button.addEventListener("click", () => keys[button.value]());
+  }
+  window.addEventListener("hashchange", () => { current = messageOf(location.hash.slice(1)) ?? current; });
+  const opens = messageOf(location.hash.slice(1) || document.querySelector(".finder").dataset.opens);
+  if (opens) show(opens);
   document.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Escape") {
@@ -49,14 +71,6 @@
       return;
     }
     if (event.target === search) return;
-    const keys = {
-      "/": () => search.focus(),
-      j: () => walk([...document.querySelectorAll(".message.wrong")], 1),
-      k: () => walk([...document.querySelectorAll(".message.wrong")], -1),
-      n: () => walk(traces, 1),
-      p: () => walk(traces, -1),
-      d: () => document.querySelector("button.theme").click(),
-    };
     if (!(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();

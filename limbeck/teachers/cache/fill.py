@@ -30,13 +30,13 @@ _HIDDEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def spec_for(
     policy: Policy, *, k: int | None = None, hidden: bool = False, hidden_dtype: str = "bfloat16"
 ) -> CacheSpec:
-    """What a cache of this teacher looks like: top-``k`` lists, or its hidden states."""
+    """Specification of this teacher's cache: top-``k`` lists, or its hidden states."""
     if (k is None) == (not hidden):
         raise CacheError(f"a cache holds either top-k lists or hidden states, got k={k} and hidden={hidden}")
     return CacheSpec(
         kind="hidden" if hidden else "topk",
         vocab_size=policy.vocab_size,
-        teacher_fingerprint=_fingerprints(policy)[0],
+        teacher_fingerprint=_fingerprint(policy),
         model_identity=policy.identity(),
         k=0 if k is None else min(k, policy.vocab_size),
         hidden_size=int(policy.body.config.get_text_config().hidden_size) if hidden else 0,
@@ -45,21 +45,22 @@ def spec_for(
 
 
 def server_spec(server: ServerTeacher) -> CacheSpec:
-    """What a cache filled from a server looks like. A server shows no weights, so its model's name stands for them."""
+    """Specification of a cache that is filled from a server. A server shows no weights, so its model's name stands for
+    them."""
     return CacheSpec(
         kind="topk",
         vocab_size=server.vocab_size,
-        teacher_fingerprint=_fingerprints(server)[0],
+        teacher_fingerprint=_fingerprint(server),
         model_identity={"server_model": server.facts.model},
         k=server.k,
     )
 
 
-def _fingerprints(teacher: Policy | ServerTeacher) -> tuple[str, str]:
-    """Of the teacher's tokenizer, in the present version and in version 1; empty where it is not known."""
+def _fingerprint(teacher: Policy | ServerTeacher) -> str:
+    """Fingerprint of the teacher's tokenizer; empty where it is not known."""
     if isinstance(teacher, ServerTeacher):
-        return teacher.vocab.fingerprints
-    return ("", "") if teacher.tokenizer is None else ByteVocab.from_tokenizer(teacher.tokenizer).fingerprints
+        return teacher.vocab.fingerprint
+    return "" if teacher.tokenizer is None else ByteVocab.from_tokenizer(teacher.tokenizer).fingerprint
 
 
 def write_cache(
@@ -82,20 +83,21 @@ def write_cache(
     (``on_failure: skip``) is not complete: they are asked for again the next time. A model that is split over ranks
     scores all ranks' documents together; each stores its own.
     """
-    _, earlier = _fingerprints(teacher)
-    writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, earlier_fingerprint=earlier, **writer_options)
+    writer = CacheWriter(folder, spec, rank=rank, world_size=world_size, **writer_options)
     whole = True
     try:
         model = None if isinstance(teacher, ServerTeacher) else _Scorer(teacher, folder, spec, rank)
         wanted = (_missing(writer, batch, key_prefix(batch, teacher_index)) for batch in batches)
         for documents in wanted if model is None else model.in_step(wanted):
             if isinstance(teacher, ServerTeacher):
+                # in this order: the other way round nothing would be asked for behind the first failure
                 whole = _add_from_server(teacher, writer, documents) and whole
             elif model is not None:
                 model.add(writer, documents)
             if on_batch is not None:
                 on_batch(writer)
     except BaseException:
+        # stores what was added since the last commit, too: a next start does not score it again
         writer.close()
         raise
     writer.close(complete=whole)
@@ -141,33 +143,36 @@ class _Scorer:
         )
         if self.shared is None:
             return self.policy.get_hidden(rows)
-        device = self.policy.device
-        found = [
-            (own, self.policy.get_hidden(BatchedDataDict(input_ids=ids, input_lengths=lengths)))
-            for own, ids, lengths in self.shared.passes(rows["input_ids"].to(device), rows["input_lengths"].to(device))
+        ids_BT, lengths_B = rows["input_ids"].to(self.policy.device), rows["input_lengths"].to(self.policy.device)
+        # every pass is made, though one is this rank's: the layers of a sharded model need all of its ranks
+        passes = [
+            (is_own, self.policy.get_hidden(BatchedDataDict(input_ids=ids, input_lengths=lengths)))
+            for is_own, ids, lengths in self.shared.passes(ids_BT, lengths_B)
         ]
-        return next(hidden for own, hidden in found if own)
+        return next(hidden for is_own, hidden in passes if is_own)
 
     def add(self, writer: CacheWriter, documents: list[Tensor]) -> None:
         """Score and store; a rank without documents helps the others with theirs."""
         if not documents and not self.policy.sharding.is_sharded:
             return
+        # two tokens, since a document of one has no row
         hidden = self._hidden(documents or [torch.zeros(2, dtype=torch.int64)])
-        for place, tokens in enumerate(documents):
-            states = hidden[place, : len(tokens) - 1]
+        for row, tokens in enumerate(documents):
+            states = hidden[row, : len(tokens) - 1]
             scores = score_rows(states, self.head, tokens[1:].to(states.device), k=writer.spec.k)
             arrays = {"next_logprob": scores.next_logprob, "logsumexp": scores.logsumexp}
             if writer.spec.kind == "topk":
                 arrays |= {"topk_ids": scores.topk_ids, "topk_logprobs": scores.topk_logprobs}
             else:
+                # as bits: numpy has no bfloat16
                 arrays["hidden"] = states.to(_HIDDEN[writer.spec.hidden_dtype]).view(torch.uint16)
             writer.add(tokens.numpy(), **{k: v.cpu().numpy() for k, v in arrays.items()})
 
 
 def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list[Tensor]) -> bool:
     """Whether all documents were scored. What came is stored before a failure may end the run."""
-    found = server.score([tokens.numpy() for tokens in documents])
-    for tokens, one in zip(documents, found, strict=True):
+    scores = server.score([tokens.numpy() for tokens in documents])
+    for tokens, one in zip(documents, scores, strict=True):
         if isinstance(one, ScoredDocument):
             writer.add(
                 tokens.numpy(),
@@ -177,5 +182,6 @@ def _add_from_server(server: ServerTeacher, writer: CacheWriter, documents: list
                 # log-probabilities are normalised already
                 logsumexp=np.zeros_like(one.next_logprob),
             )
-    settled = [server.settle(one, len(d)) for d, one in zip(documents, found, strict=True)]
+    # a list first: every failure must be counted, and all() would stop at one
+    settled = [server.settle(one, len(d)) for d, one in zip(documents, scores, strict=True)]
     return all(settled)

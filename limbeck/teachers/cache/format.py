@@ -50,7 +50,8 @@ HIDDEN_DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache holds and which teacher it came from. All fields are compared when a cache is resumed or read."""
+    """Content of a cache, and the teacher that it came from. All fields are compared when a cache is resumed or
+    read."""
 
     kind: str
     """``topk``, or ``hidden`` (last hidden states; the head is stored beside the shards)."""
@@ -162,11 +163,12 @@ class RecordLayout:
         return np.where(empty, EMPTY, ids)
 
     def check_values(self, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
-        """What is wrong with the arrays of a record, as the writer would have refused it; None where nothing is."""
+        """Fault of the arrays of a record, as the writer would have refused it; None where nothing is."""
         for name, value in arrays.items():
             if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
                 return f"{name} holds numbers that are not finite"
         if self._spec.kind == "hidden":
+            # infinities and NaN are the numbers with all bits of the exponent set
             exponent = 0x7F80 if self._spec.hidden_dtype == "bfloat16" else 0x7C00
             not_finite = (arrays["hidden"] & exponent == exponent).any()
             return "hidden holds numbers that are not finite" if not_finite else None
@@ -180,11 +182,11 @@ class RecordLayout:
 
     def views(self, record: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of a record (``size`` bytes), without a copy."""
-        out, at = {}, 0
+        out, offset = {}, 0
         for name, dtype, shape in self.parts:
             count = dtype.itemsize * math.prod(shape)
-            out[name] = record[at : at + count].view(dtype).reshape(shape)
-            at += count
+            out[name] = record[offset : offset + count].view(dtype).reshape(shape)
+            offset += count
         return out
 
 
@@ -194,12 +196,10 @@ def estimate_bytes(
     *,
     hidden_size: int | None = None,
     vocab_size: int | None = None,
-    documents: int = 0,
 ) -> int:
     """Bytes that a cache of ``tokens`` positions takes: top-k (``k``) or hidden states (``hidden_size``).
 
     ``vocab_size``: teacher vocabulary; up to 65,536 ids take two bytes each, otherwise (and by default) four.
-    ``documents`` adds the journal's line of about 200 bytes each.
     """
     if (k is None) == (hidden_size is None):
         raise CacheError(f"give either k or hidden_size to estimate a cache, got k={k}, hidden_size={hidden_size}")
@@ -208,11 +208,12 @@ def estimate_bytes(
         per_token = 12 + k * (id_bytes + 2)
     else:
         per_token = 12 + 2 * int(hidden_size or 0)
-    return tokens * per_token + documents * 200
+    return tokens * per_token
 
 
 def document_key(ids: npt.ArrayLike) -> str:
     """Key of a document: a hash of the teacher's token ids."""
+    # one type for all: the key must not depend on that of the caller's array, nor on the machine
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()[:32]
 
 
@@ -243,8 +244,8 @@ def read_header(data: bytes | memoryview, where: str) -> tuple[CacheSpec, int]:
     except (ValueError, RecursionError) as e:
         raise CacheError(f"{where} has an unreadable header ({e}); it is damaged") from e
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else None
-        raise CacheError(f"{where} has cache format {found!r}, this version reads {FORMAT}; make the cache again")
+        version = header.get("format") if isinstance(header, dict) else None
+        raise CacheError(f"{where} has cache format {version!r}, this version reads {FORMAT}; make the cache again")
     return CacheSpec.from_dict(header.get("spec"), where), 16 + length
 
 
@@ -274,21 +275,23 @@ def parse_journal(path: Path, shard: int) -> tuple[dict[str, Entry], int]:
         return {}, 0
     except OSError as e:
         raise CacheError(f"the journal {str(path)!r} of a cache cannot be read ({e.strerror})") from e
+    # a kill may have left part of a line
     whole = raw[: raw.rfind(b"\n") + 1]
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             row = json.loads(line)
             key, prefixes = row["key"], tuple(row["prefixes"])
             entry = Entry(shard, row["offset"], row["n"], row["crc"], prefixes)
             texts, numbers = (key, *prefixes), (entry.offset, entry.n, entry.crc)
+            # the very type: true is an int for isinstance
             good = all(isinstance(t, str) for t in texts) and all(type(v) is int and v >= 0 for v in numbers)
         except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good or entry.n < 2 or entry.offset % ALIGN:
             raise CacheError(f"{path}:{number} is no journal line; the cache is damaged, make it again")
-        found[key] = entry
-    return found, len(whole)
+        entries[key] = entry
+    return entries, len(whole)
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -324,6 +327,7 @@ def save_head(folder: str | Path, head: Head) -> None:
     """Store a linear head (weight, bias, scale, softcap)."""
     if head.weight is None:
         raise CacheError("hidden states can only be cached for a model with a plain linear head; cache top-k instead")
+    # rows behind the vocabulary are padding for an even split
     tensors = {"weight": head.weight.detach()[: head.vocab_size].cpu().contiguous().clone()}
     if head.bias is not None:
         tensors["bias"] = head.bias.detach()[: head.vocab_size].cpu().contiguous().clone()
@@ -333,6 +337,7 @@ def save_head(folder: str | Path, head: Head) -> None:
     tmp = path.with_suffix(".tmp")
     try:
         save_file(tensors, tmp, metadata={"head": meta})
+        # before the rename: a loss of power must not leave the name with half of a file
         fsync_path(tmp)
         tmp.replace(path)
     finally:
@@ -340,23 +345,22 @@ def save_head(folder: str | Path, head: Head) -> None:
 
 
 def _head_crc(numbers: Mapping[str, Any], *tensors: torch.Tensor | None) -> int:
-    found = zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
+    crc = zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
     for tensor in tensors:
         if tensor is not None:
-            found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
-    return found
+            crc = zlib.crc32(tensor.view(torch.uint8).numpy().data, crc)
+    return crc
 
 
 def load_head(folder: str | Path, device: torch.device | str) -> Head:
-    """Read a stored head onto ``device``. Heads of earlier versions have no checksum and are taken as they are."""
+    """Read a stored head onto ``device``."""
     path = Path(folder) / HEAD_NAME
     try:
         with safe_open(path, framework="pt", device="cpu") as f:
             meta = json.loads((f.metadata() or {})["head"])
             weight = f.get_tensor("weight")
             bias = f.get_tensor("bias") if "bias" in f.keys() else None  # noqa: SIM118
-        expected = meta.pop("crc32", None)
-        if expected is not None and expected != _head_crc(meta, weight, bias):
+        if meta.pop("crc32") != _head_crc(meta, weight, bias):
             raise CacheError(
                 f"the head of the cache {str(folder)!r} is not what was stored (its checksum differs); make the cache "
                 "again"

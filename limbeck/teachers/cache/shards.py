@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ class CacheWriter:
         if not writer.has(ids):
             writer.add(ids, topk_ids=..., topk_logprobs=..., next_logprob=..., logsumexp=...)
         writer.close(complete=True)
-
-    A cache that carries ``earlier_fingerprint``, the teacher's tokenizer's of version 1, is continued under it.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class CacheWriter:
         folder: str | Path,
         spec: CacheSpec,
         *,
-        earlier_fingerprint: str | None = None,
         rank: int = 0,
         world_size: int = 1,
         shard_bytes: int = 1 << 30,
@@ -67,6 +64,7 @@ class CacheWriter:
         self._journal: Any = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # one for each rank: ranks of one filling share the folder
             self._lock = lock_file(self.folder / f".lock_{rank:03d}")
         except BlockingIOError as e:
             raise CacheError(
@@ -75,8 +73,6 @@ class CacheWriter:
         except OSError as e:
             raise CacheError(f"cache folder {str(self.folder)!r} cannot be written: {e}") from e
         try:
-            if earlier_fingerprint and self._carries(earlier_fingerprint):
-                self.spec = replace(spec, teacher_fingerprint=earlier_fingerprint)
             self._resume()
         except BaseException:
             self._lock.close()
@@ -89,12 +85,6 @@ class CacheWriter:
 
     def _shard_path(self, number: int) -> Path:
         return self.folder / f"shard_{self.rank:03d}_{number:05d}.lbk"
-
-    def _carries(self, fingerprint: str) -> bool:
-        """Whether any rank's part of the cache has this fingerprint; all parts of a cache have the same."""
-        paths = [p for p in self.folder.glob("index_*.json") if INDEX.fullmatch(p.name)]
-        found = (CacheSpec.from_dict(read_index(path)["spec"], str(path)) for path in paths)
-        return any(spec.teacher_fingerprint == fingerprint for spec in found)
 
     def _resume(self) -> None:
         self._sealed: list[dict[str, Any]] = []
@@ -136,11 +126,13 @@ class CacheWriter:
             path.write_bytes(header)
         self._data = open(path, "r+b")  # noqa: SIM115
         # one that another version of the program wrote may be longer than this one's
-        found, end = read_header(self._data.read(HEADER_BYTES), str(path))
-        found.check_same(self.spec, str(path))
+        stored_spec, end = read_header(self._data.read(HEADER_BYTES), str(path))
+        stored_spec.check_same(self.spec, str(path))
         for entry in entries.values():
             end = self._check_record(path, entry, end)
+        # a kill in the middle of a record leaves bytes behind the last one that the journal knows
         self._data.truncate(end)
+        # anew from the file: a running hash cannot be stored, and this reads every byte of the shard once more
         self._digest = hashlib.sha256()
         self._data.seek(0)
         while block := self._data.read(1 << 20):
@@ -188,6 +180,7 @@ class CacheWriter:
         record = layout.pack({"ids": tokens, **arrays})
         if wrong := layout.check_values(layout.views(np.frombuffer(record, np.uint8))):
             raise CacheError(f"the signals of document {key} cannot be stored: {wrong}; check the teacher")
+        # a document that is larger than a shard has one to itself, and no empty one is sealed in front of it
         if self._end + self._pending_bytes() + len(record) > self._limits[0] and self._shard_documents + len(
             self._pending
         ):
@@ -216,6 +209,8 @@ class CacheWriter:
                 row = {"key": key, "offset": entry.offset, "n": entry.n, "crc": entry.crc, "prefixes": entry.prefixes}
                 lines.append(json.dumps(row, separators=(",", ":")) + "\n")
             self._data.flush()
+            # before the journal says so: a line whose record never reached the disk would be damage, a record without
+            # its line is merely cut off
             os.fsync(self._data.fileno())
             self._journal.write("".join(lines).encode())
             self._journal.flush()
@@ -244,6 +239,7 @@ class CacheWriter:
                 "documents": self._shard_documents,
             }
         )
+        # before the next shard is begun: a resumed writer numbers its shards by this list
         self._write_index(complete=False)
         self._number += 1
         self._open_shard()
@@ -305,15 +301,15 @@ class CachedDocument:
 class CacheReader:
     """Maps a cache and finds documents by their token ids. Safe to use from many processes at once, and to pickle.
 
-    Each document's checksum and values are checked when it is first read. ``teacher_fingerprint`` (one, or the versions
-    of one) and ``model_identity``, where given, must be those of the teacher that made the cache.
+    Each document's checksum and values are checked when it is first read. ``teacher_fingerprint`` and
+    ``model_identity``, where given, must be those of the teacher that made the cache.
     """
 
     def __init__(
         self,
         folder: str | Path,
         *,
-        teacher_fingerprint: str | Sequence[str] | None = None,
+        teacher_fingerprint: str | None = None,
         model_identity: Mapping[str, str] | None = None,
         allow_incomplete: bool = False,
     ) -> None:
@@ -330,11 +326,10 @@ class CacheReader:
         self._checked: set[str] = set()
         self.spec = self._open(allow_incomplete)
         where = f"cache {str(self.folder)!r}"
-        known = (teacher_fingerprint,) if isinstance(teacher_fingerprint, str) else tuple(teacher_fingerprint or ())
-        if known and self.spec.teacher_fingerprint not in known:
+        if teacher_fingerprint is not None and teacher_fingerprint != self.spec.teacher_fingerprint:
             raise CacheError(
                 f"{where} was made with a teacher tokenizer of fingerprint {self.spec.teacher_fingerprint[:16]}..., "
-                f"this run's has {known[0][:16]}...; make the cache again or name the teacher it came from"
+                f"this run's has {teacher_fingerprint[:16]}...; make the cache again or name the teacher it came from"
             )
         if model_identity is not None and dict(model_identity) != self.spec.model_identity:
             raise CacheError(
@@ -343,6 +338,7 @@ class CacheReader:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # opened again: a memory map would be pickled with all that it maps
         return _reopen, (str(self.folder), self._args)
 
     def _open(self, allow_incomplete: bool) -> CacheSpec:
@@ -353,10 +349,10 @@ class CacheReader:
         complete = True
         for path in indexes:
             index = read_index(path)
-            found = CacheSpec.from_dict(index["spec"], str(path))
+            stored_spec = CacheSpec.from_dict(index["spec"], str(path))
             if spec is not None:
-                spec.check_same(found, f"the other part of cache {str(self.folder)!r}")
-            spec = found
+                spec.check_same(stored_spec, f"the other part of cache {str(self.folder)!r}")
+            spec = stored_spec
             complete = complete and index["complete"] and index["world_size"] == len(indexes)
             for shard in index["shards"]:
                 self._add_shard(self.folder / shard["file"], shard, spec)
@@ -390,13 +386,14 @@ class CacheReader:
             if not journal.is_file() or sha256_of(journal) != sealed["journal_sha256"]:
                 raise CacheError(f"the journal of shard {str(path)!r} is not the one it was sealed with; it is damaged")
         with open(path, "rb") as f:
-            found, start = read_header(f.read(HEADER_BYTES), str(path))
-        found.check_same(spec, str(path))
+            stored_spec, start = read_header(f.read(HEADER_BYTES), str(path))
+        stored_spec.check_same(spec, str(path))
         for entry in entries.values():
             if entry.offset < start or entry.offset + RecordLayout(spec, entry.n).size > size:
                 raise CacheError(f"{str(path)!r}: the journal names a document beyond the file's end; it is damaged")
         self._paths.append(path)
         for key, entry in entries.items():
+            # ranks may have stored the same text; any of them serves
             self._entries.setdefault(key, entry)
 
     def __len__(self) -> int:
@@ -422,13 +419,14 @@ class CacheReader:
         if not fits:
             return None
         if self._prefixes is None:
-            found: dict[str, list[str]] = {}
+            prefixes: dict[str, list[str]] = {}
             for known, entry in self._entries.items():
                 for short in entry.prefixes:
-                    found.setdefault(short, []).append(known)
-            self._prefixes = found  # whole: other threads may be looking
+                    prefixes.setdefault(short, []).append(known)
+            self._prefixes = prefixes  # whole: other threads may be looking
         for candidate in self._prefixes.get(document_key(ids[: fits[-1]])[:16], []):
             entry = self._entries[candidate]
+            # the hash covers the beginning alone; behind it candidates differ
             if entry.n > len(ids) and np.array_equal(self._read(candidate)["ids"][: len(ids)], ids):
                 return candidate
         return None
@@ -449,6 +447,7 @@ class CacheReader:
             )
         arrays = self._read(key)
         n = len(wanted)
+        # signals of other ids give a finite loss and no other sign
         if not np.array_equal(arrays["ids"][:n], wanted):
             raise CacheError(f"document {key} of cache {str(self.folder)!r} holds other token ids than asked for")
         return CachedDocument(**{k: v[: n if k == "ids" else n - 1] for k, v in arrays.items()})

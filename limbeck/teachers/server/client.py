@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -50,7 +49,7 @@ class ServerConfig(BaseModel):
     requests_per_minute: float = Field(default=0.0, ge=0)
     """Limit of each training process; 0: none."""
     on_failure: Literal["stop", "skip"] = "stop"
-    """What happens when a row cannot be scored: stop the run, or train it without this teacher and count it."""
+    """Treatment of a row that cannot be scored: stop the run, or train it without this teacher and count it."""
     give_up_after: int = Field(default=64, ge=1)
     """With ``skip``: stop after this many rows in a row that could not be scored."""
 
@@ -59,11 +58,13 @@ class ServerConfig(BaseModel):
     def _plain_address(cls, url: str) -> str:
         try:
             parts = urlsplit(url)
+            # a port that is no number raises here, where it is read
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             usable = False
         if not usable:
             raise ValueError("it is no server address; expected something like http://host:8000/v1")
+        # the address is shown in logs and stored with the run
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError("an address must not carry a key or a query; put the key into the variable api_key_env")
         return url.rstrip("/")
@@ -84,7 +85,7 @@ class ServerClient(Client):
         counts: requests, retries and prompt tokens sent.
     """
 
-    def __init__(self, config: ServerConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, config: ServerConfig, *, sleep: Callable[[float], None] | None = None) -> None:
         super().__init__(
             config.url,
             key_env=config.api_key_env,
@@ -93,8 +94,8 @@ class ServerClient(Client):
             backoff=config.backoff,
             max_backoff=config.max_backoff,
             limits=(
-                TokenBucket(config.requests_per_minute, sleep=sleep),
-                TokenBucket(config.tokens_per_minute, sleep=sleep),
+                TokenBucket(config.requests_per_minute),
+                TokenBucket(config.tokens_per_minute),
             ),
             error=ServerError,
             sleep=sleep,

@@ -1,4 +1,4 @@
-"""What a scoring server answers: log-probabilities per prompt position, checked against the ids that were sent.
+"""Answers of a scoring server: log-probabilities per prompt position, checked against the ids that were sent.
 
 Two forms are read. vLLM's own ``prompt_logprobs`` (per position a mapping from token id to log-probability), and the
 older ``echo`` with ``logprobs``, usable where tokens are given as ``token_id:<n>`` and not as ambiguous text.
@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from limbeck.errors import ServerError
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
-from limbeck.tokens import ByteVocab, TextEncoder
+from limbeck.tokens import ByteTokenizer, ByteVocab
 from limbeck.utils.http import MAX_BYTES
 
-STYLES = ("prompt_logprobs", "echo")
 # The sum of the listed probabilities may pass 1 by the server's rounding (bfloat16 logits, float32 sums).
 _SLACK = 1e-2
 # Below this a 16-bit number cannot hold a log-probability; servers write -9999 for what is impossible.
@@ -29,6 +28,13 @@ _LOWEST = -65_000.0
 _MOST_ID = 2**31
 # Of one listed token, with its rank and text: some 75 bytes, more where tokens are long or written with escapes.
 _BYTES_PER_TOKEN = 512
+
+
+_ADVICE = "give the tokenizer of the served model as teacher.tokenizer.name"
+
+
+class _ForeignIds(ServerFailure):
+    """Probability where the teacher's tokenizer has no token."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,13 @@ def answer_bytes(tokens: int, k: int) -> int:
 
 def choices_of(answer: Any, prompts: int) -> list[dict[str, Any]]:
     """The answer's choices in the order of the prompts."""
-    found = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or not all(isinstance(c, dict) for c in found):
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
         raise ServerFailure("bad_answer", "the body is no completion")
-    by_index = {c.get("index", i): c for i, c in enumerate(found) if type(c.get("index", i)) is int}
-    if len(found) != prompts or by_index.keys() != set(range(prompts)):
-        raise ServerFailure("bad_answer", f"{len(found)} choices for {prompts} prompts, or not numbered from 0")
+    # the very type: true would be 1
+    by_index = {c.get("index", i): c for i, c in enumerate(choices) if type(c.get("index", i)) is int}
+    if len(choices) != prompts or by_index.keys() != set(range(prompts)):
+        raise ServerFailure("bad_answer", f"{len(choices)} choices for {prompts} prompts, or not numbered from 0")
     return [by_index[i] for i in range(prompts)]
 
 
@@ -72,7 +79,10 @@ def positions_of(choice: dict[str, Any], style: str) -> list[dict[int, float]]:
             listed = choice.get("prompt_logprobs")
             if not isinstance(listed, list):
                 raise ServerFailure("no_logprobs", "the answer holds no prompt_logprobs")
-            return [{int(token): float(entry["logprob"]) for token, entry in (place or {}).items()} for place in listed]
+            return [
+                {int(token): float(entry["logprob"]) for token, entry in (position or {}).items()}
+                for position in listed
+            ]
         return _echoed(choice)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ServerFailure("bad_answer", f"log-probabilities in an unknown form ({type(error).__name__})") from error
@@ -85,10 +95,10 @@ def _echoed(choice: dict[str, Any]) -> list[dict[int, float]]:
     out: list[dict[int, float]] = []
     columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
     for token, value, top in zip(*columns, strict=True):
-        place = {} if value is None else {_token_id(name): float(x) for name, x in (top or {}).items()}
+        logprob_of = {} if value is None else {_token_id(name): float(x) for name, x in (top or {}).items()}
         if value is not None:
-            place[_token_id(token)] = float(value)
-        out.append(place)
+            logprob_of[_token_id(token)] = float(value)
+        out.append(logprob_of)
     return out
 
 
@@ -101,7 +111,8 @@ def _token_id(name: str) -> int:
 def read_choice(choice: dict[str, Any], ids: Sequence[int], k: int, vocab_size: int, style: str) -> ScoredDocument:
     """Scores of the document ``ids``; a ``ServerFailure`` where the server scored anything else.
 
-    An id beyond ``vocab_size`` (a padded row of the server's head) becomes -1, an empty place.
+    An id beyond ``vocab_size`` (a padded row of the server's head, which no text has taught anything) becomes -1, an
+    empty place; together they may have a hundredth of the probability of a position.
     """
     said = choice.get("prompt_token_ids")
     if isinstance(said, list) and said != list(ids):
@@ -115,10 +126,19 @@ def read_choice(choice: dict[str, Any], ids: Sequence[int], k: int, vocab_size: 
     topk = np.zeros((rows, k), np.float32)
     next_logprob = np.zeros(rows, np.float32)
     for row in range(rows):
-        place = places[row + 1]
-        next_logprob[row] = _read_place(place, int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
+        position = places[row + 1]
+        next_logprob[row] = _read_place(position, int(ids[row + 1]), k, topk_ids[row], topk[row], row + 1)
         _check_mass(topk[row], k / vocab_size, row + 1)
-    topk_ids[topk_ids >= vocab_size] = -1
+    beyond = topk_ids >= vocab_size
+    outside = np.where(beyond, np.exp(topk), 0.0).sum(-1)
+    if outside.max(initial=0.0) > _SLACK:
+        worst = int(outside.argmax())
+        raise _ForeignIds(
+            "bad_numbers",
+            f"position {worst + 1} gives {outside[worst]:.2f} of the probability to ids such as "
+            f"{int(topk_ids[worst][beyond[worst]][0])}, and the teacher's tokenizer has {vocab_size}",
+        )
+    topk_ids[beyond] = -1
     return ScoredDocument(topk_ids, topk, next_logprob)
 
 
@@ -130,7 +150,7 @@ def _check_mass(logprobs: npt.NDArray[np.float32], share: float, position: int) 
 
 
 def _read_place(
-    place: dict[int, float],
+    logprob_of: dict[int, float],
     realised: int,
     k: int,
     ids: npt.NDArray[np.int32],
@@ -138,32 +158,34 @@ def _read_place(
     position: int,
 ) -> float:
     """Fill one row from the k most likely; the realised token stands beside them where it is not one of them."""
-    if realised not in place:
+    if realised not in logprob_of:
         raise ServerFailure("wrong_ids", f"position {position} was scored without the token {realised} that was sent")
-    if len(place) not in (k, k + 1):
-        raise ServerFailure("wrong_k", f"{len(place)} log-probabilities at position {position}, asked for {k}")
-    next_logprob = place[realised]
-    in_range = all(_LOWEST <= value <= _SLACK for value in place.values())
-    if not in_range or not 0 <= min(place) <= max(place) < _MOST_ID:
+    if len(logprob_of) not in (k, k + 1):
+        raise ServerFailure("wrong_k", f"{len(logprob_of)} log-probabilities at position {position}, asked for {k}")
+    next_logprob = logprob_of[realised]
+    in_range = all(_LOWEST <= value <= _SLACK for value in logprob_of.values())
+    if not in_range or not 0 <= min(logprob_of) <= max(logprob_of) < _MOST_ID:
         raise ServerFailure("bad_numbers", f"position {position} holds values that are no log-probabilities")
-    if sum(math.exp(value) for value in place.values()) > 1 + _SLACK:
+    if sum(math.exp(value) for value in logprob_of.values()) > 1 + _SLACK:
         raise ServerFailure("bad_numbers", f"the probabilities at position {position} add up to more than 1")
-    top = sorted(place.items(), key=lambda item: (-item[1], item[0]))
-    if len(place) == k + 1:
+    # equal ones by their ids, whatever order the server wrote them in
+    top = sorted(logprob_of.items(), key=lambda item: (-item[1], item[0]))
+    if len(logprob_of) == k + 1:
         # ties aside, the extra one is the least likely
         if next_logprob > top[-1][1] + 1e-6 * abs(next_logprob):
             raise ServerFailure("wrong_k", f"{k + 1} log-probabilities at position {position}, asked for {k}")
         top = [item for item in top if item[0] != realised]
     ids[:] = [token for token, _ in top]
+    # within the slack a server's rounding may pass 0
     logprobs[:] = [min(value, 0.0) for _, value in top]
     return min(next_logprob, 0.0)
 
 
-def pack_scores(found: Sequence[ScoredDocument | ServerFailure], **facts: int) -> bytes:
+def pack_scores(scores: Sequence[ScoredDocument | ServerFailure], **facts: int) -> bytes:
     """Scores and failures as bytes for another process: length of a JSON head (8 bytes), the head, plain arrays."""
     rows: list[Any] = []
     arrays: list[bytes] = []
-    for one in found:
+    for one in scores:
         if isinstance(one, ServerFailure):
             rows.append([one.reason, one.detail])
             continue
@@ -174,15 +196,16 @@ def pack_scores(found: Sequence[ScoredDocument | ServerFailure], **facts: int) -
 
 
 def unpack_scores(raw: bytes) -> tuple[list[ScoredDocument | ServerFailure], dict[str, int]]:
-    """What :func:`pack_scores` was given."""
-    at = 8 + int(struct.unpack("<Q", raw[:8])[0])
-    facts = json.loads(raw[8:at])
+    """Scores that :func:`pack_scores` was given."""
+    offset = 8 + int(struct.unpack("<Q", raw[:8])[0])
+    facts = json.loads(raw[8:offset])
 
     def take(dtype: Any, *shape: int) -> npt.NDArray[Any]:
-        nonlocal at
-        found = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape).copy()
-        at += found.nbytes
-        return found
+        nonlocal offset
+        # a copy: an array over bytes is read-only, which torch does not know
+        array = np.frombuffer(raw, dtype, math.prod(shape), offset).reshape(shape).copy()
+        offset += array.nbytes
+        return array
 
     out: list[ScoredDocument | ServerFailure] = []
     for row in facts.pop("rows"):
@@ -205,7 +228,7 @@ KNOWN_TEXT = (
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the probe found. ``max_length``: tokens of the longest prompt, where the server says so."""
+    """Findings of the probe. ``max_length``: tokens of the longest prompt, where the server says so."""
 
     model: str
     style: str
@@ -222,7 +245,7 @@ class _Probe:
         self.client, self.config, self.tokenizer = client, config, tokenizer
         self.where = f"the server {client.url}"
         self.vocab = ByteVocab.from_tokenizer(tokenizer)
-        self.ids: list[int] = TextEncoder.for_tokenizer(tokenizer).encode(KNOWN_TEXT).ids.tolist()
+        self.ids: list[int] = ByteTokenizer.of(tokenizer).encode(KNOWN_TEXT).ids.tolist()
 
     def run(self) -> ServerFacts:
         model, longest = self._model()
@@ -273,6 +296,8 @@ class _Probe:
             return f"HTTP {status}: {self.client.error_text(answer) or 'no reason given'}"
         try:
             read_choice(choices_of(answer, 1)[0], self.ids, k, self.vocab.size, style)
+        except _ForeignIds as failure:
+            raise ServerError(f"{self.where} has another tokenizer: {failure.detail}; {_ADVICE}") from None
         except ServerFailure as failure:
             if failure.reason == "wrong_ids":
                 raise ServerError(
@@ -287,6 +312,7 @@ class _Probe:
             wrong[style] = self._try(model, style, k)
             if not wrong[style]:
                 return style
+            # refused for its k or for good: one token is asked for to tell the two apart
             if k > 1 and not self._try(model, style, 1):
                 most = self._largest(model, style, k)
                 raise ServerError(
@@ -308,7 +334,6 @@ class _Probe:
     def _same_tokenizer(self, model: str, style: str) -> None:
         """The server tokenizes the known text itself; ids and the text behind them must be those of the tokenizer."""
         status, answer = self._ask("POST", "/completions", request_body(model, KNOWN_TEXT, 1, style), 1)
-        advice = "give the tokenizer of the served model as teacher.tokenizer.name"
         if status != 200:
             raise ServerError(f"{self.where} does not score a text (HTTP {status}: {self.client.error_text(answer)})")
         try:
@@ -321,22 +346,22 @@ class _Probe:
         if count != len(self.ids):
             raise ServerError(
                 f"{self.where} has another tokenizer: it reads the known text as {count} tokens, the tokenizer here as "
-                f"{len(self.ids)}; {advice}"
+                f"{len(self.ids)}; {_ADVICE}"
             )
         theirs: Sequence[Any] = said if isinstance(said, list) else [None] * count
-        for position, (mine, place, other) in enumerate(zip(self.ids, places, theirs, strict=False)):
-            if other not in (None, mine) or (position and mine not in place):
+        for position, (mine, own_position, other) in enumerate(zip(self.ids, places, theirs, strict=False)):
+            if other not in (None, mine) or (position and mine not in own_position):
                 raise ServerError(
                     f"{self.where} has another tokenizer: at token {position} of the known text it has "
-                    f"{self.client.clean(repr(sorted(place) if other is None else other))}, the tokenizer here {mine}; "
-                    f"{advice}"
+                    f"{self.client.clean(repr(sorted(own_position) if other is None else other))}, the tokenizer here "
+                    f"{mine}; {_ADVICE}"
                 )
-        self._same_bytes(choice, advice)
+        self._same_bytes(choice)
 
-    def _same_bytes(self, choice: dict[str, Any], advice: str) -> None:
+    def _same_bytes(self, choice: dict[str, Any]) -> None:
         """The texts that the server gives for ids, where it does, are those of the tokenizer here."""
-        for place in choice.get("prompt_logprobs") or []:
-            for token, entry in (place or {}).items():
+        for position in choice.get("prompt_logprobs") or []:
+            for token, entry in (position or {}).items():
                 text = entry.get("decoded_token") if isinstance(entry, dict) else None
                 number = int(token)
                 if not isinstance(text, str) or not 0 <= number < self.vocab.size or self.vocab.special[number]:
@@ -347,7 +372,7 @@ class _Probe:
                     continue
                 raise ServerError(
                     f"{self.where} has another tokenizer: its token {number} is {self.client.clean(repr(text))}, here "
-                    f"{mine!r}; {advice}"
+                    f"{mine!r}; {_ADVICE}"
                 )
 
 

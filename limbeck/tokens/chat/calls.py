@@ -7,6 +7,9 @@ import re
 from typing import Any, NamedTuple
 
 _NAMED_BLOCK = re.compile(r"([\w.:-]+)\s*```(?:json)?\s*(?=\{)")
+_OBJECT = re.compile(r"\{(?=\s*[\"}])")
+_MOST_TRIED = 10_000
+"""Braces at which no JSON begins, each of which costs a look at the whole text before it."""
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -25,25 +28,29 @@ def written_calls(text: str) -> list[WrittenCall]:
     Understood are JSON objects with a ``name`` and ``arguments`` or ``parameters`` (an object, or one written as a
     string) anywhere in the text, a name in front of a fenced JSON object, and functions with parameters in tags.
     """
-    found: list[tuple[int, WrittenCall]] = []
+    calls: list[tuple[int, WrittenCall]] = []
     decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
+    tried, start = 0, 0
+    while tried < _MOST_TRIED and (match := _OBJECT.search(text, start)) is not None:
+        brace = match.start()
         try:
-            value, end = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError):
-            at = text.find("{", at + 1)
+            value, end = decoder.raw_decode(text, brace)
+        except json.JSONDecodeError:
+            tried, start = tried + 1, brace + 1
             continue
-        named = _NAMED_BLOCK.search(text, max(0, at - 200), at + 1)
+        except RecursionError:
+            # nested so deeply that trying each of its braces would take minutes
+            break
+        named = _NAMED_BLOCK.search(text, max(0, brace - 200), brace + 1)
         if (call := _from_object(value)) is not None:
-            found.append((at, call))
-        elif named is not None and named.end() == at and isinstance(value, dict):
-            found.append((at, WrittenCall(named[1], value)))
-        at = text.find("{", end)
+            calls.append((brace, call))
+        elif named is not None and named.end() == brace and isinstance(value, dict):
+            calls.append((brace, WrittenCall(named[1], value)))
+        start = end
     for match in _FUNCTION.finditer(text):
         arguments = {key: _value(written) for key, written in _PARAMETER.findall(match[2])}
-        found.append((match.start(), WrittenCall(match[1], arguments)))
-    return [call for _, call in sorted(found, key=lambda one: one[0])]
+        calls.append((match.start(), WrittenCall(match[1], arguments)))
+    return [call for _, call in sorted(calls, key=lambda one: one[0])]
 
 
 def _from_object(value: Any) -> WrittenCall | None:

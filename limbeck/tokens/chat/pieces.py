@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.tokens.chat.adapt import AS_IS, RULES, Rule, Written
-from limbeck.tokens.chat.markers import CALL_KINDS, Layout, Place
+from limbeck.tokens.chat.assistant_spans import Special, Turn, locate_turns
+from limbeck.tokens.chat.placeholders import CALL_KINDS, PlaceholderSpan, RenderedChat
 from limbeck.tokens.chat.render import AliasedText, supervise
 from limbeck.tokens.chat.template import ChatTemplate
-from limbeck.tokens.chat.turns import Special, Turn, locate_turns
-from limbeck.tokens.rendering import Rendering
-from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.chat.template_compat import AS_IS, RULES, Rule, Written
+from limbeck.tokens.tokenized_text import TokenizedText
+from limbeck.tokens.tokenizer import ByteTokenizer
 from limbeck.tokens.vocab import KNOWN_ROLES, is_end
 
 IntArray = npt.NDArray[np.int64]
@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What its token ids depend on: the text, and which special strings in it are tokens."""
+        """Key of its token ids: the text, and which special strings in it are tokens."""
         return self.text, tuple(s.start for s in self.specials)
 
 
@@ -59,7 +59,7 @@ class Conversation:
     Attributes:
         piece_of: message -> piece with its first string; messages that the template left out are missing.
         turns: assistant message -> its turn in characters of its piece; several parts where the template parts it.
-        dropped: what the template left out, by reason.
+        skipped: what the template left out, by reason.
         rule: how the messages were adapted to the template.
     """
 
@@ -67,12 +67,12 @@ class Conversation:
     pieces: list[Piece]
     piece_of: dict[int, int]
     turns: dict[int, list[Turn]]
-    dropped: Counter[str]
+    skipped: Counter[str]
     rule: Rule = AS_IS
 
     @property
     def head(self) -> int:
-        """Number of leading pieces without a message of the dialogue: begin token, tools, system messages."""
+        """Number of leading pieces without a message of the dialogue: BOS token, tools, system messages."""
         count = 0
         for piece in self.pieces:
             if any(i >= 0 and self.messages[i]["role"] != "system" for i in piece.messages):
@@ -82,24 +82,19 @@ class Conversation:
 
     @property
     def preamble(self) -> int:
-        """Number of leading pieces without any message at all, such as the begin token."""
+        """Number of leading pieces without any message at all, such as the BOS token."""
         return next((i for i, piece in enumerate(self.pieces) if piece.messages), len(self.pieces))
 
 
 class ChatRenderer:
-    """One model's view of conversations: its tokenizer, its chat template, and the pieces tokenised so far.
-
-    Attributes:
-        tokens: number of tokens tokenised so far; the cost that must stay linear.
-    """
+    """One model's view of conversations: its tokenizer, its chat template, and the pieces tokenised so far."""
 
     def __init__(
         self, tokenizer: object, *, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
     ) -> None:
-        self.tokenizer = Tokenizer.of(tokenizer)
+        self.tokenizer = ByteTokenizer.of(tokenizer)
         self.template_kwargs = dict(template_kwargs or {})
         self.name = name
-        self.tokens = 0
         self._added = _added_pattern(self.tokenizer)
         self._alone: dict[str, bool] = {}
         self._known: dict[tuple[str, tuple[int, ...]], AliasedText] = {}
@@ -118,29 +113,29 @@ class ChatRenderer:
         template = ChatTemplate(self.tokenizer, tools=tools, arguments=self.template_kwargs, name=self.name)
         rules = RULES if rule is None else (rule,)
         located = locate_turns(template, self.tokenizer, messages, rules=rules)
-        atoms = self._with_added(located.layout, located.specials)
-        return _Cutter(located.layout, located.specials, atoms, located.turns).cut(list(messages), located.dropped)
+        atoms = self._with_added(located.rendered, located.specials)
+        return _Cutter(located.rendered, located.specials, atoms, located.turns).cut(list(messages), located.skipped)
 
-    def _with_added(self, layout: Layout, specials: Sequence[Special]) -> list[Special]:
+    def _with_added(self, rendered: RenderedChat, specials: Sequence[Special]) -> list[Special]:
         """The special tokens and the template's other added tokens, which tokenizers cut out of the text as well."""
         if self._added is None:
             return list(specials)
-        found = list(specials)
-        at = 0
-        for place in [*layout.places, None]:
-            end = len(layout.text) if place is None else place.start
-            for match in self._added.finditer(layout.text, at, end):
+        atoms = list(specials)
+        position = 0
+        for span in [*rendered.spans, None]:
+            end = len(rendered.text) if span is None else span.start
+            for match in self._added.finditer(rendered.text, position, end):
                 if self._stands_alone(match[0]):
-                    found.append(Special(match.start(), match.end(), -1, KNOWN_ROLES.get(match[0], "added")))
-            at = end if place is None else place.end
-        return sorted(found, key=lambda s: s.start)
+                    atoms.append(Special(match.start(), match.end(), -1, KNOWN_ROLES.get(match[0], "added")))
+            position = end if span is None else span.end
+        return sorted(atoms, key=lambda s: s.start)
 
     def _stands_alone(self, content: str) -> bool:
         """Whether an added token is always cut out of the text around it."""
         if content not in self._alone:
-            before, own = (self.tokenizer.encode(text).ids.tolist() for text in ("a\n", content))
+            before, alone = (self.tokenizer.encode(text).ids.tolist() for text in ("a\n", content))
             whole = self.tokenizer.encode(f"a\n{content}a").ids.tolist()
-            self._alone[content] = len(own) == 1 and whole[: len(before) + 1] == before + own
+            self._alone[content] = len(alone) == 1 and whole[: len(before) + 1] == before + alone
         return self._alone[content]
 
     def encode(self, piece: Piece) -> AliasedText:
@@ -148,7 +143,6 @@ class ChatRenderer:
         known = self._known.get(piece.key)
         if known is None:
             known = self._known[piece.key] = AliasedText(piece.text, piece.specials, self.tokenizer)
-            self.tokens += len(known.rendering)
         return known
 
     def written(self, conversation: Conversation, message: int) -> tuple[str, tuple[int, ...]] | None:
@@ -178,21 +172,21 @@ class Target:
     """Supervised tokens of one message.
 
     Attributes:
-        places: ``[K]`` their indices in the piece, ascending.
+        positions: ``[K]`` their indices in the piece, ascending.
         ids: ``[K]`` the tokens.
         rendering: the piece with this target and its segments.
-        dropped: tokens left out, by reason.
+        skipped: tokens left out, by reason.
     """
 
-    places: IntArray
+    positions: IntArray
     ids: IntArray
-    rendering: Rendering
-    dropped: Counter[str] = field(default_factory=Counter)
+    rendering: TokenizedText
+    skipped: Counter[str] = field(default_factory=Counter)
 
     @property
     def end(self) -> int:
         """Tokens of the piece up to the last supervised one."""
-        return int(self.places[-1]) + 1
+        return int(self.positions[-1]) + 1
 
 
 def _turn_end(turn: Turn) -> int:
@@ -201,20 +195,20 @@ def _turn_end(turn: Turn) -> int:
 
 def _target(aliased: AliasedText, turns: Sequence[Turn]) -> Target | None:
     rendering, straddling = supervise(aliased, turns)
-    places = np.flatnonzero(rendering.target)
+    positions = np.flatnonzero(rendering.loss_mask)
     ends = sum(turn.end is not None for turn in turns)
     empty = all(turn.region[0] == turn.region[1] for turn in turns)
     # A token that only ends the turn carries nothing of a message that has a text.
-    if not len(places) or (len(places) == ends and not empty):
+    if not len(positions) or (len(positions) == ends and not empty):
         return None
-    dropped = Counter({"straddle": straddling} if straddling else {})
-    return Target(places, rendering.ids[places], rendering, dropped)
+    skipped = Counter({"straddle": straddling} if straddling else {})
+    return Target(positions, rendering.ids[positions], rendering, skipped)
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-def _added_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def _added_pattern(tokenizer: ByteTokenizer) -> re.Pattern[str] | None:
     """Matches added tokens that are not special, the longest first."""
     contents = [c for c in tokenizer.added if c.strip() and c == c.strip()]
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True)))) if contents else None
@@ -224,87 +218,87 @@ class _Cutter:
     """Cuts one rendered conversation; ``atoms`` are its special and other added tokens, in order."""
 
     def __init__(
-        self, layout: Layout, specials: Sequence[Special], atoms: Sequence[Special], turns: Sequence[Turn]
+        self, rendered: RenderedChat, specials: Sequence[Special], atoms: Sequence[Special], turns: Sequence[Turn]
     ) -> None:
-        self.layout, self.specials, self.atoms = layout, specials, atoms
+        self.rendered, self.specials, self.atoms = rendered, specials, atoms
         self.turns: dict[int, list[Turn]] = {}
         for turn in turns:
             self.turns.setdefault(turn.message, []).append(turn)
         # A template may write a called tool's name once more in the result's header: that is the template's text.
-        self.places = [p for p in layout.places if not (p.repeat and layout.leaf(p).kind in CALL_KINDS)]
+        self.spans = [p for p in rendered.spans if not (p.repeat and rendered.string(p).kind in CALL_KINDS)]
         # Parts of one message count as that message, turns that were joined as the first of them.
-        self.members = {one.origins[0]: one.origins for one in layout.adapted if one.origins}
-        first = {i: one.origins[0] for i, one in enumerate(layout.adapted) if one.origins}
-        self.owners = [first.get(owner, -1) for owner in _owners(layout, self.places)]
+        self.members = {one.origins[0]: one.origins for one in rendered.adapted if one.origins}
+        first = {i: one.origins[0] for i, one in enumerate(rendered.adapted) if one.origins}
+        self.owners = [first.get(owner, -1) for owner in _owners(rendered, self.spans)]
 
-    def cut(self, messages: list[dict[str, Any]], dropped: Counter[str]) -> Conversation:
-        layout = self.layout
+    def cut(self, messages: list[dict[str, Any]], skipped: Counter[str]) -> Conversation:
+        rendered = self.rendered
         splits = self._splits()
-        edges = [0, *(at for at, _ in splits), len(layout.text)]
+        edges = [0, *(char for char, _ in splits), len(rendered.text)]
         clean = [True, *(flag for _, flag in splits)]
         special_starts = [s.start for s in self.specials]
-        place_starts = [p.start for p in self.places]
+        span_starts = [p.start for p in self.spans]
         pieces = []
         piece_of: dict[int, int] = {}
         for number, (start, end) in enumerate(pairwise(edges)):
             inside = self.specials[bisect_left(special_starts, start) : bisect_left(special_starts, end)]
-            here = slice(bisect_left(place_starts, start), bisect_left(place_starts, end))
+            here = slice(bisect_left(span_starts, start), bisect_left(span_starts, end))
             owners = frozenset(m for owner in set(self.owners[here]) - {-1} for m in self.members[owner])
             moved = tuple(_moved(special, start) for special in inside)
-            pieces.append(Piece(layout.text[start:end], moved, clean[number], owners))
+            pieces.append(Piece(rendered.text[start:end], moved, clean[number], owners))
             for message in owners:
                 piece_of.setdefault(message, number)
         turns = {m: [_moved_turn(part, edges[piece_of[m]]) for part in parts] for m, parts in self.turns.items()}
-        return Conversation(messages, pieces, piece_of, turns, dropped, layout.rule)
+        return Conversation(messages, pieces, piece_of, turns, skipped, rendered.rule)
 
     def _splits(self) -> list[tuple[int, bool]]:
         """Characters at which pieces begin, and whether messages begin there; at most one between two messages."""
         starts = [s.start for s in self.atoms]
-        places, owners = self.places, self.owners
+        spans, owners = self.spans, self.owners
         last_of = {owner: i for i, owner in enumerate(owners)}
-        found: list[tuple[int, bool]] = []
+        splits: list[tuple[int, bool]] = []
         open_until = -1
         for i, owner in enumerate(owners):
             inside = i <= open_until
             open_until = max(open_until, last_of[owner])
-            # A message that the template spreads over several places stays in one piece, with whatever lies between.
+            # A message that the template spreads over several spans stays in one piece, with whatever lies between.
             if inside:
                 continue
             low, limit = self._bounds(i)
-            gap = self.atoms[bisect_left(starts, places[i - 1].end if i else 0) : bisect_left(starts, limit + 1)]
-            split = _split(self.layout.text, gap, low)
-            if split is not None and split[0] > (found[-1][0] if found else 0):
-                found.append(split)
-        return found
+            gap = self.atoms[bisect_left(starts, spans[i - 1].end if i else 0) : bisect_left(starts, limit + 1)]
+            split = _split(self.rendered.text, gap, low)
+            if split is not None and split[0] > (splits[-1][0] if splits else 0):
+                splits.append(split)
+        return splits
 
     def _bounds(self, i: int) -> tuple[int, int]:
         """Where a split may lie: after the turn before, and not inside what the model writes next."""
-        places = self.places
-        low = places[i - 1].end if i else 0
+        spans = self.spans
+        low = spans[i - 1].end if i else 0
         before = self.turns.get(self.owners[i - 1], []) if i else []
         after = self.turns.get(self.owners[i], [])
         low = max([low, *(_turn_end(turn) for turn in before)])
-        return low, min([places[i].start, *(turn.region[0] for turn in after)])
+        return low, min([spans[i].start, *(turn.region[0] for turn in after)])
 
 
-def _owners(layout: Layout, places: Sequence[Place]) -> list[int]:
-    """The message of each place. Equal strings of users and tools share one marker, so order tells them apart."""
-    found = [layout.leaf(place) for place in places]
+def _owners(rendered: RenderedChat, spans: Sequence[PlaceholderSpan]) -> list[int]:
+    """The message of each span. Equal strings of users and tools share one placeholder, so order tells them apart."""
+    strings = [rendered.string(span) for span in spans]
     holders: dict[tuple[str, str], list[int]] = {}
-    for index, message in enumerate(layout.messages):
+    for index, message in enumerate(rendered.messages):
         content = message.get("content")
         if message["role"] != "assistant" and isinstance(content, str):
             parts = content.parts if isinstance(content, Written) else ()
             for text in [part.text for part in parts if not isinstance(part, str)] or [content]:
                 holders.setdefault(("content", text), []).append(index)
-    shared = [leaf.message >= 0 and layout.messages[leaf.message]["role"] != "assistant" for leaf in found]
-    times = Counter((leaf.kind, leaf.text) for leaf, several in zip(found, shared, strict=True) if several)
+    shared = [string.message >= 0 and rendered.messages[string.message]["role"] != "assistant" for string in strings]
+    times = Counter((string.kind, string.text) for string, several in zip(strings, shared, strict=True) if several)
     used: Counter[tuple[str, str]] = Counter()
     owners: list[int] = []
-    for leaf, several in zip(found, shared, strict=True):
-        key = (leaf.kind, leaf.text)
+    for string, several in zip(strings, shared, strict=True):
+        key = (string.kind, string.text)
         candidates = holders.get(key, ())
-        owner = leaf.message
+        owner = string.message
         if several and len(candidates) > 1:
             later = [c for c in candidates if not owners or c >= owners[-1]]
             owner = candidates[used[key]] if times[key] == len(candidates) else (later or [owner])[0]

@@ -1,7 +1,7 @@
 """A conversation as one token sequence: rendered, tokenised once, its supervised spans found and proven.
 
 >>> rendering = render_chat(tokenizer, [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
->>> tokenizer.decode(rendering.ids[rendering.target])
+>>> tokenizer.decode(rendering.ids[rendering.loss_mask])
 '4<|im_end|>'
 
 The special tokens that the template writes are tokens; the same strings inside a message, a tool call or a tool schema
@@ -18,11 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from limbeck.errors import ConfigError, TemplateError
-from limbeck.tokens.chat.template import ChatTemplate, Message
-from limbeck.tokens.chat.turns import Special, Turn, locate_turns
-from limbeck.tokens.rendering import CallField, Rendering, Segment
-from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.errors import ConfigError, LimbeckError, TemplateError
+from limbeck.tokens.chat import sandbox
+from limbeck.tokens.chat.assistant_spans import Special, Turn, locate_turns
+from limbeck.tokens.chat.placeholders import first_request
+from limbeck.tokens.chat.template import ChatTemplate, Message, render_errors
+from limbeck.tokens.tokenized_text import CallField, Segment, TokenizedText
+from limbeck.tokens.tokenizer import ByteTokenizer
+
+_REFUSALS: tuple[type[Exception], ...] = (LimbeckError, *render_errors())
 
 
 def render_chat(
@@ -35,16 +39,16 @@ def render_chat(
     name: str | None = None,
     add_generation_prompt: bool = False,
     train_on: str = "all",
-) -> Rendering:
+) -> TokenizedText:
     """Render a conversation with the tokenizer's chat template.
 
-    Supervised (``target``) are, for every assistant message: its content, its reasoning and its tool calls with the
+    Supervised (``loss_mask``) are, for every assistant message: its content, its reasoning and its tool calls with the
     markup around them, as far as the model has to write it, and the end-of-turn token. Where the template has
     generation markers they decide what the model writes. A message with ``"supervise": False`` or ``"weight": 0`` is
     context only.
 
     Args:
-        tokenizer: a :class:`Tokenizer`, or a transformers fast tokenizer.
+        tokenizer: a :class:`ByteTokenizer`, or a transformers fast tokenizer.
         messages: dicts with ``role``, ``content`` and optionally ``reasoning_content``, ``tool_calls`` (arguments as an
             object or a JSON string), ``tool_call_id``, ``name``, ``supervise``, ``weight``.
         tools: JSON schemas or functions, passed to the template.
@@ -56,26 +60,53 @@ def render_chat(
 
     Returns:
         Segments of kind ``content``, ``reasoning``, ``tool_call`` and ``eot`` in order, with message indices.
-        ``dropped`` counts ``straddle`` (tokens across a span's edge), ``unrendered_content`` and
+        ``skipped`` counts ``straddle`` (tokens across a span's edge), ``unrendered_content`` and
         ``unrendered_reasoning`` (of assistant messages) and ``unrendered_context`` (of the others) that the template
         leaves out, ``unrendered_tools`` (given to a template that reads none), ``no_end_of_turn``,
         ``outside_generation`` (answers without generation markers) and ``edge_whitespace`` (strings whose white space
-        could not be told from the template's).
+        could not be distinguished from the template's).
 
     Raises:
         TemplateError: the template refuses the conversation, or a message's text cannot be found in the rendering.
     """
     if train_on not in ("all", "last"):
         raise ConfigError(f"train_on is {train_on!r}, expected 'all' or 'last' (assistant messages).")
-    own = Tokenizer.of(tokenizer)
-    chat_template = ChatTemplate(own, tools=tools, template=template, arguments=template_kwargs, name=name)
-    located = locate_turns(chat_template, own, messages, train_on=train_on, generation_prompt=add_generation_prompt)
-    rendering, straddling = supervise(AliasedText(located.layout.text, located.specials, own), located.turns)
-    dropped = Counter(rendering.dropped) + located.dropped + Counter(straddle=straddling)
-    return replace(rendering, dropped=dict(dropped))
+    byte_tokenizer = ByteTokenizer.of(tokenizer)
+    chat = ChatTemplate(byte_tokenizer, tools=tools, template=template, arguments=template_kwargs, name=name)
+    located = locate_turns(chat, byte_tokenizer, messages, train_on=train_on, generation_prompt=add_generation_prompt)
+    aliased = AliasedText(located.rendered.text, located.specials, byte_tokenizer)
+    rendering, straddling = supervise(aliased, located.turns)
+    skipped = Counter(rendering.skipped) + located.skipped + Counter(straddle=straddling)
+    return replace(rendering, skipped=dict(skipped))
 
 
-def supervise(aliased: AliasedText, turns: Sequence[Turn]) -> tuple[Rendering, int]:
+def render_ahead(conversations: Iterable[Mapping[str, Any]]) -> None:
+    """Begin to render conversations that :func:`render_chat` is called for next, in its arguments.
+
+    Their templates run while the first of them are tokenized. Nothing depends on it but the time that it takes; what
+    cannot be rendered is left to :func:`render_chat` to refuse.
+    """
+    sandbox.render_ahead(request for arguments in conversations if (request := _request(**arguments)) is not None)
+
+
+def _request(
+    tokenizer: object,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+    **_: Any,
+) -> sandbox.Request | None:
+    try:
+        chat = ChatTemplate(ByteTokenizer.of(tokenizer), tools=tools, template=template, arguments=template_kwargs)
+        return first_request(chat, messages, generation_prompt=add_generation_prompt)
+    except _REFUSALS:
+        return None
+
+
+def supervise(aliased: AliasedText, turns: Sequence[Turn]) -> tuple[TokenizedText, int]:
     """The rendering with the turns' tokens as its targets and their parts as its segments.
 
     Also returns how many tokens were left out because they straddle a turn's edge.
@@ -94,10 +125,10 @@ def supervise(aliased: AliasedText, turns: Sequence[Turn]) -> tuple[Rendering, i
             segments.append(Segment(turn.message, kind, aliased.byte(start), aliased.byte(end), *tokens))
         fields += [replace(f, start=aliased.byte(f.start), end=aliased.byte(f.end)) for f in turn.fields]
         if turn.end is not None:
-            token, at = aliased.special_token(turn.end), aliased.byte(turn.end.start)
+            token, byte = aliased.special_token(turn.end), aliased.byte(turn.end.start)
             target[token] = True
-            segments.append(Segment(turn.message, "eot", at, at, token, token + 1))
-    return replace(rendering, target=target, segments=tuple(segments), fields=tuple(fields)), straddling
+            segments.append(Segment(turn.message, "eot", byte, byte, token, token + 1))
+    return replace(rendering, loss_mask=target, segments=tuple(segments), fields=tuple(fields)), straddling
 
 
 class AliasedText:
@@ -107,7 +138,7 @@ class AliasedText:
         rendering: ids and byte ends; nothing is a target yet.
     """
 
-    def __init__(self, text: str, specials: Sequence[Special], tokenizer: Tokenizer) -> None:
+    def __init__(self, text: str, specials: Sequence[Special], tokenizer: ByteTokenizer) -> None:
         self._specials = list(specials)
         self._special_starts = [s.start for s in specials]
         self._special_ends = [s.end for s in specials]
@@ -115,24 +146,24 @@ class AliasedText:
         cuts = [0, *(x for s in specials for x in (s.start, s.end)), len(text)]
         plain = [text[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
         aliases = [tokenizer.aliases[content] for content in contents]
-        self.rendering: Rendering = tokenizer.encode_aliased("".join(_interleave(plain, aliases)))
-        self._tokens = self._place_specials(tokenizer)
+        self.rendering: TokenizedText = tokenizer.encode_aliased("".join(_interleave(plain, aliases)))
+        self._tokens = self._find_specials(tokenizer)
         self._text = text
         self._bytes = _byte_counts(text, [content.encode() for content in contents], self._special_ends)
 
-    def _place_specials(self, tokenizer: Tokenizer) -> list[int]:
+    def _find_specials(self, tokenizer: ByteTokenizer) -> list[int]:
         """Token index of every special; anything but an unknown-token beyond those is an error."""
-        places: list[int] = []
+        indices: list[int] = []
         rendering = self.rendering
         for index in np.flatnonzero(rendering.special).tolist():
             token = int(rendering.ids[index])
-            if len(places) < len(self._specials) and token == self._specials[len(places)].id:
-                places.append(index)
+            if len(indices) < len(self._specials) and token == self._specials[len(indices)].id:
+                indices.append(index)
             elif tokenizer.vocab.roles.get(token) != "unk":
                 raise TemplateError(f"text of the conversation became special token {token}; please report this.")
-        if len(places) != len(self._specials):
+        if len(indices) != len(self._specials):
             raise TemplateError("the tokenizer lost a special token that the chat template wrote; please report this.")
-        return places
+        return indices
 
     def special_token(self, special: Special) -> int:
         """Token index of a special."""
@@ -144,7 +175,7 @@ class AliasedText:
 
     def cover(self, start: int, end: int) -> tuple[int, int, int]:
         """Tokens ``[first, last)`` that lie wholly inside characters ``start:end``, and how many straddle an edge."""
-        ends, exact, special = self.rendering.ends, self.rendering.exact, self.rendering.special
+        ends, exact, special = self.rendering.byte_ends, self.rendering.byte_exact, self.rendering.special
         before = bisect_right(self._special_ends, start)
         after = bisect_left(self._special_starts, end)
         low = self._tokens[before - 1] + 1 if before else 0
@@ -166,7 +197,7 @@ class AliasedText:
         return first, last, len(cut)
 
     def _begin(self, token: int) -> int:
-        return int(self.rendering.ends[token - 1]) if token else 0
+        return int(self.rendering.byte_ends[token - 1]) if token else 0
 
 
 def _interleave(plain: list[str], aliases: list[str]) -> Iterable[str]:

@@ -11,7 +11,7 @@ import jinja2
 
 from limbeck.errors import TemplateError
 from limbeck.tokens.chat import sandbox
-from limbeck.tokens.tokenizer import Tokenizer
+from limbeck.tokens.tokenizer import ByteTokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -34,7 +34,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ByteTokenizer,
         *,
         tools: Sequence[Any] | None = None,
         template: str | None = None,
@@ -47,17 +47,16 @@ class ChatTemplate:
         self.tools = _schemas(tools)
         self.source = self._resolve(tokenizer, template)
         self._arguments = {**tokenizer.named, **(arguments or {})}
-        self.reads_tools = re.search(r"\btools\b", self.source) is not None
-        self.has_generation_markers = _GENERATION.search(self.source) is not None
+        self.reads_tools, self.has_generation_markers = _traits(self.source)
 
-    def _resolve(self, tokenizer: Tokenizer, template: str | None) -> str:
+    def _resolve(self, tokenizer: ByteTokenizer, template: str | None) -> str:
         templates = tokenizer.templates
         if template is not None:
             return templates.get(template, template)
         if not templates:
             raise TemplateError(
-                f"tokenizer {self.name!r} has no chat template, which rendering a conversation needs; pass template=, "
-                "or train on plain text."
+                f"tokenizer {self.name!r} has no chat template, which rendering a conversation needs; set its "
+                "chat_template (policy.tokenizer.chat_template in a run file), or train on plain text."
             )
         source = templates.get("tool_use" if self.tools and "tool_use" in templates else "default")
         if source is None:
@@ -76,14 +75,27 @@ class ChatTemplate:
         Raises the template's own error, which :meth:`refusal` turns into a :class:`TemplateError`; ``LimitExceeded``
         where it runs too long or writes too much.
         """
-        variables = {
+        return sandbox.render(self.source, self._variables(messages, tools, generation_prompt), self.limits)
+
+    def request(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> sandbox.Request:
+        """What :meth:`render` asks for, to be asked for ahead."""
+        return sandbox.Request.of(self.source, self._variables(messages, None, generation_prompt), self.limits)
+
+    def render_skeleton(self, messages: Sequence[Message], tools: list[Any] | None, generation_prompt: bool) -> str:
+        """The string of a conversation of placeholders, the same for all of one form, so it is kept."""
+        variables = self._variables(messages, tools, generation_prompt)
+        return sandbox.render_kept(self.source, variables, self.limits)
+
+    def _variables(
+        self, messages: Sequence[Message], tools: list[Any] | None, generation_prompt: bool
+    ) -> dict[str, Any]:
+        return {
             "messages": list(messages),
             "tools": self.tools if tools is None else tools,
             "documents": None,
             "add_generation_prompt": generation_prompt,
             **self._arguments,
         }
-        return sandbox.render(self.source, variables, self.limits)
 
     def refusal(self, error: BaseException, messages: Sequence[Message]) -> TemplateError:
         """The template's error with the first message that provokes it, found by rendering ever longer prefixes."""
@@ -107,7 +119,7 @@ class ChatTemplate:
         )
 
     def generation_prompt(self) -> str:
-        """What the template writes in front of an answer to a user, or "" where it writes nothing."""
+        """Text that the template writes in front of an answer to a user, or "" where it writes nothing."""
         return _generation_prompt(self)
 
     def tested_strings(self) -> frozenset[str]:
@@ -125,7 +137,7 @@ class ChatTemplate:
 
 
 def render_errors() -> tuple[type[Exception], ...]:
-    """What a template can raise while it renders: its own refusals and operations that do not fit the data."""
+    """Errors that a template can raise while it renders: its own refusals and operations that do not fit the data."""
     return (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -150,6 +162,12 @@ def _schemas(tools: Sequence[Any] | None) -> list[Any] | None:
 
 
 @lru_cache(maxsize=64)
+def _traits(source: str) -> tuple[bool, bool]:
+    """Whether a template mentions tools, and whether it has generation markers."""
+    return re.search(r"\btools\b", source) is not None, _GENERATION.search(source) is not None
+
+
+@lru_cache(maxsize=64)
 def _generation_prompt(template: ChatTemplate) -> str:
     question = [{"role": "user", "content": "question"}]
     try:
@@ -162,7 +180,7 @@ def _generation_prompt(template: ChatTemplate) -> str:
 
 @lru_cache(maxsize=64)
 def _tested_strings(source: str) -> frozenset[str]:
-    found = {text for match in _TESTED.finditer(source) for text in match.groups() if text}
-    unescaped = {text.replace("\\n", "\n").strip() for text in found}
+    literals = {text for match in _TESTED.finditer(source) for text in match.groups() if text}
+    unescaped = {text.replace("\\n", "\n").strip() for text in literals}
     # Plain words are field names ('content' in message), not markup.
     return frozenset(text for text in unescaped if len(text) > 2 and not re.fullmatch(r"\w+", text))

@@ -13,7 +13,7 @@ from torch import Tensor
 from limbeck.align import AlignmentBatch
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import TraceError
-from limbeck.traces.collate.rows import IntArray, PairRow, PolicyRow, SiteRow
+from limbeck.traces.collate.rows import HintRow, IntArray, PairRow, PolicyRow
 
 Channel = Literal["policy", "hint", "preference"]
 
@@ -21,7 +21,7 @@ Channel = Literal["policy", "hint", "preference"]
 class ComposerBatch(dict[str, Any]):
     """The collated batch: a dict of tensors and lists; ``channel`` gives one channel in the form that losses read.
 
-    The channels have different numbers of rows and widths. ``dropped`` counts what was left out, by reason.
+    The channels have different numbers of rows and widths. ``skipped`` counts what was left out, by reason.
     """
 
     def channel(self, name: Channel) -> BatchedDataDict[Any]:
@@ -92,13 +92,13 @@ class ComposerBatch(dict[str, Any]):
 
 def tensors(
     policy: Sequence[PolicyRow],
-    sites: Sequence[tuple[int, SiteRow]],
+    hints: Sequence[tuple[int, HintRow]],
     pairs: Sequence[tuple[int, PairRow]],
     pad_ids: tuple[int, int],
     multiple: int,
     ignore: int,
 ) -> ComposerBatch:
-    """The batch of all rows; sites and pairs come with the number of their trace's policy row.
+    """The batch of all rows; hints and pairs come with the number of their trace's policy row.
 
     Args:
         pad_ids: of the student and the hinted teacher.
@@ -107,7 +107,7 @@ def tensors(
     """
     student, teacher = (Padder(pad_id, multiple) for pad_id in pad_ids)
     batch = ComposerBatch(policy_tensors(policy, student))
-    batch |= hint_tensors([site for _, site in sites], [row for row, _ in sites], policy, (student, teacher), ignore)
+    batch |= hint_tensors([hint for _, hint in hints], [row for row, _ in hints], policy, (student, teacher), ignore)
     batch |= preference_tensors([pair for _, pair in pairs], [row for row, _ in pairs], student)
     batch["pad_token_id"] = student.pad_id
     return batch
@@ -136,11 +136,11 @@ class Padder:
 
 
 def scattered(
-    shape: tuple[int, int], places: Sequence[IntArray], values: Sequence[Any], dtype: type, fill: float = 0
+    shape: tuple[int, int], positions: Sequence[IntArray], values: Sequence[Any], dtype: type, fill: float = 0
 ) -> Tensor:
-    """``shape`` filled with ``fill``; row i holds ``values[i]`` at ``places[i]``."""
+    """``shape`` filled with ``fill``; row i holds ``values[i]`` at ``positions[i]``."""
     out: npt.NDArray[Any] = np.full(shape, fill, dtype=dtype)
-    for i, (where, what) in enumerate(zip(places, values, strict=True)):
+    for i, (where, what) in enumerate(zip(positions, values, strict=True)):
         out[i, where] = what
     return torch.from_numpy(out)
 
@@ -149,17 +149,17 @@ def policy_tensors(rows: Sequence[PolicyRow], pad: Padder) -> dict[str, Any]:
     """Keys of the policy channel, ``B`` rows."""
     out: dict[str, Any] = pad.ids("", [row.ids for row in rows])
     shape = (len(rows), out["input_ids"].shape[1])
-    places = [row.places for row in rows]
+    positions = [row.positions for row in rows]
     known = [~np.isnan(row.logprobs) for row in rows]
     groups = list(dict.fromkeys(row.group_id for row in rows if row.group_id is not None))
     rewarded = [row.reward is not None for row in rows]
-    out["response_mask"] = scattered(shape, places, [1] * len(rows), np.int64)
-    out["response_weights"] = scattered(shape, places, [row.weights for row in rows], np.float32)
-    out["behavior_logprobs"] = scattered(shape, places, [np.nan_to_num(row.logprobs) for row in rows], np.float32)
-    out["behavior_valid"] = scattered(shape, places, known, np.bool_)
+    out["response_mask"] = scattered(shape, positions, [1] * len(rows), np.int64)
+    out["response_weights"] = scattered(shape, positions, [row.weights for row in rows], np.float32)
+    out["behavior_logprobs"] = scattered(shape, positions, [np.nan_to_num(row.logprobs) for row in rows], np.float32)
+    out["behavior_valid"] = scattered(shape, positions, known, np.bool_)
     out["rewards"] = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32)
     out["reward_valid"] = torch.tensor(rewarded, dtype=torch.bool)
-    used = [bool(len(row.places)) and ok for row, ok in zip(rows, rewarded, strict=True)]
+    used = [bool(len(row.positions)) and ok for row, ok in zip(rows, rewarded, strict=True)]
     out["sample_mask"] = torch.tensor(used, dtype=torch.float32)
     index = [-1 if row.group_id is None else groups.index(row.group_id) for row in rows]
     out["group_index"] = torch.tensor(index, dtype=torch.int64)
@@ -169,21 +169,21 @@ def policy_tensors(rows: Sequence[PolicyRow], pad: Padder) -> dict[str, Any]:
 
 
 def hint_tensors(
-    rows: Sequence[SiteRow],
+    rows: Sequence[HintRow],
     traces: Sequence[int],
     policy: Sequence[PolicyRow],
     pads: tuple[Padder, Padder],
     ignore: int,
 ) -> dict[str, Any]:
-    """Keys of the hint channel, ``N`` rows. ``traces``: the policy row of each site's trace."""
+    """Keys of the hint channel, ``N`` rows. ``traces``: the policy row of each hint's trace."""
     out: dict[str, Any] = pads[0].ids("sdpo_student_", [row.student_ids for row in rows])
     out |= pads[1].ids("ctx_teacher_", [row.teacher_ids for row in rows])
     for side in ("student", "teacher"):
         ids = [getattr(row, f"{side}_ids") for row in rows]
-        places = [getattr(row, f"{side}_places") for row in rows]
-        out |= _target_tensors(side, ids, places, ignore)
+        positions = [getattr(row, f"{side}_positions") for row in rows]
+        out |= _target_tensors(side, ids, positions, ignore)
     teacher_shape = (len(rows), out["ctx_teacher_input_ids"].shape[1])
-    out["sdpo_loss_mask"] = scattered(teacher_shape, [r.teacher_places for r in rows], [1] * len(rows), np.int64)
+    out["sdpo_loss_mask"] = scattered(teacher_shape, [r.teacher_positions for r in rows], [1] * len(rows), np.int64)
     weights = torch.tensor([row.target.weight for row in rows], dtype=torch.float32)
     valid = out["student_response_valid"]
     out["site_weight"] = weights
@@ -204,20 +204,22 @@ def hint_tensors(
     return out
 
 
-def _target_tensors(side: str, ids: Sequence[IntArray], places: Sequence[IntArray], ignore: int) -> dict[str, Tensor]:
+def _target_tensors(
+    side: str, ids: Sequence[IntArray], positions: Sequence[IntArray], ignore: int
+) -> dict[str, Tensor]:
     """Positions of the target's tokens, of the rows that predict them, and the tokens themselves: ``[N, K]``."""
-    shape = (len(places), max([*(len(p) for p in places), 1]))
-    columns = [np.arange(len(p)) for p in places]
+    shape = (len(positions), max([*(len(p) for p in positions), 1]))
+    columns = [np.arange(len(p)) for p in positions]
 
     def padded(values: Callable[[int], Any], fill: int) -> Tensor:
-        return scattered(shape, columns, [values(i) for i in range(len(places))], np.int64, fill)
+        return scattered(shape, columns, [values(i) for i in range(len(positions))], np.int64, fill)
 
-    index = padded(lambda i: places[i], -1)
+    index = padded(lambda i: positions[i], -1)
     return {
         f"{side}_response_idx": index,
         f"{side}_response_valid": index >= 0,
         f"{side}_pred_pos": (index - 1).clamp(min=-1),
-        "target_ids" if side == "student" else "teacher_target_ids": padded(lambda i: ids[i][places[i]], ignore),
+        "target_ids" if side == "student" else "teacher_target_ids": padded(lambda i: ids[i][positions[i]], ignore),
     }
 
 
@@ -226,10 +228,10 @@ def preference_tensors(rows: Sequence[PairRow], traces: Sequence[int], pad: Padd
     out: dict[str, Any] = {}
     for side in ("chosen", "rejected"):
         ids = [getattr(row, f"{side}_ids") for row in rows]
-        places = [getattr(row, f"{side}_places") for row in rows]
+        positions = [getattr(row, f"{side}_positions") for row in rows]
         out |= pad.ids(f"dpo_{side}_", ids)
         shape = (len(rows), out[f"dpo_{side}_input_ids"].shape[1])
-        out[f"dpo_{side}_response_mask"] = scattered(shape, places, [1] * len(rows), np.int64)
+        out[f"dpo_{side}_response_mask"] = scattered(shape, positions, [1] * len(rows), np.int64)
     out["dpo_weights"] = torch.tensor([row.pair.weight for row in rows], dtype=torch.float32)
     out["dpo_row"] = torch.tensor(list(traces), dtype=torch.int64)
     out["dpo_info"] = [

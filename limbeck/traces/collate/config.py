@@ -1,4 +1,4 @@
-"""What goes into the trace collator: its settings, and the published forms of traces and turns."""
+"""Inputs of the trace collator: its settings, and the published forms of traces and turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from limbeck.traces.hints import HintGenerator, LayeredHints, as_generators
 
 
 class TokenizerLike(Protocol):
-    """What the collator needs of a tokenizer; every transformers fast tokenizer has it."""
+    """Part of a tokenizer that the collator needs; every transformers fast tokenizer has it."""
 
     chat_template: Any
     pad_token_id: int | None
@@ -130,5 +130,5 @@ class CollatorConfig:
 
     def hints(self) -> LayeredHints:
         """The hint generators that ``hint_generator`` stands for."""
-        given = self.hint_generator
-        return given if isinstance(given, LayeredHints) else LayeredHints(as_generators(given))
+        generator = self.hint_generator
+        return generator if isinstance(generator, LayeredHints) else LayeredHints(as_generators(generator))

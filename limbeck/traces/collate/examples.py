@@ -11,19 +11,19 @@ from pydantic import ValidationError
 from limbeck.errors import TraceError
 from limbeck.traces.collate.config import TraceTurn
 from limbeck.traces.errors import classify_error
+from limbeck.traces.failed_calls import FailedCall, FailedCallFinder
 from limbeck.traces.readers.base import as_number, openai_tool_calls
 from limbeck.traces.replay import NoAnswer, parse_answer
 from limbeck.traces.schema import Message, PreferencePair, ToolCall, Trace, describe_validation
-from limbeck.traces.sites import Site, SiteFinder
 
 
 @dataclass(frozen=True)
 class HintTarget:
-    """One message to correct: what the hint channel makes of an error site.
+    """One message to correct: what the hint channel makes of a failed call.
 
     Attributes:
         message: index of the assistant message.
-        hint: what the teacher is told directly before it; empty changes nothing, and then neither does the loss.
+        hint: text that the teacher reads directly before it; empty changes nothing, and then neither does the loss.
         weight: share of this target in the hint loss.
         recovery: the target is not the failed message but the one that put it right.
     """
@@ -39,8 +39,8 @@ class HintTarget:
 
 @dataclass(frozen=True)
 class Example:
-    """A trace to collate. ``marked`` is the trace in which every failure is a tool result, for finding sites: messages
-    that were only marked as wrong have one there, after them."""
+    """A trace to collate. ``marked`` is the trace in which every failure is a tool result, for finding failed
+    calls: messages that were only marked as wrong have one there, after them."""
 
     trace: Trace
     reward: float | None
@@ -52,30 +52,39 @@ class Example:
         wrong = [i for i, m in enumerate(marked.messages) if m.is_error and m.error_kind not in ignored_kinds]
         return {caller[0] for i in wrong if (caller := marked.caller_of(i)) is not None}
 
-    def targets(self, finder: SiteFinder, known: Sequence[Site | HintTarget] | None = None) -> list[HintTarget]:
-        """The messages to correct: those of a site file where ``known`` is given, else those that ``finder`` finds."""
-        found: list[HintTarget] = []
-        for site in finder.find(self.marked) if known is None else known:
-            if isinstance(site, HintTarget):
-                found.append(site)
+    def targets(
+        self, finder: FailedCallFinder, known: Sequence[FailedCall | HintTarget] | None = None
+    ) -> list[HintTarget]:
+        """The messages to correct: those of ``known`` where it is given, else those that ``finder`` finds."""
+        targets: list[HintTarget] = []
+        for failure in finder.find(self.marked) if known is None else known:
+            if isinstance(failure, HintTarget):
+                targets.append(failure)
                 continue
-            _check_site(site, self.marked)
-            target = HintTarget(site.target, site.hint, site.weight, site.error_kind, site.hint_source, site.cause)
-            found.append(target)
-            if site.recovery is not None and site.recovery_weight > 0:
-                found.append(replace(target, message=site.recovery, weight=site.recovery_weight, recovery=True))
-        return found
+            _check_failed_call(failure, self.marked)
+            target = HintTarget(
+                failure.target,
+                failure.hint,
+                failure.weight,
+                failure.error_kind,
+                failure.hint_source,
+                failure.cause,
+            )
+            targets.append(target)
+            if failure.recovery is not None and failure.recovery_weight > 0:
+                targets.append(replace(target, message=failure.recovery, weight=failure.recovery_weight, recovery=True))
+        return targets
 
 
-def _check_site(site: Site, trace: Trace) -> None:
-    """That a site is one of this trace: its target makes the call which its cause answers."""
+def _check_failed_call(failure: FailedCall, trace: Trace) -> None:
+    """That a failed call is one of this trace: its target makes the call which its cause answers."""
     size = len(trace.messages)
-    calls = [call.id for call in trace.messages[site.target].tool_calls] if site.target < size else []
-    answered = trace.messages[site.cause].tool_call_id if site.cause < size else None
-    if site.tool_call_id is not None and not (site.tool_call_id in calls and site.tool_call_id == answered):
+    calls = [call.id for call in trace.messages[failure.target].tool_calls] if failure.target < size else []
+    answered = trace.messages[failure.cause].tool_call_id if failure.cause < size else None
+    if failure.tool_call_id is not None and not (failure.tool_call_id in calls and failure.tool_call_id == answered):
         raise TraceError(
-            f"trace {trace.id!r}: message {site.target} makes no call {site.tool_call_id!r} that message {site.cause} "
-            "answers, as its error site says; the site file belongs to other traces"
+            f"trace {trace.id!r}: message {failure.target} makes no call {failure.tool_call_id!r} that message "
+            f"{failure.cause} answers; the file of failed calls belongs to other traces"
         )
 
 
@@ -124,7 +133,7 @@ def _messages(turns: Sequence[TraceTurn], name: str) -> tuple[list[Message], dic
         if role == "assistant":
             message = _assistant(turn, index)
             open_calls = list(message.tool_calls)
-            if turn.get("tool_error"):
+            if _is_failed(turn):
                 wrong[index] = turn
         elif role == "tool":
             call = _answered(turn, open_calls)
@@ -142,8 +151,8 @@ def _messages(turns: Sequence[TraceTurn], name: str) -> tuple[list[Message], dic
 
 
 def _assistant(turn: TraceTurn, index: int) -> Message:
-    given = turn.get("tool_call") or []
-    calls = openai_tool_calls(given if isinstance(given, list) else [given])
+    raw_calls = turn.get("tool_call") or []
+    calls = openai_tool_calls(raw_calls if isinstance(raw_calls, list) else [raw_calls])
     # Calls without an id get one that no other turn has.
     named = [
         c.model_copy(update={"id": f"turn{index:03d}{k:02d}"}) if c.id == f"call_{k}" else c
@@ -159,8 +168,8 @@ def _assistant(turn: TraceTurn, index: int) -> Message:
 
 def _answered(turn: TraceTurn, open_calls: Sequence[ToolCall]) -> ToolCall | None:
     """The call that a tool turn answers: by its id, else the first one that has no answer yet."""
-    given = turn.get("tool_call")
-    call_id = turn.get("tool_call_id") or (given.get("id") if isinstance(given, Mapping) else None)
+    raw_call = turn.get("tool_call")
+    call_id = turn.get("tool_call_id") or (raw_call.get("id") if isinstance(raw_call, Mapping) else None)
     if call_id is None:
         return open_calls[0] if open_calls else None
     return next((call for call in open_calls if call.id == call_id), None)
@@ -173,13 +182,18 @@ def _result(turn: TraceTurn, call: ToolCall | None) -> Message:
         tool_call_id=call.id if call is not None else turn.get("tool_call_id"),
         name=turn.get("name") or (call.name if call is not None else None),
     )
-    return _failed(message, turn, call) if turn.get("tool_error") else message
+    return _failed(message, turn, call) if _is_failed(turn) else message
+
+
+def _is_failed(turn: TraceTurn) -> bool:
+    """Whether a turn is marked; an empty kind is a mark, too."""
+    return turn.get("tool_error") not in (None, False)
 
 
 def _failed(message: Message, turn: TraceTurn, call: ToolCall | None) -> Message:
-    given = turn.get("tool_error")
+    tool_error = turn.get("tool_error")
     meta = dict(turn.get("error_meta") or {})
-    kind = given if isinstance(given, str) else meta.get("kind") or meta.get("error_kind")
+    kind = tool_error if isinstance(tool_error, str) and tool_error else meta.get("kind") or meta.get("error_kind")
     if not isinstance(kind, str):
         kind, meta = classify_error(message.content, call=call, meta=meta)
     update = {"is_error": True, "error_kind": kind, "error_meta": meta, "detector": "tool_error"}

@@ -6,7 +6,7 @@
 target. The teacher's is the student's with the hint's turn put in: prefix and target are the student's own pieces, only
 what the hint changed is tokenised anew. A target that no special token divides from the hint cannot be spliced: a
 teacher with a tokenizer of its own reads the hinted conversation as its template writes it, for any other the target is
-dropped, counted as ``hint_not_separable``.
+skipped, counted as ``hint_not_separable``.
 
 **Pair rows**: both sides of a pair rendered as assistant messages of one conversation.
 """
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from limbeck.align import Chunks, align_renderings
 from limbeck.errors import TemplateError
-from limbeck.tokens import Rendering
+from limbeck.tokens import TokenizedText
 from limbeck.tokens.chat import (
     RULES,
     ChatRenderer,
@@ -41,6 +41,13 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A target or pair that has no row; ``reason``: under which it is counted."""
+
+    reason: str
+
+
 @dataclass
 class PolicyRow:
     """One trace in the policy channel.
@@ -48,7 +55,7 @@ class PolicyRow:
     Attributes:
         ids: ``[n]`` its rendering, or the whole messages of it that fit.
         from_start: nothing is left out in front of what is there.
-        places: supervised tokens; ``weights``, ``logprobs`` (NaN where unknown) belong to them.
+        positions: supervised tokens; ``weights``, ``logprobs`` (NaN where unknown) belong to them.
     """
 
     trace_id: str
@@ -56,7 +63,7 @@ class PolicyRow:
     reward: float | None
     ids: IntArray
     from_start: bool = True
-    places: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    positions: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     weights: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
@@ -116,26 +123,26 @@ class TargetInContext:
         """The sequence without the pieces between ``keep`` and ``start``."""
         pieces = [*self.plain.pieces[:keep], *self.plain.pieces[start : self.splice], *self.middle]
         parts = [self.renderer.ids(piece) for piece in pieces]
-        own = self.renderer.ids(self.plain.pieces[self.piece])[: self.target.end]
+        piece_ids = self.renderer.ids(self.plain.pieces[self.piece])[: self.target.end]
         offset = sum(map(len, parts))
-        return Window(self, np.concatenate([*parts, own]), self.target.places + offset, keep == start)
+        return Window(self, np.concatenate([*parts, piece_ids]), self.target.positions + offset, keep == start)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A sequence that ends with its target. ``places``: indices of the target's tokens. ``uncut``: nothing is left
+    """A sequence that ends with its target. ``positions``: indices of the target's tokens. ``uncut``: nothing is left
     out."""
 
     view: TargetInContext
     ids: IntArray
-    places: IntArray
+    positions: IntArray
     uncut: bool
 
 
 def cut_windows(first: TargetInContext, second: TargetInContext) -> tuple[Window, Window] | None:
     """The longest windows that fit both sides and begin with the same message; None where no window does.
 
-    The head (begin token, tools, system messages) stays in front of a cut where it fits, else only the begin token.
+    The head (BOS token, tools, system messages) stays in front of a cut where it fits, else only the BOS token.
     """
     for kept in ("head", "preamble", None):
         keep = [0 if kept is None else getattr(view.plain, kept) for view in (first, second)]
@@ -151,12 +158,12 @@ def cut_windows(first: TargetInContext, second: TargetInContext) -> tuple[Window
 
 
 @dataclass(frozen=True)
-class SiteRow:
+class HintRow:
     """One target with both of its sequences.
 
     Attributes:
         student_ids, teacher_ids: the sequences, up to the target's last token.
-        student_places, teacher_places: indices of the target's tokens in them.
+        student_positions, teacher_positions: indices of the target's tokens in them.
         chunks: which of these tokens correspond; one to one where both sides share a tokenizer.
         uncut: the student's sequence is the beginning of the trace's own rendering.
         compared, said: bytes of the message's texts, names, keys and values that lie in exact chunks, and all of them;
@@ -165,9 +172,9 @@ class SiteRow:
 
     target: HintTarget
     student_ids: IntArray
-    student_places: IntArray
+    student_positions: IntArray
     teacher_ids: IntArray
-    teacher_places: IntArray
+    teacher_positions: IntArray
     chunks: Chunks
     uncut: bool
     compared: int = 0
@@ -188,46 +195,50 @@ class HintSide:
 
     def hinted(
         self, plain: Conversation, tools: Sequence[Any] | None, targets: Sequence[HintTarget]
-    ) -> list[TargetInContext | str]:
+    ) -> list[TargetInContext | Skipped]:
         """Every target with its hint, or the reason why it cannot have it.
 
-        Hints at different places share one rendering, so a trace is rendered as often as one place has hints; each
+        Hints at different messages share one rendering, so a trace is rendered as often as one place has hints; each
         target takes only its own hint from it.
         """
-        found: list[TargetInContext | str] = ["no_target_tokens"] * len(targets)
+        outcomes: list[TargetInContext | Skipped] = [Skipped("no_target_tokens")] * len(targets)
         rounds: list[list[int]] = []
         taken: list[set[int]] = []
         for number, target in enumerate(targets):
             if self.renderer.target(plain, target.message) is None:
                 continue
             anchor = _anchor(plain.messages, target.message, self.placement)
-            place = next((i for i, used in enumerate(taken) if anchor not in used), len(taken))
-            if place == len(taken):
+            group = next((i for i, used in enumerate(taken) if anchor not in used), len(taken))
+            if group == len(taken):
                 taken.append(set())
                 rounds.append([])
-            taken[place].add(anchor)
-            rounds[place].append(number)
+            taken[group].add(anchor)
+            rounds[group].append(number)
         for members in rounds:
-            self._render(plain, tools, targets, members, found)
+            self._render(plain, tools, targets, members, outcomes)
         if self.foreign:
-            for number, one in enumerate(found):
-                if one in ("hint_not_separable", "target_rendered_differently"):
-                    found[number] = self._alone(plain, tools, targets[number])
-        return found
+            for number, one in enumerate(outcomes):
+                if isinstance(one, Skipped) and one.reason in ("hint_not_separable", "target_rendered_differently"):
+                    outcomes[number] = self._alone(plain, tools, targets[number])
+        return outcomes
 
-    def _alone(self, plain: Conversation, tools: Sequence[Any] | None, target: HintTarget) -> TargetInContext | str:
+    def _alone(self, plain: Conversation, tools: Sequence[Any] | None, target: HintTarget) -> TargetInContext | Skipped:
         """A target in the conversation with its own hint and no other, as the template writes it."""
         messages = insert_hint(plain.messages, target.message, target.hint, self.placement)
-        place = target.message + len(messages) - len(plain.messages)
+        message_index = target.message + len(messages) - len(plain.messages)
         hinted = self.renderer.conversation(messages, tools, rule=plain.rule)
-        anchor = _anchor(plain.messages, target.message, self.placement) if place == target.message else place - 1
-        own, first = self.renderer.target(hinted, place), hinted.piece_of.get(anchor)
-        if own is None or first is None:
-            return "hint_not_separable"
-        piece = hinted.piece_of[place]
+        anchor = (
+            _anchor(plain.messages, target.message, self.placement)
+            if message_index == target.message
+            else message_index - 1
+        )
+        hinted_target, first = self.renderer.target(hinted, message_index), hinted.piece_of.get(anchor)
+        if hinted_target is None or first is None:
+            return Skipped("hint_not_separable")
+        piece = hinted.piece_of[message_index]
         middle = tuple(hinted.pieces[first:piece])
-        own = replace(own, rendering=_renumbered(own.rendering, target.message))
-        return TargetInContext(self.renderer, hinted, piece, own, self.limit, min(first, piece), middle)
+        hinted_target = replace(hinted_target, rendering=_renumbered(hinted_target.rendering, target.message))
+        return TargetInContext(self.renderer, hinted, piece, hinted_target, self.limit, min(first, piece), middle)
 
     def _render(
         self,
@@ -235,7 +246,7 @@ class HintSide:
         tools: Sequence[Any] | None,
         targets: Sequence[HintTarget],
         members: Sequence[int],
-        found: list[TargetInContext | str],
+        outcomes: list[TargetInContext | Skipped],
     ) -> None:
         messages: list[dict[str, Any]] = list(plain.messages)
         inserted: dict[int, int] = {}
@@ -247,10 +258,10 @@ class HintSide:
             hinted = self.renderer.conversation(messages, tools, rule=plain.rule)
         except TemplateError:
             if len(members) == 1:
-                found[members[0]] = "hint_refused"
+                outcomes[members[0]] = Skipped("hint_refused")
                 return
             for number in members:
-                self._render(plain, tools, targets, [number], found)
+                self._render(plain, tools, targets, [number], outcomes)
             return
         # From the messages of the hinted conversation to those of the plain one; None for a hint's own turn.
         origin: list[int | None] = []
@@ -258,38 +269,38 @@ class HintSide:
         for message in range(len(plain.messages)):
             origin += [None, message] if message in added else [message]
         for number in members:
-            found[number] = self._splice(plain, hinted, origin, targets[number])
+            outcomes[number] = self._splice(plain, hinted, origin, targets[number])
 
     def _splice(
         self, plain: Conversation, hinted: Conversation, origin: Sequence[int | None], target: HintTarget
-    ) -> TargetInContext | str:
-        place = origin.index(target.message)
-        piece, piece_h = plain.piece_of[target.message], hinted.piece_of.get(place)
-        own = self.renderer.target(plain, target.message)
-        assert own is not None, "targets without tokens are sorted out before"
+    ) -> TargetInContext | Skipped:
+        message_index = origin.index(target.message)
+        piece, piece_h = plain.piece_of[target.message], hinted.piece_of.get(message_index)
+        plain_target = self.renderer.target(plain, target.message)
+        assert plain_target is not None, "targets without tokens are sorted out before"
         if not target.hint:
-            return TargetInContext(self.renderer, plain, piece, own, self.limit)
+            return TargetInContext(self.renderer, plain, piece, plain_target, self.limit)
         if min(plain.pieces[piece].messages) != target.message:
-            return "hint_not_separable"
+            return Skipped("hint_not_separable")
         written = self.renderer.written
-        if piece_h is None or written(hinted, place) != written(plain, target.message):
-            return "target_rendered_differently"
-        first = place - 1
+        if piece_h is None or written(hinted, message_index) != written(plain, target.message):
+            return Skipped("target_rendered_differently")
+        first = message_index - 1
         if origin[first] is not None:
             anchor = _anchor(plain.messages, target.message, self.placement)
             first = origin.index(anchor)
         if first not in hinted.piece_of:
-            return "hint_not_separable"
+            return Skipped("hint_not_separable")
         middle = tuple(hinted.pieces[hinted.piece_of[first] : piece_h])
         covered = {origin[m] for part in middle for m in part.messages} - {None}
         splice = min((plain.piece_of[m] for m in covered if m in plain.piece_of), default=piece)
         replaced = {m for part in plain.pieces[splice:piece] for m in part.messages}
         if not middle or covered != replaced:
-            return "hint_not_separable"
-        return TargetInContext(self.renderer, plain, piece, own, self.limit, splice, middle)
+            return Skipped("hint_not_separable")
+        return TargetInContext(self.renderer, plain, piece, plain_target, self.limit, splice, middle)
 
 
-def _renumbered(rendering: Rendering, message: int) -> Rendering:
+def _renumbered(rendering: TokenizedText, message: int) -> TokenizedText:
     """A target's rendering with another number for its message."""
     segments = tuple(replace(segment, message=message) for segment in rendering.segments)
     return replace(rendering, segments=segments, fields=tuple(replace(f, message=message) for f in rendering.fields))
@@ -308,39 +319,39 @@ def _chunks(student: Window, teacher: Window) -> Chunks:
     """Corresponding target tokens, as indices into the two sequences."""
     ours, other = student.view.target, teacher.view.target
     if student.view.renderer is teacher.view.renderer:
-        mine, theirs = student.places, teacher.places
-        true, ends = np.ones(len(mine), dtype=bool), ours.rendering.ends
-        begins = np.concatenate([[0], ends[:-1]])[ours.places]
-        special = ours.rendering.special[ours.places]
-        return Chunks(mine, mine + 1, theirs, theirs + 1, begins, ends[ours.places], true, special)
-    found = align_renderings(ours.rendering, other.rendering, Counter())
-    shift_s, shift_t = (int(w.places[0] - w.view.target.places[0]) for w in (student, teacher))
+        mine, theirs = student.positions, teacher.positions
+        true, ends = np.ones(len(mine), dtype=bool), ours.rendering.byte_ends
+        begins = np.concatenate([[0], ends[:-1]])[ours.positions]
+        special = ours.rendering.special[ours.positions]
+        return Chunks(mine, mine + 1, theirs, theirs + 1, begins, ends[ours.positions], true, special, true)
+    alignment = align_renderings(ours.rendering, other.rendering, Counter())
+    shift_s, shift_t = (int(w.positions[0] - w.view.target.positions[0]) for w in (student, teacher))
     return replace(
-        found,
-        student_start=found.student_start + shift_s,
-        student_end=found.student_end + shift_s,
-        teacher_start=found.teacher_start + shift_t,
-        teacher_end=found.teacher_end + shift_t,
+        alignment,
+        student_start=alignment.student_start + shift_s,
+        student_end=alignment.student_end + shift_s,
+        teacher_start=alignment.teacher_start + shift_t,
+        teacher_end=alignment.teacher_end + shift_t,
     )
 
 
-def site_row(target: HintTarget, student: TargetInContext, teacher: TargetInContext) -> SiteRow | str:
-    """Both sequences of a target inside their windows, or the reason why it is dropped."""
+def hint_row(target: HintTarget, student: TargetInContext, teacher: TargetInContext) -> HintRow | Skipped:
+    """Both sequences of a target inside their windows, or the reason why it is skipped."""
     windows = cut_windows(student, teacher)
     if windows is None:
         too_long = student.target.end > student.limit or teacher.target.end > teacher.limit
-        return "target_too_long" if too_long else "hint_does_not_fit"
+        return Skipped("target_too_long" if too_long else "hint_does_not_fit")
     mine, theirs = windows
     if target.hint and np.array_equal(mine.ids, theirs.ids):
-        return "hint_not_shown"
+        return Skipped("hint_not_shown")
     chunks = _chunks(mine, theirs)
     if bool(chunks.role.all()) and len(student.target.ids) > 1:
-        return "no_shared_text"
+        return Skipped("no_shared_text")
     compared = _compared(student.target.rendering, chunks)
-    return SiteRow(target, mine.ids, mine.places, theirs.ids, theirs.places, chunks, mine.uncut, *compared)
+    return HintRow(target, mine.ids, mine.positions, theirs.ids, theirs.positions, chunks, mine.uncut, *compared)
 
 
-def _compared(rendering: Rendering, chunks: Chunks) -> tuple[int, int]:
+def _compared(rendering: TokenizedText, chunks: Chunks) -> tuple[int, int]:
     """Bytes of texts and call fields that lie in exact chunks, and all bytes of them."""
     marks = np.zeros(len(rendering.source), dtype=bool)
     spans = [(s.start, s.end) for s in rendering.segments if s.kind in ("content", "reasoning")]
@@ -359,39 +370,39 @@ def _compared(rendering: Rendering, chunks: Chunks) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PairRow:
-    """One preference pair: two sequences with one prompt, and the places of each side's response tokens."""
+    """One preference pair: two sequences with one prompt, and the positions of each side's response tokens."""
 
     pair: PreferencePair
     chosen_ids: IntArray
-    chosen_places: IntArray
+    chosen_positions: IntArray
     rejected_ids: IntArray
-    rejected_places: IntArray
+    rejected_positions: IntArray
 
 
 def pair_row(
     renderer: ChatRenderer, pair: PreferencePair, trace: Trace, tools: Sequence[Any] | None, limit: int
-) -> PairRow | str:
-    """Both sides inside a window of ``limit`` tokens, or the reason why the pair is dropped.
+) -> PairRow | Skipped:
+    """Both sides inside a window of ``limit`` tokens, or the reason why the pair is skipped.
 
     Each side is the state followed by its message, as the template writes it, header and end of turn included. The
     prompt is cut from the left by whole messages, the same for both sides.
     """
     state = pair.state(trace)
     if not state:
-        return "pair_without_state"
+        return Skipped("pair_without_state")
     views = _answers(renderer, state, (pair.chosen, pair.rejected), tools, limit)
     if views[0] is None or views[1] is None:
-        return "no_response"
+        return Skipped("no_response")
     chosen, rejected = views[0], views[1]
     if [p.key for p in chosen.plain.pieces[: chosen.piece]] != [p.key for p in rejected.plain.pieces[: rejected.piece]]:
-        return "prompts_differ"
+        return Skipped("prompts_differ")
     windows = cut_windows(chosen, rejected)
     if windows is None:
-        return "response_too_long"
+        return Skipped("response_too_long")
     first, second = windows
     if np.array_equal(first.ids, second.ids):
-        return "sides_equal"
-    return PairRow(pair, first.ids, first.places, second.ids, second.places)
+        return Skipped("sides_equal")
+    return PairRow(pair, first.ids, first.positions, second.ids, second.positions)
 
 
 def _answers(
@@ -399,10 +410,12 @@ def _answers(
 ) -> list[TargetInContext | None]:
     """Both sides behind the state, adapted to the template by one rule, so that their prompts are the same."""
     chats = [messages_to_chat([*state, side]) for side in sides]
-    found = [renderer.conversation(chat, tools) for chat in chats]
-    rule = max((conversation.rule for conversation in found), key=RULES.index)
-    found = [c if c.rule == rule else renderer.conversation(c.messages, tools, rule=rule) for c in found]
-    return [_answer(renderer, conversation, limit) for conversation in found]
+    conversations = [renderer.conversation(chat, tools) for chat in chats]
+    rule = max((conversation.rule for conversation in conversations), key=RULES.index)
+    conversations = [
+        c if c.rule == rule else renderer.conversation(c.messages, tools, rule=rule) for c in conversations
+    ]
+    return [_answer(renderer, conversation, limit) for conversation in conversations]
 
 
 def _answer(renderer: ChatRenderer, conversation: Conversation, limit: int) -> TargetInContext | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from limbeck.errors import TraceError
+from limbeck.traces.heuristic_errors import mark_heuristic_errors
 from limbeck.traces.readers.anthropic import AnthropicReader
 from limbeck.traces.readers.atif import ATIFReader
 from limbeck.traces.readers.base import Detectors, Reader, ReadLog, Record, Totals, iter_records, unnamed
@@ -30,7 +31,6 @@ from limbeck.traces.readers.swe_agent import SWEAgentReader
 from limbeck.traces.readers.tau2 import Tau2Reader
 from limbeck.traces.readers.verifiers import VerifiersReader
 from limbeck.traces.schema import Trace
-from limbeck.traces.suspicions import mark_suspected
 
 __all__ = ["READERS", "ReadLog", "Reader", "detect_reader", "read_traces"]
 
@@ -59,9 +59,6 @@ READERS: dict[str, Reader] = {
 }
 """Format name -> reader."""
 
-OLD_NAMES = {"claude": "claude_code", "openai": "openai_chat", "swe-agent": "swe_agent"}
-"""Names that formats had before; they are understood as well."""
-
 _PEEK = 64
 _EVENT_FILE = re.compile(r"event-\d+-.*\.json")
 _SHOWN_KEYS, _SHOWN_SHAPES = 8, 3
@@ -70,29 +67,29 @@ _SHOWN_KEYS, _SHOWN_SHAPES = 8, 3
 def detect_reader(records: Iterable[Record], file: str = "the log") -> Reader | None:
     """The reader of the first record that one recognises; a record that two recognise is an error that names both."""
     for record in records:
-        found = [reader for reader in READERS.values() if reader.detect(record.data)]
-        found = [reader for reader in found if not reader.general] or found
-        if len(found) > 1:
-            names = " and ".join(reader.name for reader in found)
+        matching = [reader for reader in READERS.values() if reader.detect(record.data)]
+        matching = [reader for reader in matching if not reader.general] or matching
+        if len(matching) > 1:
+            names = " and ".join(reader.name for reader in matching)
             raise TraceError(
                 f"{file}:{record.line} looks like {names} (a record with {_keys(record)}): say which with --format"
             )
-        if found:
-            return found[0]
+        if matching:
+            return matching[0]
     return None
 
 
 def _keys(record: Record) -> str:
-    shown = sorted(record.data)[:_SHOWN_KEYS]
-    more = len(record.data) - len(shown)
-    return f"keys {', '.join(shown) or 'none'}" + (f" and {more} more" if more else "")
+    keys = sorted(record.data)[:_SHOWN_KEYS]
+    more = len(record.data) - len(keys)
+    return f"keys {', '.join(keys) or 'none'}" + (f" and {more} more" if more else "")
 
 
 def _seen(head: Sequence[Record]) -> str:
-    """What the records of a file look like, the most frequent shapes first."""
+    """Shapes of a file's records, the most frequent shapes first."""
     shapes = Counter(map(_keys, head)).most_common()
-    shown = "; ".join(f"{count} with {keys}" for keys, count in shapes[:_SHOWN_SHAPES])
-    return f"records: {shown}" + (
+    common = "; ".join(f"{count} with {keys}" for keys, count in shapes[:_SHOWN_SHAPES])
+    return f"records: {common}" + (
         f"; {len(shapes) - _SHOWN_SHAPES} other shapes" if len(shapes) > _SHOWN_SHAPES else ""
     )
 
@@ -113,15 +110,13 @@ def read_traces(
         log: Collects what was left out, by reason.
 
     A trace that the log does not name is named by its content, and one that is there a second time is counted and left
-    out, so that sites and pairs refer to the same trace whatever files are read with it, and in whatever order.
+    out, so that failed calls and pairs refer to the same trace whatever files are read with it, and in whatever order.
     Rollouts of one group may be equal; they are known by how often one file has them. Where a trace goes on from a
     whole one before it in its file, as logged requests do, that beginning is context (``read_before``). At the end of a
     file, what its records hold must be in its traces or counted as left out; otherwise ``TraceError`` shows both.
     """
-    if format is not None:
-        format = OLD_NAMES.get(format, format)
-        if format not in READERS:
-            raise TraceError(f"unknown trace format {format!r}: expected one of {', '.join(READERS)}")
+    if format is not None and format not in READERS:
+        raise TraceError(f"unknown trace format {format!r}: expected one of {', '.join(READERS)}")
     log = log if log is not None else ReadLog()
     names = _Names()
     for path, files in _logs(paths):
@@ -201,7 +196,7 @@ def _logs(paths: Iterable[Path]) -> Iterator[tuple[Path, list[Path]]]:
 def _records(files: Sequence[Path], log: ReadLog) -> Iterator[Record]:
     if len(files) == 1:
         return iter_records(files[0], log)
-    return (Record(number, found.data) for number, file in enumerate(files, 1) for found in iter_records(file, log))
+    return (Record(number, record.data) for number, file in enumerate(files, 1) for record in iter_records(file, log))
 
 
 def _read_log(
@@ -215,21 +210,21 @@ def _read_log(
             log.of_file(path).skip("unknown_format", head[0].line, _seen(head))
         return
     log = log.of_file(path, reader.name, detectors)
-    found = made = Totals()
+    raw_totals = trace_totals = Totals()
 
     def counted() -> Iterator[Record]:
-        nonlocal found
+        nonlocal raw_totals
         for record in itertools.chain(head, records):
-            found += reader.totals(record)
+            raw_totals += reader.totals(record)
             yield record
 
     for trace in reader.read(counted(), log):
-        made += Totals.of_messages(message for _, message in trace.new_messages())
-        trace, suspected = mark_suspected(trace, as_errors=detectors == "extended")
+        trace_totals += Totals.of_messages(message for _, message in trace.new_messages())
+        trace, suspected = mark_heuristic_errors(trace, as_errors=detectors == "extended")
         log.suspected.update(suspected if detectors == "standard" else ())
         yield trace
-    if found != made + log.left_out:
+    if raw_totals != trace_totals + log.skipped_totals:
         raise TraceError(
-            f"{path.name} holds {found}; read as {reader.name}, its traces hold {made}, and {log.left_out} were left "
-            "out for a known reason. The rest would be lost: give the right --format"
+            f"{path.name} holds {raw_totals}; read as {reader.name}, its traces hold {trace_totals}, and "
+            f"{log.skipped_totals} were skipped for a known reason. The rest would be missing: give the right --format"
         )

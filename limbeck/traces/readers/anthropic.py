@@ -35,7 +35,6 @@ class AnthropicReader(RecordReader):
     """Conversations in blocks; one object is one trace."""
 
     name = "anthropic"
-    about = "Anthropic Messages: conversations with tool_use and tool_result blocks"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Messages with blocks that only this format has, or with the system prompt beside them."""
@@ -51,10 +50,10 @@ class AnthropicReader(RecordReader):
         if not _messages(record.data):
             raise SkipRecord("no_messages", f"keys {sorted(record.data)[:6]}")
         tools = [_tool(tool) for tool in as_dicts(body.get("tools")) if as_text(tool.get("name"))]
-        made = Builder(log, record.line, tools)
-        made.say("system", made.text(body.get("system")))
+        builder = Builder(log, record.line, tools)
+        builder.say("system", builder.text(body.get("system")))
         for message in _messages(record.data):
-            _add(made, message)
+            _add(builder, message)
         data = record.data
         name = as_text(data.get("id")) or as_text(data.get("session_id")) or as_text(data.get("trace_id"))
         return Trace(
@@ -62,12 +61,12 @@ class AnthropicReader(RecordReader):
             group_id=as_text(data.get("group_id")),
             origin=log.origin(record.line),
             tools=tools,
-            messages=made.messages,
+            messages=builder.messages,
             final_reward=as_number(data.get("reward")),
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the system prompt, the messages and the response."""
+        """Totals of the system prompt, the messages and the response."""
         system = Totals(characters=characters(plain_text(_body(record.data).get("system"))))
         return sum(map(_totals, _messages(record.data)), system)
 
@@ -75,7 +74,7 @@ class AnthropicReader(RecordReader):
 def _body(data: Mapping[str, Any]) -> Mapping[str, Any]:
     request = as_dict(data.get("request"))
     places = (request, as_dict(request.get("body")), as_dict(data.get("body")))
-    return next((place for place in places if "messages" in place), data)
+    return next((body for body in places if "messages" in body), data)
 
 
 def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -94,32 +93,32 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _totals(message: Mapping[str, Any]) -> Totals:
-    """Of one message, whoever speaks."""
+    """Totals of one message, whoever speaks."""
     content = message.get("content")
     if not isinstance(content, list):
         return Totals(characters=characters(plain_text(content)))
-    found = Totals()
+    totals = Totals()
     for block in content:
         kind = as_dict(block).get("type")
         if kind == "tool_use":
-            found += Totals(calls=1)
+            totals += Totals(calls=1)
         elif kind == "tool_result":
-            found += Totals(results=1, characters=characters(plain_text(block.get("content"))))
+            totals += Totals(results=1, characters=characters(plain_text(block.get("content"))))
         elif kind == "thinking":
-            found += Totals(characters=characters(as_text(block.get("thinking"))))
+            totals += Totals(characters=characters(as_text(block.get("thinking"))))
         else:
-            found += Totals(characters=characters(plain_text([block])))
-    return found
+            totals += Totals(characters=characters(plain_text([block])))
+    return totals
 
 
-def _add(made: Builder, message: Mapping[str, Any]) -> None:
+def _add(builder: Builder, message: Mapping[str, Any]) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        made.skip("unknown_role", f"role {role!r}", _totals(message))
+        builder.skip("unknown_role", f"role {role!r}", _totals(message))
         return
     blocks = as_dicts(content)
     if not isinstance(content, list):
-        blocks = [{"type": "text", "text": made.text(content)}]
+        blocks = [{"type": "text", "text": builder.text(content)}]
     elif len(blocks) < len(content):
         blocks = [
             block if isinstance(block, dict) else {"type": "text", "text": plain_text([block])} for block in content
@@ -128,30 +127,30 @@ def _add(made: Builder, message: Mapping[str, Any]) -> None:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
-            _add_call(made, block, role)
+            _add_call(builder, block, role)
         elif kind == "tool_result":
-            _add_result(made, block)
+            _add_result(builder, block)
         elif kind == "thinking" and role == "assistant":
-            made.assistant(reasoning=as_text(block.get("thinking")))
+            builder.assistant(reasoning=as_text(block.get("thinking")))
         elif kind == "thinking":
-            made.skip("thinking_by_another_role", str(role), _totals({"content": [block]}))
+            builder.skip("thinking_by_another_role", str(role), _totals({"content": [block]}))
         elif role == "assistant":
-            made.assistant(made.text([block]))
+            builder.assistant(builder.text([block]))
         else:
             texts.append(block)
     if role != "assistant":
-        made.say("system" if role == "system" else "user", made.text(texts))
+        builder.say("system" if role == "system" else "user", builder.text(texts))
 
 
-def _add_call(made: Builder, block: Mapping[str, Any], role: Any) -> None:
+def _add_call(builder: Builder, block: Mapping[str, Any], role: Any) -> None:
     call_id, name = as_text(block.get("id")), as_text(block.get("name"))
     if role != "assistant" or call_id is None or name is None:
-        made.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
+        builder.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
         return
-    made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(block.get("input")))])
+    builder.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(block.get("input")))])
 
 
-def _add_result(made: Builder, block: Mapping[str, Any]) -> None:
+def _add_result(builder: Builder, block: Mapping[str, Any]) -> None:
     failed = ErrorSignal("flag") if block.get("is_error") is True else None
     # an id that is not there must not fall back to some other call
-    made.result(as_text(block.get("tool_use_id")) or "", made.text(block.get("content")), signal=failed)
+    builder.result(as_text(block.get("tool_use_id")) or "", builder.text(block.get("content")), signal=failed)

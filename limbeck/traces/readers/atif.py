@@ -23,18 +23,16 @@ from limbeck.traces.readers.base import (
     as_text,
     characters,
     openai_tools,
-    parse_arguments,
     plain_text,
     sampled_tokens,
 )
-from limbeck.traces.schema import ToolCall, Trace
+from limbeck.traces.schema import Trace
 
 
 class ATIFReader(RecordReader):
     """Trajectories of steps; one object is one trace."""
 
     name = "atif"
-    about = "ATIF trajectories, as Harbor writes them"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """The schema's name."""
@@ -47,22 +45,19 @@ class ATIFReader(RecordReader):
         if not steps:
             raise SkipRecord("no_steps", f"keys {sorted(data)[:6]}")
         agent = as_dict(data.get("agent"))
-        made = Builder(log, record.line, openai_tools(agent.get("tool_definitions")))
+        builder = Builder(log, record.line, openai_tools(agent.get("tool_definitions")))
         for step in steps:
-            _add(made, step)
+            _add(builder, step)
         name = as_text(data.get("trajectory_id")) or as_text(data.get("session_id"))
         rewards = (data.get("reward"), *(as_dict(data.get(key)).get("reward") for key in ("extra", "final_metrics")))
-        return Trace(
-            id=name or log.unnamed(record.line),
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
+        return builder.trace(
+            name,
             final_reward=next((value for value in map(as_number, rewards) if value is not None), None),
             meta={"model": model} if (model := as_text(agent.get("model_name"))) else {},
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of all steps."""
+        """Totals of all steps."""
         return sum(map(_totals, as_dicts(record.data.get("steps"))), Totals())
 
 
@@ -72,57 +67,46 @@ def _results(step: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _totals(step: Mapping[str, Any]) -> Totals:
     said = characters(plain_text(step.get("message")), as_text(step.get("reasoning_content")))
-    found = Totals(len(as_dicts(step.get("tool_calls"))), 0, said)
+    totals = Totals(len(as_dicts(step.get("tool_calls"))), 0, said)
     for result in _results(step):
         answers = result.get("source_call_id") is not None
-        found += Totals(results=int(answers), characters=characters(plain_text(result.get("content"))))
-    return found
+        totals += Totals(results=int(answers), characters=characters(plain_text(result.get("content"))))
+    return totals
 
 
-def _add(made: Builder, step: Mapping[str, Any]) -> None:
+def _add(builder: Builder, step: Mapping[str, Any]) -> None:
     source = step.get("source")
     thought = as_text(step.get("reasoning_content"))
-    text = made.text(step.get("message"))
+    text = builder.text(step.get("message"))
     if source == "agent":
         ids, logprobs = sampled_tokens(as_dict(step.get("metrics")), "completion_token_ids")
         if ids is not None and logprobs is not None and len(ids) != len(logprobs):
-            made.skip("logprobs_of_other_tokens", f"{len(logprobs)} for {len(ids)} ids")
+            builder.skip("logprobs_of_other_tokens", f"{len(logprobs)} for {len(ids)} ids")
             logprobs = None
-        calls = _calls(made, step)
-        made.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
+        calls = builder.calls(step.get("tool_calls"), id_key="tool_call_id", name_key="function_name")
+        builder.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
     elif source in ("user", "system"):
-        made.say("user" if source == "user" else "system", text)
+        builder.say("user" if source == "user" else "system", text)
         lost = Totals(len(as_dicts(step.get("tool_calls"))), 0, characters(thought))
         if lost != Totals():
-            made.skip("call_by_another_role", str(source), lost)
+            builder.skip("call_by_another_role", str(source), lost)
     else:
-        made.skip("unknown_role", f"source {source!r}", _totals(step))
+        builder.skip("unknown_role", f"source {source!r}", _totals(step))
         return
     for result in _results(step):
-        shown, call_id = made.text(result.get("content")), result.get("source_call_id")
+        output, call_id = builder.text(result.get("content")), result.get("source_call_id")
         if call_id is None:
             # what the environment says without being asked is a turn of its own
-            made.say("user", shown)
+            builder.say("user", output)
         else:
-            made.result(as_text(call_id) or "", shown, signal=_failure(result, shown))
+            builder.result(as_text(call_id) or "", output, signal=_failure(result, output))
 
 
-def _calls(made: Builder, step: Mapping[str, Any]) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    for item in as_dicts(step.get("tool_calls")):
-        call_id, name = as_text(item.get("tool_call_id")), as_text(item.get("function_name"))
-        if call_id is None or name is None:
-            made.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
-        else:
-            calls.append(ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments"))))
-    return calls
-
-
-def _failure(result: Mapping[str, Any], shown: str) -> ErrorSignal | None:
+def _failure(result: Mapping[str, Any], output: str) -> ErrorSignal | None:
     extra = as_dict(result.get("extra"))
     code = extra.get("exit_code", extra.get("return_code"))
     if isinstance(code, int) and not isinstance(code, bool) and code != 0:
         return ErrorSignal("exit_code", {"exit_code": code})
     if result.get("is_error") is True or extra.get("is_error") is True:
         return ErrorSignal("flag")
-    return detect_prefix(shown)
+    return detect_prefix(output)

@@ -1,4 +1,4 @@
-"""What all readers share: JSON records with their lines, counts of what is left out, lenient field access.
+"""Parts that all readers share: JSON records with their lines, counts of what is left out, lenient field access.
 
 A log is foreign data. Nothing in it may stop a run: a record that cannot be used is counted by reason, its file and
 line are kept for the report, and reading goes on.
@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from limbeck.errors import TraceError, one_line
 from limbeck.traces.errors import ErrorSignal, mark_error
+from limbeck.traces.redact import redact_text
 from limbeck.traces.schema import Message, Origin, Role, ToolCall, Trace, describe_validation
 from limbeck.utils.jsonl import MAX_BYTES, STDIN, parse, read_records, replace_surrogates
 
@@ -66,12 +67,12 @@ class Totals:
 
     @classmethod
     def of_messages(cls, messages: Iterable[Message]) -> Totals:
-        """Of messages as a reader made them."""
-        found = list(messages)
+        """Totals of messages as a reader made them."""
+        listed = list(messages)
         return cls(
-            calls=sum(len(message.tool_calls) for message in found),
-            results=sum(message.role == "tool" for message in found),
-            characters=sum(characters(message.content, message.reasoning) for message in found),
+            calls=sum(len(message.tool_calls) for message in listed),
+            results=sum(message.role == "tool" for message in listed),
+            characters=sum(characters(message.content, message.reasoning) for message in listed),
         )
 
 
@@ -87,7 +88,7 @@ def unnamed(path: Path, line: int | None) -> str:
 
 @dataclass
 class ReadLog:
-    """What reading left out, by reason, with the first places; shared by all files of one run.
+    """Skipped parts of logs, counted by reason, with the first places; shared by all files of one run.
 
     Attributes:
         skipped: Reason -> how many lines, events, messages or traces were left out.
@@ -96,7 +97,7 @@ class ReadLog:
         versions: Versions of the writing program that no reader has been checked against.
         path, format: The file being read and its format.
         detectors: Which signs of failure count in it.
-        left_out: What was left out of that file on purpose.
+        skipped_totals: What the skipped parts of that file held.
         events: Ids of events that the files before it had.
     """
 
@@ -108,12 +109,12 @@ class ReadLog:
     path: Path = Path("-")
     format: str = ""
     detectors: Detectors = "standard"
-    left_out: Totals = Totals()
+    skipped_totals: Totals = Totals()
     events: set[str] = field(default_factory=set)
 
     def of_file(self, path: Path, format: str = "", detectors: Detectors = "standard") -> ReadLog:
         """This log while one file is read; all counts are shared."""
-        return replace(self, path=path, format=format, detectors=detectors, left_out=Totals())
+        return replace(self, path=path, format=format, detectors=detectors, skipped_totals=Totals())
 
     @property
     def stem(self) -> str:
@@ -125,10 +126,11 @@ class ReadLog:
     ) -> None:
         """Count ``count`` things left out for ``reason``; ``totals``: what they held."""
         self.skipped[reason] += count
-        self.left_out += totals or Totals()
+        self.skipped_totals += totals or Totals()
         if len(self.places) < self.max_places:
-            place = f"{self.path.name}:{line}" if line is not None else self.path.name
-            self.places.append(f"{place}: {reason}" + (f" ({detail})" if detail else ""))
+            location = f"{self.path.name}:{line}" if line is not None else self.path.name
+            # a detail may be an id or a line of the log, and places are printed and stored
+            self.places.append(f"{location}: {reason}" + (f" ({redact_text(detail)})" if detail else ""))
             logger.debug("skipped %s", self.places[-1])
 
     def unnamed(self, line: int | None) -> str:
@@ -144,9 +146,7 @@ class Reader(ABC):
     """A log format. To add one: a file in ``readers/`` with a fixture, and a line in ``READERS``."""
 
     name: ClassVar[str]
-    """What ``--format`` takes."""
-    about: ClassVar[str]
-    """The format in one line."""
+    """Value of ``--format``."""
     general: ClassVar[bool] = False
     """Gives way to a reader that recognises more of a record."""
 
@@ -164,8 +164,9 @@ class Reader(ABC):
 
     @abstractmethod
     def totals(self, record: Record) -> Totals:
-        """What a record holds, counted without ``read``. Of every file, this is what its traces hold and what ``read``
-        left out, or ``read_traces`` refuses it: a log of another format must not be read with half of it lost."""
+        """Count of what a record holds, made without ``read``. Of every file, this is what its traces hold and what
+        ``read`` left out, or ``read_traces`` refuses it: a log of another format must not be read with half of it
+        lost."""
 
 
 class RecordReader(Reader):
@@ -176,19 +177,19 @@ class RecordReader(Reader):
         """The trace; ``SkipRecord`` or pydantic's ``ValidationError`` where the record holds none."""
 
     def trace_totals(self, record: Record) -> Totals:
-        """Of a record as ``convert`` gets it, for formats whose ``read`` takes the file's records apart."""
+        """Totals of a record as ``convert`` gets it, for formats whose ``read`` takes the file's records apart."""
         return self.totals(record)
 
     def read(self, records: Iterator[Record], log: ReadLog) -> Iterator[Trace]:
         """One trace per record; records that cannot be used are counted."""
         for record in records:
-            before = log.left_out
+            before = log.skipped_totals
             try:
                 trace = self.convert(record, log)
                 if not any(message.role == "assistant" for message in trace.messages):
                     raise SkipRecord("no_assistant_message")
             except (SkipRecord, ValidationError) as error:
-                log.left_out = before  # parts of a record that is left out whole are not counted twice
+                log.skipped_totals = before  # parts of a record that is left out whole are not counted twice
                 if isinstance(error, SkipRecord):
                     log.skip(error.reason, record.line, error.detail, totals=self.trace_totals(record))
                 else:
@@ -256,6 +257,27 @@ class Builder:
     def skip(self, reason: str, detail: str = "", totals: Totals | None = None) -> None:
         """Count something that is left out."""
         self._log.skip(reason, self._line, detail, totals=totals)
+
+    def calls(self, items: Any, *, id_key: str = "id", name_key: str = "name") -> list[ToolCall]:
+        """Calls of a list of objects with ``arguments``; those without an id or a name are counted."""
+        calls = []
+        for item in as_dicts(items):
+            call_id, name = as_text(item.get(id_key)), as_text(item.get(name_key))
+            if call_id is None or name is None:
+                self.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
+            else:
+                calls.append(ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments"))))
+        return calls
+
+    def trace(self, name: str | None = None, **fields: Any) -> Trace:
+        """Trace of what was added; one without a ``name`` is named by its place. ``fields``: others of ``Trace``."""
+        return Trace(
+            id=name or self._log.unnamed(self._line),
+            origin=self._log.origin(self._line),
+            tools=self.tools,
+            messages=self.messages,
+            **fields,
+        )
 
     def text(self, content: Any) -> str:
         """``content_text`` of a field of this trace."""
@@ -389,15 +411,15 @@ _RESULT_PARTS = ("tool_result", "function_call_output")
 
 def content_totals(content: Any) -> Totals:
     """Text of a content field, and the calls and results among its parts in whatever format has them there."""
-    found = Totals(characters=characters(plain_text(content)))
+    totals = Totals(characters=characters(plain_text(content)))
     for part in as_dicts(content):
         if part.get("type") in _TEXT_PARTS and _part_text(part) is None:  # text, under a key of another format
-            found += Totals(characters=sum(characters(as_text(value)) for key, value in part.items() if key != "type"))
+            totals += Totals(characters=sum(characters(as_text(value)) for key, value in part.items() if key != "type"))
         if part.get("type") in _CALL_PARTS:
-            found += Totals(calls=1)
+            totals += Totals(calls=1)
         elif part.get("type") in _RESULT_PARTS:
-            found += Totals(results=1) + content_totals(part.get("content"))
-    return found
+            totals += Totals(results=1) + content_totals(part.get("content"))
+    return totals
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | str:
@@ -449,10 +471,10 @@ def sampled_tokens(data: Mapping[str, Any], key: str) -> tuple[list[int] | None,
     """Token ids under ``key`` and their ``logprobs``, as a rollout engine stores them."""
     ids = data.get(key)
     ids = ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
-    given = data.get("logprobs")
-    if isinstance(given, dict):
-        given = [entry.get("logprob") for entry in as_dicts(given.get("content"))]
-    values = [as_number(value) for value in given] if isinstance(given, list) else []
+    logprobs = data.get("logprobs")
+    if isinstance(logprobs, dict):
+        logprobs = [entry.get("logprob") for entry in as_dicts(logprobs.get("content"))]
+    values = [as_number(value) for value in logprobs] if isinstance(logprobs, list) else []
     numbers = [value for value in values if value is not None]
     return ids, (numbers if numbers and len(numbers) == len(values) else None)
 

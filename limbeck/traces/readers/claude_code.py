@@ -44,7 +44,6 @@ class ClaudeCodeReader(Reader):
     """Events of a session, folded into branches."""
 
     name = "claude_code"
-    about = "session logs of Claude Code: one event per line"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """An event with its place in a session's tree, or one of the log's own bookkeeping rows."""
@@ -61,7 +60,7 @@ class ClaudeCodeReader(Reader):
         yield from _traces(forest, log)
 
     def totals(self, record: Record) -> Totals:
-        """Of the blocks of an event."""
+        """Totals of the blocks of an event."""
         return _totals(record.data)
 
 
@@ -71,17 +70,17 @@ def _totals(data: Mapping[str, Any]) -> Totals:
         return Totals()
     if isinstance(content, str):
         return Totals(characters=characters(content))
-    found = Totals()
+    totals = Totals()
     for block in as_dicts(content):
         if block.get("type") == "tool_result" and data["type"] == "user":
-            found += _result_totals(block)
+            totals += _result_totals(block)
         elif data["type"] == "user":
-            found += Totals(characters=characters(as_text(block.get("text"))))
+            totals += Totals(characters=characters(as_text(block.get("text"))))
         elif block.get("type") == "tool_use":
-            found += Totals(calls=int(bool(as_text(block.get("id")) and as_text(block.get("name")))))
+            totals += Totals(calls=int(bool(as_text(block.get("id")) and as_text(block.get("name")))))
         elif block.get("type") in ("text", "thinking"):
-            found += Totals(characters=characters(as_text(block.get(block["type"]))))
-    return found
+            totals += Totals(characters=characters(as_text(block.get(block["type"]))))
+    return totals
 
 
 def _result_totals(block: Mapping[str, Any]) -> Totals:
@@ -343,21 +342,21 @@ def _traces(forest: _Forest, log: ReadLog) -> Iterator[Trace]:
         )
     for unit in _units(forest.roots):
         if id(unit) not in emitted:
-            log.left_out += Totals.of_messages(_messages(unit))
+            log.skipped_totals += Totals.of_messages(_messages(unit))
 
 
 def _read_before(roots: list[_Unit], log: ReadLog) -> set[int]:
     """The units of a session's beginning that an earlier file has too, as the copies of resumed sessions do."""
-    found: set[int] = set()
+    read_lines: set[int] = set()
     stack = list(roots)
     while stack:
         unit = stack.pop()
         if unit.events and all(event in log.events for event in unit.events):
-            found.add(id(unit))
+            read_lines.add(id(unit))
             log.skip("read_before", unit.line, unit.role, totals=Totals.of_messages(_messages(unit)))
             stack.extend(unit.children)
     log.events.update(event for unit in _units(roots) for event in unit.events)
-    return found
+    return read_lines
 
 
 def _units(roots: list[_Unit]) -> Iterator[_Unit]:

@@ -38,7 +38,6 @@ class CodexReader(Reader):
     """Items of a session, in order."""
 
     name = "codex"
-    about = "sessions of Codex CLI: one item or event per line"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A line of a session, or the head or an item of an older one."""
@@ -57,7 +56,7 @@ class CodexReader(Reader):
         yield from session.finish()
 
     def totals(self, record: Record) -> Totals:
-        """Of an item, the instructions, or the summary at a compaction."""
+        """Totals of an item, the instructions, or the summary at a compaction."""
         kind, payload = _line(record.data)
         if kind == "response_item":
             return item_totals(payload)
@@ -68,7 +67,7 @@ class CodexReader(Reader):
 
 
 def _line(data: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What kind of line it is, and what it holds; older lines are brought into today's form."""
+    """Kind and content of a line; older lines are brought into today's form."""
     if isinstance(data.get("payload"), dict):
         return str(data.get("type")), data["payload"]
     if data.get("type") == "thread.started":
@@ -139,11 +138,11 @@ class _Session:
         self._line, self._made = line, Builder(self._log, line)
 
     def _item(self, payload: dict[str, Any], line: int) -> None:
-        before = self._log.left_out
+        before = self._log.skipped_totals
         try:
             add_item(self._made, payload, self._exit_codes.get(str(payload.get("call_id"))))
         except ValidationError as error:
-            self._log.left_out = before
+            self._log.skipped_totals = before
             self._log.skip("invalid_item", line, describe_validation(error), totals=item_totals(payload))
 
     def _event(self, kind: str, payload: dict[str, Any], line: int) -> None:

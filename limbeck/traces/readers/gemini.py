@@ -35,7 +35,6 @@ class GeminiReader(RecordReader):
     """Sessions and lists of contents."""
 
     name = "gemini"
-    about = "sessions and checkpoints of Gemini CLI, and lists of contents with parts"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A session, one of its messages, or contents."""
@@ -54,27 +53,22 @@ class GeminiReader(RecordReader):
         messages, contents = _messages(data), _contents(data)
         if not messages and not contents:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line, _tools(data))
-        made.say("system", _system(data))
+        builder = Builder(log, record.line, _tools(data))
+        builder.say("system", _system(data))
         for message in messages:
-            _add_message(made, message)
+            _add_message(builder, message)
         for content in contents:
-            _add_content(made, content)
+            _add_content(builder, content)
         name = as_text(data.get("sessionId"))
-        return Trace(
-            id=name or log.unnamed(record.line),
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
-        )
+        return builder.trace(name)
 
     def totals(self, record: Record) -> Totals:
-        """Of a message, or of all messages and contents of an object."""
+        """Totals of a message, or of all messages and contents of an object."""
         data = record.data
         if _is_message(data):
             return _message_totals(data)
-        found = sum(map(_message_totals, _messages(data)), Totals(characters=characters(_system(data))))
-        return sum(map(_content_totals, _contents(data)), found)
+        totals = sum(map(_message_totals, _messages(data)), Totals(characters=characters(_system(data))))
+        return sum(map(_content_totals, _contents(data)), totals)
 
 
 def _is_message(data: Mapping[str, Any]) -> bool:
@@ -104,16 +98,16 @@ def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _contents(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     request = as_dict(data.get("request")) or data
     for key in ("contents", "history", "messages"):
-        found = [content for content in as_dicts(request.get(key)) if "parts" in content]
-        if found:
-            return found
+        contents = [content for content in as_dicts(request.get(key)) if "parts" in content]
+        if contents:
+            return contents
     return []
 
 
 def _system(data: Mapping[str, Any]) -> str:
     request = as_dict(data.get("request")) or data
-    given = request.get("systemInstruction", request.get("system_instruction"))
-    return plain_text(as_dict(given).get("parts") if isinstance(given, dict) else given)
+    instruction = request.get("systemInstruction", request.get("system_instruction"))
+    return plain_text(as_dict(instruction).get("parts") if isinstance(instruction, dict) else instruction)
 
 
 def _tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -133,11 +127,11 @@ def _tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _message_totals(message: Mapping[str, Any]) -> Totals:
     if message.get("type") not in _SPEAKERS:
         return Totals()
-    found = Totals(characters=characters(plain_text(message.get("content")), _thoughts(message)))
+    totals = Totals(characters=characters(plain_text(message.get("content")), _thoughts(message)))
     for call in as_dicts(message.get("toolCalls")):
-        shown = _shown(call)
-        found += Totals(1, int(shown is not None), characters(shown))
-    return found
+        output = _shown(call)
+        totals += Totals(1, int(output is not None), characters(output))
+    return totals
 
 
 def _thoughts(message: Mapping[str, Any]) -> str:
@@ -148,35 +142,35 @@ def _thoughts(message: Mapping[str, Any]) -> str:
     )
 
 
-def _add_message(made: Builder, message: Mapping[str, Any]) -> None:
+def _add_message(builder: Builder, message: Mapping[str, Any]) -> None:
     kind = message.get("type")
     if kind not in _SPEAKERS:
-        made.skip(f"event_{kind}")
+        builder.skip(f"event_{kind}")
         return
-    text = made.text(message.get("content"))
+    text = builder.text(message.get("content"))
     if kind == "user":
-        made.say("user", text)
+        builder.say("user", text)
         if thoughts := _thoughts(message):
-            made.skip("thinking_by_another_role", totals=Totals(characters=characters(thoughts)))
+            builder.skip("thinking_by_another_role", totals=Totals(characters=characters(thoughts)))
     else:
-        made.assistant(text, reasoning=_thoughts(message), weight=1.0)
+        builder.assistant(text, reasoning=_thoughts(message), weight=1.0)
     calls = as_dicts(message.get("toolCalls"))
     usable = []
     for call in calls:
         name, call_id = as_text(call.get("name")), as_text(call.get("id"))
         if kind == "gemini" and name and call_id:
             usable.append(call)
-            made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(call.get("args")))])
+            builder.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(call.get("args")))])
         else:
-            made.skip(
+            builder.skip(
                 "unusable_call",
                 f"id {call_id!r}, name {name!r}",
                 _message_totals({**message, "content": "", "thoughts": [], "toolCalls": [call]}),
             )
     for call in usable:
-        shown = _shown(call)
-        if shown is not None:
-            made.result(call["id"], shown, signal=_failure(call))
+        output = _shown(call)
+        if output is not None:
+            builder.result(call["id"], output, signal=_failure(call))
 
 
 def _shown(call: Mapping[str, Any]) -> str | None:
@@ -212,21 +206,21 @@ def _failure(call: Mapping[str, Any]) -> ErrorSignal | None:
 
 
 def _content_totals(content: Mapping[str, Any]) -> Totals:
-    found = Totals()
+    totals = Totals()
     for part in as_dicts(content.get("parts")):
         if "functionCall" in part:
-            found += Totals(calls=1)
+            totals += Totals(calls=1)
         elif "functionResponse" in part:
-            found += Totals(results=1, characters=characters(_response_text(part)))
+            totals += Totals(results=1, characters=characters(_response_text(part)))
         else:
-            found += Totals(characters=characters(as_text(part.get("text"))))
-    return found
+            totals += Totals(characters=characters(as_text(part.get("text"))))
+    return totals
 
 
-def _add_content(made: Builder, content: Mapping[str, Any]) -> None:
+def _add_content(builder: Builder, content: Mapping[str, Any]) -> None:
     role = content.get("role", "user")
     if role not in ("user", "model", "function", "system"):
-        made.skip("unknown_role", f"role {role!r}", _content_totals(content))
+        builder.skip("unknown_role", f"role {role!r}", _content_totals(content))
         return
     texts: list[Any] = []
     for part in as_dicts(content.get("parts")):
@@ -234,18 +228,18 @@ def _add_content(made: Builder, content: Mapping[str, Any]) -> None:
         if "functionCall" in part:
             name = as_text(call.get("name"))
             if name is None or role != "model":
-                made.skip("unusable_call", f"name {name!r} by {role}", Totals(calls=1))
+                builder.skip("unusable_call", f"name {name!r} by {role}", Totals(calls=1))
                 continue
-            call_id = as_text(call.get("id")) or f"call_{len(made.messages)}_{name}"
-            made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(call.get("args")))])
+            call_id = as_text(call.get("id")) or f"call_{len(builder.messages)}_{name}"
+            builder.assistant(calls=[ToolCall(id=call_id, name=name, arguments=as_dict(call.get("args")))])
         elif "functionResponse" in part:
             failed = ErrorSignal("flag") if as_dict(response.get("response")).get("error") else None
-            shown = _response_text(part)
-            made.result(as_text(response.get("id")), shown, name=as_text(response.get("name")), signal=failed)
+            output = _response_text(part)
+            builder.result(as_text(response.get("id")), output, name=as_text(response.get("name")), signal=failed)
         elif role == "model" and part.get("thought") is True:
-            made.assistant(reasoning=as_text(part.get("text")))
+            builder.assistant(reasoning=as_text(part.get("text")))
         elif role == "model":
-            made.assistant(made.text([part]))
+            builder.assistant(builder.text([part]))
         else:
             texts.append(part)
-    made.say("system" if role == "system" else "user", made.text(texts))
+    builder.say("system" if role == "system" else "user", builder.text(texts))

@@ -22,10 +22,9 @@ from limbeck.traces.readers.base import (
     as_number,
     as_text,
     characters,
-    parse_arguments,
     plain_text,
 )
-from limbeck.traces.schema import ToolCall, Trace
+from limbeck.traces.schema import Trace
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 _ATTACHED = "attachment://"
@@ -35,7 +34,6 @@ class InspectReader(RecordReader):
     """Samples of an evaluation; one sample is one trace."""
 
     name = "inspect"
-    about = "evaluation logs of Inspect, .json or .eval"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A log with its evaluation, or a sample of one."""
@@ -53,25 +51,22 @@ class InspectReader(RecordReader):
         messages = _messages(sample)
         if not messages:
             raise SkipRecord("no_messages", f"keys {sorted(sample)[:6]}")
-        made = Builder(log, record.line, _tools(sample))
+        builder = Builder(log, record.line, _tools(sample))
         for message in messages:
-            _add(made, message)
+            _add(builder, message)
         name, task = str(sample.get("id")), as_text(sample.get("task")) or log.stem
-        return Trace(
-            id=as_text(sample.get("uuid")) or f"{task}/{name}/{sample.get('epoch', 1)}",
+        return builder.trace(
+            as_text(sample.get("uuid")) or f"{task}/{name}/{sample.get('epoch', 1)}",
             group_id=f"{task}/{name}",
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
             final_reward=_reward(sample.get("scores")),
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the messages of a sample, or of all samples of a log."""
+        """Totals of the messages of a sample, or of all samples of a log."""
         return sum(map(self.trace_totals, _samples(iter([record]))), Totals())
 
     def trace_totals(self, record: Record) -> Totals:
-        """Of one sample."""
+        """Totals of one sample."""
         return sum(map(_totals, _messages(record.data)), Totals())
 
 
@@ -109,10 +104,10 @@ def _resolved(value: Any, attached: Mapping[str, Any]) -> Any:
 def _tools(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools of the first request to a model that had any."""
     for event in as_dicts(sample.get("events")):
-        found = [tool for tool in as_dicts(event.get("tools")) if as_text(tool.get("name"))]
-        if found:
+        tools = [tool for tool in as_dicts(event.get("tools")) if as_text(tool.get("name"))]
+        if tools:
             kept = ("name", "description", "parameters")
-            return [{"type": "function", "function": {k: tool[k] for k in kept if k in tool}} for tool in found]
+            return [{"type": "function", "function": {k: tool[k] for k in kept if k in tool}} for tool in tools]
     return []
 
 
@@ -127,7 +122,7 @@ def _reward(scores: Any) -> float | None:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """What a message says; a failed call may say it only in its error."""
+    """Text of a message; a failed call may say it only in its error."""
     said = plain_text(message.get("content"))
     failed = as_text(as_dict(message.get("error")).get("message"))
     return said if said.strip() or message.get("role") != "tool" else failed or ""
@@ -143,32 +138,26 @@ def _totals(message: Mapping[str, Any]) -> Totals:
     return Totals(calls, int(message.get("role") == "tool"), characters(_text(message), _reasoning(message)))
 
 
-def _add(made: Builder, message: Mapping[str, Any]) -> None:
+def _add(builder: Builder, message: Mapping[str, Any]) -> None:
     role = message.get("role")
     if role == "assistant":
         other = [part for part in as_dicts(message.get("content")) if part.get("type") not in ("text", "reasoning")]
-        made.text(other)
-        made.assistant(_text(message), reasoning=_reasoning(message), calls=_calls(made, message), weight=1.0)
+        builder.text(other)
+        builder.assistant(
+            _text(message),
+            reasoning=_reasoning(message),
+            calls=builder.calls(message.get("tool_calls"), name_key="function"),
+            weight=1.0,
+        )
         return
     if role == "tool":
         error = as_dict(message.get("error"))
         signal = ErrorSignal("flag", {"error_type": str(error.get("type"))}) if error else None
-        made.result(as_text(message.get("tool_call_id")) or "", _text(message), signal=signal)
+        builder.result(as_text(message.get("tool_call_id")) or "", _text(message), signal=signal)
     elif role in ("system", "user"):
-        made.text(message.get("content"))
-        made.say("system" if role == "system" else "user", _text(message))
+        builder.text(message.get("content"))
+        builder.say("system" if role == "system" else "user", _text(message))
     else:
-        made.skip("unknown_role", f"role {role!r}", Totals(characters=characters(_text(message))))
+        builder.skip("unknown_role", f"role {role!r}", Totals(characters=characters(_text(message))))
     if count := len(as_dicts(message.get("tool_calls"))):
-        made.skip("call_by_another_role", str(role), Totals(calls=count))
-
-
-def _calls(made: Builder, message: Mapping[str, Any]) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    for item in as_dicts(message.get("tool_calls")):
-        call_id, name = as_text(item.get("id")), as_text(item.get("function"))
-        if call_id is None or name is None:
-            made.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
-        else:
-            calls.append(ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments"))))
-    return calls
+        builder.skip("call_by_another_role", str(role), Totals(calls=count))

@@ -23,7 +23,6 @@ class LimbeckReader(RecordReader):
     """Canonical traces."""
 
     name = "limbeck"
-    about = "canonical traces, as `limbeck traces ingest` writes them"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Any version of the schema, so that a newer one is named rather than guessed at."""
@@ -37,7 +36,7 @@ class LimbeckReader(RecordReader):
         return Trace.model_validate(record.data)
 
     def totals(self, record: Record) -> Totals:
-        """Of the messages that no other trace has."""
+        """Totals of the messages that no other trace has."""
         shared = as_number(record.data.get("context_until"))
         messages = as_dicts(record.data.get("messages"))[max(0, int(shared or 0)) :]
         return Totals(

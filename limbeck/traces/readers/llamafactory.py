@@ -32,7 +32,6 @@ class LLaMAFactoryReader(RecordReader):
     """Messages of typed values; one object is one trace."""
 
     name = "llamafactory"
-    about = "LLaMA-Factory messages of version 1, parts with type and value"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Messages whose parts have a ``value``."""
@@ -46,19 +45,13 @@ class LLaMAFactoryReader(RecordReader):
         messages = as_dicts(data.get("messages"))
         if not messages:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line, openai_tools(data.get("tools")))
+        builder = Builder(log, record.line, openai_tools(data.get("tools")))
         for number, message in enumerate(messages):
-            _add(made, message, number)
-        return Trace(
-            id=as_text(data.get("id")) or log.unnamed(record.line),
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
-            final_reward=as_number(data.get("reward")),
-        )
+            _add(builder, message, number)
+        return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Of all messages."""
+        """Totals of all messages."""
         return sum(map(_totals, as_dicts(record.data.get("messages"))), Totals())
 
 
@@ -68,8 +61,8 @@ def _values(message: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = (as_dict(parse_arguments(value)) for value in _values(message, "tool_call"))
-    return [call for call in found if as_text(call.get("name"))]
+    parsed = (as_dict(parse_arguments(value)) for value in _values(message, "tool_call"))
+    return [call for call in parsed if as_text(call.get("name"))]
 
 
 def _totals(message: Mapping[str, Any]) -> Totals:
@@ -78,17 +71,17 @@ def _totals(message: Mapping[str, Any]) -> Totals:
     return Totals(calls=calls, results=int(message.get("role") == "tool"), characters=said)
 
 
-def _add(made: Builder, message: Mapping[str, Any], number: int) -> None:
+def _add(builder: Builder, message: Mapping[str, Any], number: int) -> None:
     role, text = message.get("role"), "\n".join(_values(message, "text"))
     for part in as_dicts(message.get("content")):
         if part.get("type") not in ("text", "reasoning", "tool_call"):
-            made.skip("non_text_part", str(part.get("type")))
+            builder.skip("non_text_part", str(part.get("type")))
     if role == "assistant":
         calls = _calls(message)
         if unusable := len(_values(message, "tool_call")) - len(calls):
-            made.skip("unusable_call", f"message {number}", Totals(calls=unusable))
+            builder.skip("unusable_call", f"message {number}", Totals(calls=unusable))
         weight = as_number(message.get("loss_weight"))
-        made.assistant(
+        builder.assistant(
             text,
             reasoning="\n".join(_values(message, "reasoning")),
             calls=[
@@ -98,8 +91,8 @@ def _add(made: Builder, message: Mapping[str, Any], number: int) -> None:
             weight=1.0 if weight is None else weight,
         )
     elif role == "tool":
-        made.result(None, text, signal=detect_prefix(text))
+        builder.result(None, text, signal=detect_prefix(text))
     elif role in ("system", "user"):
-        made.say("system" if role == "system" else "user", text)
+        builder.say("system" if role == "system" else "user", text)
     else:
-        made.skip("unknown_role", f"role {role!r}", _totals(message))
+        builder.skip("unknown_role", f"role {role!r}", _totals(message))

@@ -38,7 +38,6 @@ class MiniSWEAgentReader(RecordReader):
     """Messages whose commands are text; one object is one trace."""
 
     name = "mini_swe_agent"
-    about = "trajectories of mini-swe-agent: commands and return codes in plain messages"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """The format's own name, or an answer that is a return code."""
@@ -55,32 +54,28 @@ class MiniSWEAgentReader(RecordReader):
         messages = as_dicts(data.get("messages"))
         if not messages:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line)
+        builder = Builder(log, record.line)
         command: str | None = None
         for number, message in enumerate(messages):
-            command = _add(made, message, number, command)
+            command = _add(builder, message, number, command)
         info = as_dict(data.get("info"))
         name = as_text(data.get("instance_id"))
-        return Trace(
-            id=name or log.unnamed(record.line),
-            group_id=name,
-            origin=log.origin(record.line),
-            messages=made.messages,
-            meta={"exit_status": status} if (status := as_text(info.get("exit_status"))) else {},
+        return builder.trace(
+            name, group_id=name, meta={"exit_status": status} if (status := as_text(info.get("exit_status"))) else {}
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of all messages; a command is a call, and what answers it a result."""
-        found = Totals()
+        """Totals of all messages; a command is a call, and what answers it a result."""
+        totals = Totals()
         waits = False
         for message in as_dicts(record.data.get("messages")):
             role, text = message.get("role"), plain_text(message.get("content"))
             calls = openai_call_count(message.get("tool_calls")) if role == "assistant" else 0
             written = role == "assistant" and not calls and bool(_command(text))
             answers = role == "tool" or (role == "user" and waits and bool(text.strip()))
-            found += Totals(calls + written, int(answers), characters(text, _thought(message)))
+            totals += Totals(calls + written, int(answers), characters(text, _thought(message)))
             waits = written or (waits and role not in ("assistant", "user"))
-        return found
+        return totals
 
 
 def _thought(message: Mapping[str, Any]) -> str | None:
@@ -88,31 +83,31 @@ def _thought(message: Mapping[str, Any]) -> str | None:
 
 
 def _command(text: str) -> str | None:
-    found = _COMMAND.findall(text)
-    return found[0] if len(found) == 1 and found[0].strip() else None
+    commands = _COMMAND.findall(text)
+    return commands[0] if len(commands) == 1 and commands[0].strip() else None
 
 
-def _add(made: Builder, message: Mapping[str, Any], number: int, waiting: str | None) -> str | None:
+def _add(builder: Builder, message: Mapping[str, Any], number: int, waiting: str | None) -> str | None:
     """Add a message; returns the id of the written call that the next user message answers."""
-    role, text = message.get("role"), made.text(message.get("content"))
+    role, text = message.get("role"), builder.text(message.get("content"))
     if role == "assistant":
         calls = openai_tool_calls(message.get("tool_calls"))
         command = _command(text)
         if not calls and command is not None:
             calls = [ToolCall(id=f"step_{number}", name="bash", arguments={"command": command}, in_content=True)]
-        made.assistant(text, reasoning=_thought(message), calls=calls, weight=1.0)
+        builder.assistant(text, reasoning=_thought(message), calls=calls, weight=1.0)
         return f"step_{number}" if calls and calls[0].in_content else None
     if role == "tool":
-        made.result(as_text(message.get("tool_call_id")) or "", text, signal=_failure(message, text))
+        builder.result(as_text(message.get("tool_call_id")) or "", text, signal=_failure(message, text))
     elif role == "user" and waiting is not None and text.strip():
-        made.result(waiting, text, signal=_failure(message, text))
+        builder.result(waiting, text, signal=_failure(message, text))
         return None
     elif role in ("user", "system"):
-        made.say("user" if role == "user" else "system", text)
+        builder.say("user" if role == "user" else "system", text)
         return waiting if role == "system" else None
     else:
         reason = "event_exit" if role == "exit" else "unknown_role"
-        made.skip(reason, f"role {role!r}", Totals(characters=characters(text)))
+        builder.skip(reason, f"role {role!r}", Totals(characters=characters(text)))
     return waiting
 
 

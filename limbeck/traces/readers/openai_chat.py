@@ -50,7 +50,6 @@ class OpenAIChatReader(RecordReader):
     """Message lists; one object is one trace."""
 
     name = "openai_chat"
-    about = "message lists with tool_calls: tau-bench results, fine-tuning and preference files"
     general = True
 
     def detect(self, data: Mapping[str, Any]) -> bool:
@@ -63,18 +62,18 @@ class OpenAIChatReader(RecordReader):
         raw = _raw_messages(data)
         if not raw:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        given = (source.get(key) for key in ("tools", "functions") for source in _sources(data))
-        tools = openai_tools(next((found for found in given if found), None))
+        lists = (source.get(key) for key in ("tools", "functions") for source in _sources(data))
+        tools = openai_tools(next((listed for listed in lists if listed), None))
         messages: list[Message] = []
         for item in raw:
             _append(messages, item, tools, log, record.line)
-        before = log.left_out
+        before = log.skipped_totals
         pairs = _preference_pairs(data, messages, tools, log, record.line)
-        log.left_out = before + sum(map(_totals, _answers(data)), Totals())
+        log.skipped_totals = before + sum(map(_totals, _answers(data)), Totals())
         if pairs and not any(message.role == "assistant" for message in messages):
             # A preference record holds its answers beside the messages; the preferred one completes the conversation.
             messages = [*messages, pairs[0].chosen]
-            log.left_out -= Totals.of_messages([pairs[0].chosen])
+            log.skipped_totals -= Totals.of_messages([pairs[0].chosen])
         task, trial = data.get("task_id"), data.get("trial")
         group = as_text(data.get("group_id")) or (f"{log.stem}/task-{task}" if task is not None else None)
         trace_id = as_text(data.get("id")) or as_text(data.get("trace_id"))
@@ -92,7 +91,7 @@ class OpenAIChatReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the messages, and of the answers beside them."""
+        """Totals of the messages, and of the answers beside them."""
         return sum(map(_totals, [*_raw_messages(record.data), *_answers(record.data)]), Totals())
 
 
@@ -101,11 +100,11 @@ def _answers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _totals(item: Mapping[str, Any]) -> Totals:
-    found = content_totals(item.get("content"))
+    totals = content_totals(item.get("content"))
     calls = openai_call_count(item.get("tool_calls")) or openai_call_count([as_dict(item.get("function_call"))])
     role = _ROLES.get(str(item.get("role")))
     reasoning = _reasoning(item) if role == "assistant" else None
-    return found + Totals(calls, int(role == "tool"), characters(reasoning))
+    return totals + Totals(calls, int(role == "tool"), characters(reasoning))
 
 
 def _reasoning(item: Mapping[str, Any]) -> str | None:
@@ -123,9 +122,9 @@ def _raw_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     answer = [as_dict(choice.get("message")) for choice in choices[:1] if as_dict(choice.get("message")).get("role")]
     for source in _sources(data):
         for key in ("messages", "traj"):
-            found = as_dicts(source.get(key))
-            if found and "role" in found[0]:
-                return [*found, *answer]
+            messages = as_dicts(source.get(key))
+            if messages and "role" in messages[0]:
+                return [*messages, *answer]
     return []
 
 
@@ -174,15 +173,15 @@ def _append_result(
     line: int,
 ) -> None:
     call_id = as_text(item.get("tool_call_id")) or _open_call(messages, as_text(item.get("name")))
-    found = find_call(messages, call_id)
-    if found is None:
+    call = find_call(messages, call_id)
+    if call is None:
         lost = Totals(results=1, characters=characters(content))
         log.skip("result_without_call", line, f"tool_call_id {call_id!r}", totals=lost)
         return
     message = Message(role="tool", content=content, tool_call_id=call_id, name=as_text(item.get("name")))
     flagged = item.get("is_error") is True or item.get("status") == "error"
     signal = ErrorSignal("flag") if flagged else detect_prefix(content)
-    messages.append(message if signal is None else mark_error(message, signal, call=found[1], tools=tools))
+    messages.append(message if signal is None else mark_error(message, signal, call=call[1], tools=tools))
 
 
 def _open_call(messages: list[Message], name: str | None) -> str | None:

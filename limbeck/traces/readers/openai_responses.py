@@ -41,7 +41,6 @@ class OpenAIResponsesReader(RecordReader):
     """Items of requests and responses; one object is one trace."""
 
     name = "openai_responses"
-    about = "OpenAI Responses: input and output items"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A response, or items that carry calls or outputs."""
@@ -56,23 +55,17 @@ class OpenAIResponsesReader(RecordReader):
         items = _items(data)
         if not items:
             raise SkipRecord("no_items", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line, _tools(data))
+        builder = Builder(log, record.line, _tools(data))
         for others in _transitions(data)[1:]:
-            made.skip("other_transition", f"{len(others)} items", sum(map(item_totals, others), Totals()))
-        made.say("system", made.text(_field(data, "instructions")))
+            builder.skip("other_transition", f"{len(others)} items", sum(map(item_totals, others), Totals()))
+        builder.say("system", builder.text(_field(data, "instructions")))
         for item in items:
-            add_item(made, item)
+            add_item(builder, item)
         name = as_text(as_dict(data.get("response")).get("id")) or as_text(data.get("id"))
-        return Trace(
-            id=name or log.unnamed(record.line),
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
-            final_reward=as_number(data.get("reward")),
-        )
+        return builder.trace(name, final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Of the instructions and all items."""
+        """Totals of the instructions and all items."""
         instructions = Totals(characters=characters(plain_text(_field(record.data, "instructions"))))
         others = [item for items in _transitions(record.data)[1:] for item in items]
         return sum(map(item_totals, [*_items(record.data), *others]), instructions)
@@ -92,8 +85,8 @@ def _field(data: Mapping[str, Any], key: str) -> Any:
 
 
 def _items(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = _field(data, "input")
-    asked = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else as_dicts(given)
+    items = _field(data, "input")
+    asked = [{"type": "message", "role": "user", "content": items}] if isinstance(items, str) else as_dicts(items)
     transitions = _transitions(data)
     return [*asked, *(transitions[0] if transitions else as_dicts(_field(data, "output")))]
 
@@ -119,53 +112,53 @@ def _tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def item_totals(item: Mapping[str, Any]) -> Totals:
-    """Of one item."""
+    """Totals of one item."""
     kind = item.get("type", "message")
     if kind == "message":
         return Totals(characters=characters(plain_text(item.get("content")), _refusals(item)))
     if kind == "reasoning":
         return Totals(characters=characters(_reasoning(item)))
     if kind == "mcp_call":
-        shown = output_text(item.get("output") or item.get("error"))
-        return Totals(1, int(bool(shown)), characters(shown))
+        output = output_text(item.get("output") or item.get("error"))
+        return Totals(1, int(bool(output)), characters(output))
     if kind in _CALLS:
         return Totals(calls=1)
     return Totals(results=1, characters=characters(output_text(item.get("output")))) if kind in _OUTPUTS else Totals()
 
 
-def add_item(made: Builder, item: Mapping[str, Any], exit_code: int | None = None) -> None:
+def add_item(builder: Builder, item: Mapping[str, Any], exit_code: int | None = None) -> None:
     """Add one item; ``exit_code`` is that of the command whose output it is, where the log has it elsewhere."""
     kind = item.get("type", "message")
     if kind == "message":
-        _add_message(made, item)
+        _add_message(builder, item)
     elif kind == "reasoning":
         if thought := _reasoning(item):
-            made.assistant(reasoning=thought)
+            builder.assistant(reasoning=thought)
         else:
-            made.skip("hidden_reasoning")
+            builder.skip("hidden_reasoning")
     elif kind in _CALLS:
-        _add_call(made, item)
+        _add_call(builder, item)
     elif kind in _OUTPUTS:
-        shown = item.get("output")
-        made.result(as_text(item.get("call_id")) or "", output_text(shown), signal=_failure(item, exit_code))
+        output = item.get("output")
+        builder.result(as_text(item.get("call_id")) or "", output_text(output), signal=_failure(item, exit_code))
     else:
-        made.skip("unknown_item", str(kind))
+        builder.skip("unknown_item", str(kind))
 
 
-def _add_message(made: Builder, item: Mapping[str, Any]) -> None:
+def _add_message(builder: Builder, item: Mapping[str, Any]) -> None:
     role = str(item.get("role"))
     if role == "assistant":
         refused = _refusals(item)
         content = item.get("content")
         if isinstance(content, list):
             content = [part for part in content if as_dict(part).get("type") != "refusal"]
-        made.assistant(made.text(content))
+        builder.assistant(builder.text(content))
         if refused:
-            made.assistant(refused)
+            builder.assistant(refused)
     elif role in _ROLES:
-        made.say(_ROLES[role], made.text(item.get("content")))
+        builder.say(_ROLES[role], builder.text(item.get("content")))
     else:
-        made.skip("unknown_role", f"role {role!r}", item_totals(item))
+        builder.skip("unknown_role", f"role {role!r}", item_totals(item))
 
 
 def _refusals(item: Mapping[str, Any]) -> str:
@@ -181,7 +174,7 @@ def _reasoning(item: Mapping[str, Any]) -> str:
     return "\n\n".join(text for part in parts if (text := as_text(part.get("text"))))
 
 
-def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
+def _add_call(builder: Builder, item: Mapping[str, Any]) -> None:
     kind, name = item["type"], as_text(item.get("name"))
     call_id = as_text(item.get("call_id")) or as_text(item.get("id"))
     arguments: dict[str, Any] | str
@@ -192,25 +185,25 @@ def _add_call(made: Builder, item: Mapping[str, Any]) -> None:
     else:
         arguments = parse_arguments(item.get("arguments"))
     if name is None or call_id is None:
-        made.skip("unusable_call", f"id {call_id!r}, name {name!r}", item_totals(item))
+        builder.skip("unusable_call", f"id {call_id!r}, name {name!r}", item_totals(item))
         return
-    made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=arguments)])
-    if kind == "mcp_call" and (shown := output_text(item.get("output") or item.get("error"))):
-        made.result(call_id, shown, signal=ErrorSignal("flag") if item.get("error") else None)
+    builder.assistant(calls=[ToolCall(id=call_id, name=name, arguments=arguments)])
+    if kind == "mcp_call" and (output := output_text(item.get("output") or item.get("error"))):
+        builder.result(call_id, output, signal=ErrorSignal("flag") if item.get("error") else None)
 
 
 _EXIT_LINE = re.compile(r"^(?:Exit code: |Process exited with code )(-?\d+)$", re.MULTILINE)
 _OUTPUT_LINE = "\nOutput:"
 _REFUSED = re.compile(r"failed in sandbox [^\n]{0,200}?exit code: (-?\d+)")
-"""What older versions of Codex wrote in place of the output of a command that failed in their sandbox."""
+"""Text that older versions of Codex wrote in place of the output of a command that failed in their sandbox."""
 
 
 def output_text(output: Any) -> str:
-    """What a call put out: plain text, parts, or the text inside an object that also says how it ended."""
-    found = _output_object(output)
-    if found:
-        inner = found.get("output", found.get("content"))
-        return plain_text(inner) if inner is not None else json.dumps(found, ensure_ascii=False)
+    """Output of a call: plain text, parts, or the text inside an object that also says how it ended."""
+    fields = _output_object(output)
+    if fields:
+        inner = fields.get("output", fields.get("content"))
+        return plain_text(inner) if inner is not None else json.dumps(fields, ensure_ascii=False)
     return plain_text(output)
 
 
@@ -222,8 +215,8 @@ def _output_object(output: Any) -> dict[str, Any]:
 
 
 def _failure(item: Mapping[str, Any], exit_code: int | None) -> ErrorSignal | None:
-    found = _output_object(item.get("output"))
-    code = as_dict(found.get("metadata")).get("exit_code", exit_code)
+    fields = _output_object(item.get("output"))
+    code = as_dict(fields.get("metadata")).get("exit_code", exit_code)
     # above the output Codex writes how the command ended
     head, mark, _ = output_text(item.get("output"))[:600].partition(_OUTPUT_LINE)
     if code is None and (refused := _REFUSED.match(head)):
@@ -232,6 +225,6 @@ def _failure(item: Mapping[str, Any], exit_code: int | None) -> ErrorSignal | No
         code = int(line[1])
     if isinstance(code, int) and code != 0:
         return ErrorSignal("exit_code", {"exit_code": code})
-    if found.get("success") is False or item.get("status") in ("failed", "incomplete"):
+    if fields.get("success") is False or item.get("status") in ("failed", "incomplete"):
         return ErrorSignal("flag")
     return detect_prefix(output_text(item.get("output"))) if code is None else None

@@ -41,7 +41,6 @@ class OpenHandsReader(RecordReader):
     """Histories of actions and observations."""
 
     name = "openhands"
-    about = "OpenHands runs: evaluation outputs, trajectories and event streams"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """An event, or an object with a history of events (older files hold pairs of events)."""
@@ -75,13 +74,13 @@ class OpenHandsReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of an event, or of all events of a run."""
+        """Totals of an event, or of all events of a run."""
         events = [record.data] if _is_event(record.data) else _events(record.data)
         return sum(map(_totals, events), Totals())
 
 
 def _totals(event: Mapping[str, Any]) -> Totals:
-    """Of one event, whatever comes of it."""
+    """Totals of one event, whatever comes of it."""
     if "observation" in event:
         ignored = str(event["observation"]) in _IGNORED_OBSERVATIONS
         return Totals() if ignored else Totals(results=1) + content_totals(event.get("content"))
@@ -159,7 +158,7 @@ class _Run:
         if message:
             # Parallel calls give one event each, all with the same response.
             if response_id is not None and response_id in self._responses:
-                self._log.left_out += _totals(event)
+                self._log.skipped_totals += _totals(event)
                 return
             self._responses.add(response_id or "")
             content = content_text(message.get("content"), self._log, self._line)
@@ -183,13 +182,13 @@ class _Run:
         call_id = as_text(metadata.get("tool_call_id"))
         if call_id is None and event.get("cause") is not None:
             call_id = f"event_{event['cause']}"
-        found = find_call(self.messages, call_id)
-        if found is None and observation != "error":
+        caller = find_call(self.messages, call_id)
+        if caller is None and observation != "error":
             detail = f"observation {observation!r}, call {call_id!r}"
             self._log.skip("result_without_call", self._line, detail, totals=_totals(event))
             return
         content = content_text(event.get("content"), self._log, self._line)
-        call = found[1] if found else None
+        call = caller[1] if caller else None
         message = Message(
             role="tool",
             content=content,

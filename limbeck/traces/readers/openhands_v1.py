@@ -50,7 +50,6 @@ class OpenHandsV1Reader(RecordReader):
     """Events of runs."""
 
     name = "openhands_v1"
-    about = "OpenHands runs from version 1 on: events with a kind"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """An event, or an object with a history of events."""
@@ -71,17 +70,10 @@ class OpenHandsV1Reader(RecordReader):
             run.add(event)
         name = as_text(data.get("instance_id"))
         report = as_dict(as_dict(data.get("test_result")).get("report")) or as_dict(data.get("report"))
-        return Trace(
-            id=name or log.unnamed(record.line),
-            group_id=name,
-            origin=log.origin(record.line),
-            tools=run.made.tools,
-            messages=run.made.messages,
-            final_reward=as_number(report.get("resolved")),
-        )
+        return run.builder.trace(name, group_id=name, final_reward=as_number(report.get("resolved")))
 
     def totals(self, record: Record) -> Totals:
-        """Of an event, or of all events of a run."""
+        """Totals of an event, or of all events of a run."""
         events = [record.data] if _is_event(record.data) else as_dicts(record.data.get("history"))
         return sum(map(_totals, events), Totals())
 
@@ -94,8 +86,8 @@ def _is_event(data: Mapping[str, Any]) -> bool:
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Tools as the endpoint got them, or as the program stores its own: by title, without parameters."""
-    own = [tool for tool in as_dicts(value) if "function" not in tool]
-    named = [(as_text(tool.get("name")) or as_text(tool.get("title")), tool) for tool in own]
+    unwrapped = [tool for tool in as_dicts(value) if "function" not in tool]
+    named = [(as_text(tool.get("name")) or as_text(tool.get("title")), tool) for tool in unwrapped]
     plain = [{"name": name, "description": as_text(tool.get("description")) or ""} for name, tool in named if name]
     return openai_tools([*(tool for tool in as_dicts(value) if "function" in tool), *plain])
 
@@ -104,8 +96,8 @@ def _said(event: Mapping[str, Any]) -> Any:
     """The text of an event, in the form that its kind has it."""
     kind = event.get("kind")
     if kind == "SystemPromptEvent":
-        given = event.get("system_prompt")
-        return [given] if isinstance(given, dict) else given
+        prompt = event.get("system_prompt")
+        return [prompt] if isinstance(prompt, dict) else prompt
     if kind == "MessageEvent":
         return as_dict(event.get("llm_message")).get("content")
     if kind == "ActionEvent":
@@ -136,14 +128,14 @@ class _Run:
     """Messages of one run, built event by event."""
 
     def __init__(self, log: ReadLog, line: int) -> None:
-        self.made = Builder(log, line)
+        self.builder = Builder(log, line)
         self._response: str | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
         kind = event.get("kind")
         if kind == "SystemPromptEvent":
-            self.made.tools = _tools(event.get("tools")) or self.made.tools
-            self.made.say("system", self.made.text(_said(event)))
+            self.builder.tools = _tools(event.get("tools")) or self.builder.tools
+            self.builder.say("system", self.builder.text(_said(event)))
         elif kind == "MessageEvent":
             self._message(event)
         elif kind == "ActionEvent":
@@ -151,41 +143,41 @@ class _Run:
         elif kind in _ANSWERING:
             self._result(event)
         else:
-            self.made.skip(f"event_{kind}" if kind in _SILENT else "unknown_event", str(kind))
+            self.builder.skip(f"event_{kind}" if kind in _SILENT else "unknown_event", str(kind))
 
     def _message(self, event: Mapping[str, Any]) -> None:
-        role, text = as_dict(event.get("llm_message")).get("role"), self.made.text(_said(event))
+        role, text = as_dict(event.get("llm_message")).get("role"), self.builder.text(_said(event))
         if role == "assistant":
-            self.made.assistant(text, reasoning=_thought(event), weight=1.0)
+            self.builder.assistant(text, reasoning=_thought(event), weight=1.0)
         elif role in ("user", "system"):
-            self.made.say("user" if role == "user" else "system", text)
+            self.builder.say("user" if role == "user" else "system", text)
             if thought := _thought(event):
-                self.made.skip("thinking_by_another_role", str(role), Totals(characters=characters(thought)))
+                self.builder.skip("thinking_by_another_role", str(role), Totals(characters=characters(thought)))
         else:
-            self.made.skip("unknown_role", f"role {role!r}", _totals(event))
+            self.builder.skip("unknown_role", f"role {role!r}", _totals(event))
 
     def _action(self, event: Mapping[str, Any]) -> None:
-        made, call = self.made, as_dict(event.get("tool_call"))
+        builder, call = self.builder, as_dict(event.get("tool_call"))
         function = as_dict(call.get("function")) or call
         call_id = as_text(event.get("tool_call_id")) or as_text(call.get("id"))
         name = as_text(event.get("tool_name")) or as_text(function.get("name"))
         if call_id is None or name is None:
-            made.skip("unusable_call", f"id {call_id!r}, name {name!r}", _totals(event))
+            builder.skip("unusable_call", f"id {call_id!r}, name {name!r}", _totals(event))
             return
-        given = function.get("arguments")
-        if given is None:
-            given = {key: value for key, value in as_dict(event.get("action")).items() if key != "kind"}
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = {key: value for key, value in as_dict(event.get("action")).items() if key != "kind"}
         response = as_text(event.get("llm_response_id"))
         # calls of another answer start a message even where the results of the last one are missing
         fields = {} if response is not None and response == self._response else {"weight": 1.0}
         self._response = response
-        called = ToolCall(id=call_id, name=name, arguments=parse_arguments(given))
-        made.assistant(made.text(_said(event)), reasoning=_thought(event), calls=[called], **fields)
+        called = ToolCall(id=call_id, name=name, arguments=parse_arguments(arguments))
+        builder.assistant(builder.text(_said(event)), reasoning=_thought(event), calls=[called], **fields)
 
     def _result(self, event: Mapping[str, Any]) -> None:
         seen = as_dict(event.get("observation"))
-        shown = self.made.text(_said(event))
-        self.made.result(as_text(event.get("tool_call_id")) or "", shown, signal=_failure(event, seen))
+        output = self.builder.text(_said(event))
+        self.builder.result(as_text(event.get("tool_call_id")) or "", output, signal=_failure(event, seen))
 
 
 def _failure(event: Mapping[str, Any], seen: Mapping[str, Any]) -> ErrorSignal | None:

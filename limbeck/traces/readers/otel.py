@@ -48,7 +48,6 @@ class OpenTelemetryReader(Reader):
     """Spans; those of one conversation are one trace."""
 
     name = "otel"
-    about = "OpenTelemetry spans with gen_ai attributes"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """An export, or a span with attributes of generative AI."""
@@ -68,7 +67,7 @@ class OpenTelemetryReader(Reader):
             yield from _longest(name, spans, log)
 
     def totals(self, record: Record) -> Totals:
-        """Of all spans."""
+        """Totals of all spans."""
         return sum((_totals(_spoken(span)) for span in _spans(record.data)), Totals())
 
 
@@ -99,10 +98,10 @@ def _trace_id(span: Mapping[str, Any]) -> str | None:
 
 
 def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    given = span.get("attributes")
-    if isinstance(given, list):
-        return {str(item.get("key")): _value(item.get("value")) for item in as_dicts(given)}
-    return as_dict(given)
+    attributes = span.get("attributes")
+    if isinstance(attributes, list):
+        return {str(item.get("key")): _value(item.get("value")) for item in as_dicts(attributes)}
+    return as_dict(attributes)
 
 
 def _value(value: Any) -> Any:
@@ -128,14 +127,14 @@ def _structured(value: Any) -> Any:
 def _spoken(span: Mapping[str, Any]) -> list[Spoken]:
     """The conversation of a span, its answer included."""
     attributes = _attributes(span)
-    found: list[Spoken] = []
+    spoken: list[Spoken] = []
     system = _structured(attributes.get("gen_ai.system_instructions"))
     if system:
-        found.append(("system", _parts(system)))
+        spoken.append(("system", _parts(system)))
     for key in ("gen_ai.input.messages", "gen_ai.output.messages"):
         for message in as_dicts(_structured(attributes.get(key))):
-            found.append((str(message.get("role")), _parts(message.get("parts", message.get("content")))))
-    return found or _indexed(attributes)
+            spoken.append((str(message.get("role")), _parts(message.get("parts", message.get("content")))))
+    return spoken or _indexed(attributes)
 
 
 def _parts(value: Any) -> list[Part]:
@@ -150,21 +149,21 @@ def _indexed(attributes: Mapping[str, Any]) -> list[Spoken]:
     for key, value in attributes.items():
         if match := _INDEXED.fullmatch(key):
             fields[int(match[1] == "completion"), int(match[2])][match[3]] = value
-    found: list[Spoken] = []
+    spoken: list[Spoken] = []
     for _, message in sorted(fields.items()):
         role, content = str(message.get("role", "assistant")), message.get("content")
         text = (
             content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
         )
         if role == "tool":
-            found.append((role, [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": text}]))
+            spoken.append((role, [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": text}]))
             continue
         calls: dict[int, Part] = defaultdict(lambda: {"type": "tool_call"})
         for key, value in message.items():
             if match := _INDEXED_CALL.fullmatch(key):
                 calls[int(match[1])][match[2]] = value
-        found.append((role, [{"type": "text", "content": text}, *(calls[i] for i in sorted(calls))]))
-    return found
+        spoken.append((role, [{"type": "text", "content": text}, *(calls[i] for i in sorted(calls))]))
+    return spoken
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -183,26 +182,26 @@ def _longest(name: str, spans: list[tuple[int, dict[str, Any], list[Spoken]]], l
         beginnings.update(hashes)
         kept.append((line, span, spoken))
     for number, (line, span, spoken) in enumerate(sorted(kept, key=lambda entry: entry[0])):
-        before = log.left_out
+        before = log.skipped_totals
         try:
             trace = _trace(name if number == 0 else f"{name}#{number + 1}", line, span, spoken, log)
         except ValidationError as error:
-            log.left_out = before
+            log.skipped_totals = before
             log.skip("invalid_trace", line, describe_validation(error), totals=_totals(spoken))
             continue
         if any(message.role == "assistant" for message in trace.messages):
             yield trace
         else:
-            log.left_out = before
+            log.skipped_totals = before
             log.skip("no_assistant_message", line, totals=_totals(spoken))
 
 
 def _trace(name: str, line: int, span: Mapping[str, Any], spoken: list[Spoken], log: ReadLog) -> Trace:
     tools = openai_tools(_structured(_attributes(span).get("gen_ai.tool.definitions")))
-    made = Builder(log, line, tools)
+    builder = Builder(log, line, tools)
     for role, parts in spoken:
-        _add(made, role, parts)
-    return Trace(id=name, origin=log.origin(line), tools=tools, messages=made.messages)
+        _add(builder, role, parts)
+    return builder.trace(name)
 
 
 def _shown(part: Part) -> str:
@@ -210,40 +209,40 @@ def _shown(part: Part) -> str:
 
 
 def _totals(spoken: list[Spoken]) -> Totals:
-    found = Totals()
+    totals = Totals()
     for _, parts in spoken:
         for part in parts:
             if part.get("type") == "tool_call":
-                found += Totals(calls=1)
+                totals += Totals(calls=1)
             elif part.get("type") == "tool_call_response":
-                found += Totals(results=1, characters=characters(_shown(part)))
+                totals += Totals(results=1, characters=characters(_shown(part)))
             else:
-                found += Totals(characters=characters(as_text(part.get("content")) or as_text(part.get("text"))))
-    return found
+                totals += Totals(characters=characters(as_text(part.get("content")) or as_text(part.get("text"))))
+    return totals
 
 
-def _add(made: Builder, role: str, parts: list[Part]) -> None:
+def _add(builder: Builder, role: str, parts: list[Part]) -> None:
     if role not in _ROLES and role not in ("assistant", "tool"):
-        made.skip("unknown_role", f"role {role!r}", _totals([(role, parts)]))
+        builder.skip("unknown_role", f"role {role!r}", _totals([(role, parts)]))
         return
     for part in parts:
         kind, text = part.get("type"), as_text(part.get("content")) or as_text(part.get("text")) or ""
         if kind == "tool_call":
             call_id, name = as_text(part.get("id")), as_text(part.get("name"))
             if role != "assistant" or name is None:
-                made.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
+                builder.skip("unusable_call", f"id {call_id!r}, name {name!r}", Totals(calls=1))
                 continue
-            call_id = call_id or f"call_{len(made.messages)}_{name}"
-            made.assistant(calls=[ToolCall(id=call_id, name=name, arguments=parse_arguments(part.get("arguments")))])
+            call_id = call_id or f"call_{len(builder.messages)}_{name}"
+            builder.assistant(calls=[ToolCall(id=call_id, name=name, arguments=parse_arguments(part.get("arguments")))])
         elif kind == "tool_call_response":
-            shown = _shown(part)
-            made.result(as_text(part.get("id")), shown, signal=detect_prefix(shown))
+            output = _shown(part)
+            builder.result(as_text(part.get("id")), output, signal=detect_prefix(output))
         elif role == "assistant":
             thought = kind in _THOUGHTS
-            made.assistant("" if thought else text, reasoning=text if thought else None)
+            builder.assistant("" if thought else text, reasoning=text if thought else None)
         elif role == "tool":
-            made.skip("text_by_another_role", role, Totals(characters=characters(text)))
+            builder.skip("text_by_another_role", role, Totals(characters=characters(text)))
         else:
-            made.say(_ROLES[role], text)
+            builder.say(_ROLES[role], text)
         if not text and kind not in ("tool_call", "tool_call_response", "text", *_THOUGHTS):
-            made.skip("non_text_part", str(kind))
+            builder.skip("non_text_part", str(kind))

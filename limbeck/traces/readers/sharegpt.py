@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from limbeck.data.forms import SHAREGPT_ROLES
 from limbeck.traces.errors import detect_prefix
 from limbeck.traces.readers.base import (
     Builder,
@@ -29,10 +30,6 @@ from limbeck.traces.readers.base import (
 )
 from limbeck.traces.schema import ToolCall, Trace
 
-_USERS = ("human", "user")
-_ASSISTANTS = ("gpt", "assistant", "chatgpt", "model", "bing", "bard")
-_CALLERS = ("function_call", "tool_call")
-_RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
 _WRITTEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -40,7 +37,6 @@ class ShareGPTReader(RecordReader):
     """Conversations of turns; one object is one trace."""
 
     name = "sharegpt"
-    about = "ShareGPT conversations, with function_call and observation turns"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Turns with ``from`` and ``value``."""
@@ -53,48 +49,47 @@ class ShareGPTReader(RecordReader):
         turns = as_dicts(data.get("conversations"))
         if not turns:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line, openai_tools(data.get("tools")))
-        made.say("system", as_text(data.get("system")) or "")
+        builder = Builder(log, record.line, openai_tools(data.get("tools")))
+        builder.say("system", as_text(data.get("system")) or "")
         for number, turn in enumerate(turns):
-            _add(made, turn, number)
-        return Trace(
-            id=as_text(data.get("id")) or log.unnamed(record.line),
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
-            final_reward=as_number(data.get("reward")),
-        )
+            _add(builder, turn, number)
+        return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Of the system prompt and all turns."""
+        """Totals of the system prompt and all turns."""
         system = Totals(characters=characters(as_text(record.data.get("system"))))
         return sum(map(_totals, as_dicts(record.data.get("conversations"))), system)
 
 
+def _role(turn: Mapping[str, Any]) -> str | None:
+    name = turn.get("from")
+    return SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
+
+
 def _totals(turn: Mapping[str, Any]) -> Totals:
-    role, text = turn.get("from"), plain_text(turn.get("value"))
-    if role in _CALLERS and (count := len(_calls(text))):
+    role, text = _role(turn), plain_text(turn.get("value"))
+    if role == "call" and (count := len(_calls(text))):
         return Totals(calls=count)
-    if role in _ASSISTANTS:
+    if role == "assistant":
         return Totals(calls=len(_written(text)), characters=characters(text))
-    return Totals(results=int(role in _RESULTS), characters=characters(text))
+    return Totals(results=int(role == "tool"), characters=characters(text))
 
 
-def _add(made: Builder, turn: Mapping[str, Any], number: int) -> None:
-    role, text = turn.get("from"), made.text(turn.get("value"))
-    if role in _USERS or role == "system":
-        made.say("system" if role == "system" else "user", text)
-    elif role in _ASSISTANTS:
+def _add(builder: Builder, turn: Mapping[str, Any], number: int) -> None:
+    role, text = _role(turn), builder.text(turn.get("value"))
+    if role in ("user", "system"):
+        builder.say("system" if role == "system" else "user", text)
+    elif role == "assistant":
         calls = [_call(item, f"turn{number}_{i}", True) for i, item in enumerate(_written(text))]
-        made.assistant(text, calls=calls, weight=1.0)
-    elif role in _CALLERS:
-        found = _calls(text)
-        calls = [_call(item, f"turn{number}_{i}", False) for i, item in enumerate(found)]
-        made.assistant("" if found else text, calls=calls)
-    elif role in _RESULTS:
-        made.result(None, text, signal=detect_prefix(text))
+        builder.assistant(text, calls=calls, weight=1.0)
+    elif role == "call":
+        calls_in_text = _calls(text)
+        calls = [_call(item, f"turn{number}_{i}", False) for i, item in enumerate(calls_in_text)]
+        builder.assistant("" if calls_in_text else text, calls=calls)
+    elif role == "tool":
+        builder.result(None, text, signal=detect_prefix(text))
     else:
-        made.skip("unknown_role", f"from {role!r}", _totals(turn))
+        builder.skip("unknown_role", f"from {turn.get('from')!r}", _totals(turn))
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
@@ -106,8 +101,8 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 def _written(text: str) -> list[dict[str, Any]]:
     """The calls that an answer has in its text."""
-    found = [as_dict(parse_arguments(match)) for match in _WRITTEN_CALL.findall(text)] if "<tool_call>" in text else []
-    return [item for item in found if as_text(item.get("name"))]
+    parsed = [as_dict(parse_arguments(match)) for match in _WRITTEN_CALL.findall(text)] if "<tool_call>" in text else []
+    return [item for item in parsed if as_text(item.get("name"))]
 
 
 def _call(item: Mapping[str, Any], call_id: str, in_content: bool) -> ToolCall:

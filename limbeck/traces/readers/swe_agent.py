@@ -34,7 +34,6 @@ class SWEAgentReader(RecordReader):
     """Trajectories of steps."""
 
     name = "swe_agent"
-    about = "SWE-agent trajectories of thought, action and observation"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Steps with an action and an observation, or a history whose messages name their agent."""
@@ -66,14 +65,14 @@ class SWEAgentReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the prompts and all steps."""
+        """Totals of the prompts and all steps."""
         prompts, turns = _history(record.data)
-        found = Totals(characters=sum(characters(plain_text(item.get("content"))) for item in prompts))
+        totals = Totals(characters=sum(characters(plain_text(item.get("content"))) for item in prompts))
         for step, seen, reply in _paired(_steps(record.data), turns):
             calls = openai_call_count(seen.get("tool_calls")) or int(bool(_command(step)))
-            shown = _shown(plain_text(step.get("observation")), plain_text(reply.get("content")))
-            found += Totals(calls, int(calls > 0), characters(_said(step), shown))
-        return found
+            output = _shown(plain_text(step.get("observation")), plain_text(reply.get("content")))
+            totals += Totals(calls, int(calls > 0), characters(_said(step), output))
+        return totals
 
 
 def _steps(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,14 +99,14 @@ def _paired(
     The history is the better evidence (real calls, the observation with the prompt line that the model saw), but it may
     lack steps, so it is used only where its action is this step's.
     """
-    at = 0
+    step_index = 0
     for step in steps:
         seen: dict[str, Any] = {}
         reply: dict[str, Any] = {}
-        if at < len(turns) and turns[at].get("action") == step.get("action"):
-            seen, at = turns[at], at + 1
-            if at < len(turns) and turns[at].get("role") != "assistant":
-                reply, at = turns[at], at + 1
+        if step_index < len(turns) and turns[step_index].get("action") == step.get("action"):
+            seen, step_index = turns[step_index], step_index + 1
+            if step_index < len(turns) and turns[step_index].get("role") != "assistant":
+                reply, step_index = turns[step_index], step_index + 1
         yield step, seen, reply
 
 
@@ -142,10 +141,10 @@ def _append_step(
             ToolCall(id=f"step_{number}", name="bash", arguments={"command": command}, in_content=command in response)
         ]
     messages.append(Message(role="assistant", content=response, tool_calls=calls))
-    shown = _shown(observation, content_text(reply.get("content"), log, line)) if reply else observation
+    output = _shown(observation, content_text(reply.get("content"), log, line)) if reply else observation
     if calls:
-        result = Message(role="tool", content=shown, tool_call_id=calls[0].id, name=calls[0].name)
+        result = Message(role="tool", content=output, tool_call_id=calls[0].id, name=calls[0].name)
         signal = detect_swe_agent(observation)
         messages.append(result if signal is None else mark_error(result, signal, call=calls[0], text=observation))
-    elif shown:
-        messages.append(Message(role="user", content=shown))
+    elif output:
+        messages.append(Message(role="user", content=output))

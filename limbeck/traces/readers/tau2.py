@@ -34,7 +34,6 @@ class Tau2Reader(RecordReader):
     """Simulations; each is one trace."""
 
     name = "tau2"
-    about = "results of tau2-bench"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """Simulations of tasks, or one of them."""
@@ -51,25 +50,23 @@ class Tau2Reader(RecordReader):
         messages = _messages(data)
         if not messages:
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
-        made = Builder(log, record.line)
-        made.say("system", as_text(data.get("policy")) or "")
+        builder = Builder(log, record.line)
+        builder.say("system", as_text(data.get("policy")) or "")
         for message in messages:
-            _add(made, message)
+            _add(builder, message)
         task = data.get("task_id")
-        return Trace(
-            id=as_text(data.get("id")) or f"{log.stem}/{task}/{data.get('trial', 0)}",
+        return builder.trace(
+            as_text(data.get("id")) or f"{log.stem}/{task}/{data.get('trial', 0)}",
             group_id=f"{log.stem}/{task}" if task is not None else None,
-            origin=log.origin(record.line),
-            messages=made.messages,
             final_reward=as_number(as_dict(data.get("reward_info")).get("reward")),
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the messages of all simulations, each with the policy in front."""
+        """Totals of the messages of all simulations, each with the policy in front."""
         return sum(map(self.trace_totals, _simulations(iter([record]))), Totals())
 
     def trace_totals(self, record: Record) -> Totals:
-        """Of one simulation."""
+        """Totals of one simulation."""
         policy = Totals(characters=characters(as_text(record.data.get("policy"))))
         return sum(map(_totals, _messages(record.data)), policy)
 
@@ -90,10 +87,10 @@ def _simulations(records: Iterator[Record]) -> Iterator[Record]:
 
 def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages; results of parallel calls may stand together in one."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for message in as_dicts(data.get("messages")):
-        found += as_dicts(message.get("tool_messages")) or [message]
-    return found
+        messages += as_dicts(message.get("tool_messages")) or [message]
+    return messages
 
 
 def _totals(message: Mapping[str, Any]) -> Totals:
@@ -101,20 +98,20 @@ def _totals(message: Mapping[str, Any]) -> Totals:
     return Totals(calls, int(message.get("role") == "tool"), characters(plain_text(message.get("content"))))
 
 
-def _add(made: Builder, message: Mapping[str, Any]) -> None:
-    role, text = message.get("role"), made.text(message.get("content"))
+def _add(builder: Builder, message: Mapping[str, Any]) -> None:
+    role, text = message.get("role"), builder.text(message.get("content"))
     calls = openai_call_count(message.get("tool_calls"))
     if role == "assistant":
-        made.assistant(text, calls=openai_tool_calls(message.get("tool_calls")), weight=1.0)
+        builder.assistant(text, calls=openai_tool_calls(message.get("tool_calls")), weight=1.0)
         return
     if role == "tool" and message.get("requestor") == "user":
-        made.skip("tool_of_the_user", totals=Totals(results=1, characters=characters(text)))
+        builder.skip("tool_of_the_user", totals=Totals(results=1, characters=characters(text)))
     elif role == "tool":
         failed = ErrorSignal("flag") if message.get("error") is True else detect_prefix(text)
-        made.result(as_text(message.get("id")) or "", text, signal=failed)
+        builder.result(as_text(message.get("id")) or "", text, signal=failed)
     elif role in ("user", "system"):
-        made.say("user" if role == "user" else "system", text)
+        builder.say("user" if role == "user" else "system", text)
     else:
-        made.skip("unknown_role", f"role {role!r}", Totals(characters=characters(text)))
+        builder.skip("unknown_role", f"role {role!r}", Totals(characters=characters(text)))
     if calls:
-        made.skip("tool_of_the_user", str(role), Totals(calls=calls))
+        builder.skip("tool_of_the_user", str(role), Totals(calls=calls))

@@ -38,7 +38,6 @@ class VerifiersReader(RecordReader):
     """Rollouts; one row is one trace."""
 
     name = "verifiers"
-    about = "rollouts of verifiers: prompt, completion and reward"
 
     def detect(self, data: Mapping[str, Any]) -> bool:
         """A completion of messages behind a prompt, with something that only a rollout has."""
@@ -50,24 +49,21 @@ class VerifiersReader(RecordReader):
         if not _messages(data.get("completion")):
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
         info = _object(data.get("info"))
-        made = Builder(log, record.line, openai_tools(info.get("oai_tools") or data.get("tools")))
+        builder = Builder(log, record.line, openai_tools(info.get("oai_tools") or data.get("tools")))
         tokens = _tokens(data)
         for message in _raw(data):
-            _add(made, message, tokens)
+            _add(builder, message, tokens)
         example = data.get("example_id")
         task = as_text(data.get("task")) or log.stem
         group = f"{task}/{example}" if example is not None else None
-        return Trace(
-            id=as_text(data.get("id")) or as_text(data.get("trajectory_id")) or log.unnamed(record.line),
+        return builder.trace(
+            as_text(data.get("id")) or as_text(data.get("trajectory_id")),
             group_id=group,
-            origin=log.origin(record.line),
-            tools=made.tools,
-            messages=made.messages,
             final_reward=as_number(data.get("reward")),
         )
 
     def totals(self, record: Record) -> Totals:
-        """Of the prompt and the completion."""
+        """Totals of the prompt and the completion."""
         return sum(map(_totals, _raw(record.data)), Totals())
 
 
@@ -92,8 +88,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
     """The calls of a message, those that are JSON text unpacked."""
-    given = message.get("tool_calls")
-    return [_object(item) for item in given] if isinstance(given, list) else []
+    raw_calls = message.get("tool_calls")
+    return [_object(item) for item in raw_calls] if isinstance(raw_calls, list) else []
 
 
 def _totals(message: Mapping[str, Any]) -> Totals:
@@ -105,7 +101,7 @@ def _totals(message: Mapping[str, Any]) -> Totals:
 
 def _tokens(data: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
     """Ids and log-probs of every answer, last one first; empty where some answer has none."""
-    found: list[tuple[list[int], list[float]]] = []
+    sampled: list[tuple[list[int], list[float]]] = []
     for step in as_dicts(data.get("trajectory")):
         tokens = as_dict(step.get("tokens"))
         ids, logprobs = tokens.get("completion_ids"), tokens.get("completion_logprobs")
@@ -114,24 +110,24 @@ def _tokens(data: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
         numbers = [value for value in map(as_number, logprobs) if value is not None]
         if len(numbers) != len(ids) or not all(type(i) is int for i in ids):
             return []
-        found.append((ids, numbers))
+        sampled.append((ids, numbers))
     answers = sum(message.get("role") == "assistant" for message in _messages(data.get("completion")))
-    return found[::-1] if len(found) == answers else []
+    return sampled[::-1] if len(sampled) == answers else []
 
 
-def _add(made: Builder, message: Mapping[str, Any], tokens: list[tuple[list[int], list[float]]]) -> None:
-    role, text = message.get("role"), made.text(message.get("content"))
+def _add(builder: Builder, message: Mapping[str, Any], tokens: list[tuple[list[int], list[float]]]) -> None:
+    role, text = message.get("role"), builder.text(message.get("content"))
     if role == "assistant":
         ids, logprobs = tokens.pop() if tokens else (None, None)
         thought = as_text(message.get("reasoning_content"))
         calls = openai_tool_calls(_calls(message))
-        made.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
+        builder.assistant(text, reasoning=thought, calls=calls, weight=1.0, sampled_ids=ids, logprobs=logprobs)
         return
     if role == "tool":
-        made.result(as_text(message.get("tool_call_id")), text, signal=detect_prefix(text))
+        builder.result(as_text(message.get("tool_call_id")), text, signal=detect_prefix(text))
     elif role in ("system", "developer", "user"):
-        made.say("user" if role == "user" else "system", text)
+        builder.say("user" if role == "user" else "system", text)
     else:
-        made.skip("unknown_role", f"role {role!r}", Totals(characters=characters(text)))
+        builder.skip("unknown_role", f"role {role!r}", Totals(characters=characters(text)))
     if count := openai_call_count(_calls(message)):
-        made.skip("call_by_another_role", str(role), Totals(calls=count))
+        builder.skip("call_by_another_role", str(role), Totals(calls=count))

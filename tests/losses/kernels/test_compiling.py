@@ -15,7 +15,7 @@ from limbeck.losses.fast.kernels import boundary, chunks, direct, gradient, p_kl
 from limbeck.losses.fast.kernels.gradient import Factors, Projected, scaled, write_gradient
 from limbeck.losses.fast.kernels.tables import projection_tables
 from limbeck.losses.vocab.projection import VocabMap
-from tests.losses.cases import make_batch, make_models, make_projection, run
+from tests.losses.cases import make_batch, make_models, make_projection, of_mode, run
 from tests.losses.kernels.test_fast_path import V_S, V_T
 
 MODULES = (boundary, chunks, direct, gradient, p_kl, stats)
@@ -63,7 +63,7 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
 @pytest.mark.parametrize("mode", ["boundary_kl", "p_kl"])
 def test_a_short_micro_batch_compiles_nothing(mode: str, cases: set[tuple[object, ...]]) -> None:
     options = {"mode": mode, "vocab_topk": 12, "fast_path": "force", "block_rows": 128}
-    loss_fn = CrossTokenizerDistillationLossFn(options, projections=[make_projection(V_S, V_T)])
+    loss_fn = CrossTokenizerDistillationLossFn(of_mode(options), projections=[make_projection(V_S, V_T)])
     # several blocks, and one; lanes with nothing but cross-entropy, and none
     for number, samples in enumerate((60, 1, 90, 24)):
         batch = make_batch(samples=samples, seed=number)

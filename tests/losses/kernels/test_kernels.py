@@ -29,9 +29,9 @@ from limbeck.losses.fast.kernels.stats import (
     project_columns_reference,
 )
 from limbeck.losses.fast.kernels.tables import identity_pairs, projection_tables
-from limbeck.losses.fast.order import SideLanes
-from limbeck.losses.objectives.corrected import TINY
-from limbeck.losses.objectives.published import sorted_l1
+from limbeck.losses.fast.position_order import SidePositions
+from limbeck.losses.objectives.distributions import TINY
+from limbeck.losses.objectives.uld import sorted_l1
 from limbeck.losses.vocab.projection import VocabMap
 from tests.losses.cases import make_projection
 
@@ -183,12 +183,12 @@ def test_scaled(dtype: torch.dtype) -> None:
     torch.testing.assert_close(scaled(x, factor, dtype), (x * factor).to(dtype))
 
 
-def _side(extra: list[int], chunks: int, single: int) -> SideLanes:
+def _side(extra: list[int], chunks: int, single: int) -> SidePositions:
     """Lanes of chunks of which those from `single` on have so many further tokens."""
     count, none = torch.tensor(extra), torch.zeros(0, dtype=torch.int64)
     width, first = chunks + int(count.sum()), count.cumsum(0) - count
     owner = torch.repeat_interleave(torch.arange(single, chunks), count)
-    return SideLanes(width, width - chunks, False, none, none, owner, first, count, none)
+    return SidePositions(width, width - chunks, False, none, none, owner, first, count, none)
 
 
 @pytest.mark.parametrize("start", [0, 3])

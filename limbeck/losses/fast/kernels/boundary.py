@@ -5,7 +5,7 @@ the batch adds `sum_member p_T (log p_T - log(kept) - log(q + TINY) + normaliser
 `pair_sums` has made; of the others `r = p_T / (q + TINY)`, minus the gradient with respect to q, replaces the teacher's
 logits in place; columns that are no members are not even read.
 
-Reference: `limbeck.losses.objectives.corrected.target_divergence` (kind forward, no rest bucket).
+Reference: `limbeck.losses.objectives.distributions.target_divergence` (kind forward, no rest bucket).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -22,7 +22,7 @@ from torch import Tensor
 from limbeck.losses.fast.kernels.direct import LANES, WARPS, PairSums
 from limbeck.losses.fast.kernels.stats import LOG2E, fast_log2, fast_reciprocal, weighted_entry
 from limbeck.losses.fast.kernels.tables import ProjectionTables
-from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
+from limbeck.losses.objectives.distributions import TINY as TINY_VALUE
 
 TINY = tl.constexpr(TINY_VALUE)
 
@@ -65,8 +65,8 @@ def _others_kernel(
     arg = tl.zeros([BN], tl.int32)
     for i in range(tl.program_id(1), number, SPLITS):
         v = tl.load(column_ptr + i)
-        at = v.to(tl.int64) * lanes_t + col
-        z = tl.load(t_ptr + at, mask=inside, other=0.0)
+        offset = v.to(tl.int64) * lanes_t + col
+        z = tl.load(t_ptr + offset, mask=inside, other=0.0)
         first = tl.load(offset_ptr + v)
         last = tl.load(offset_ptr + v + 1)
         q = tl.zeros([BN], tl.float32)
@@ -82,7 +82,7 @@ def _others_kernel(
         student += q * r
         arg = tl.where(q > best, v, arg)
         best = tl.maximum(best, q)
-        tl.store(r_ptr + at, r.to(r_ptr.dtype.element_ty), mask=inside)
+        tl.store(r_ptr + offset, r.to(r_ptr.dtype.element_ty), mask=inside)
     part = SPLITS * width
     out = tl.program_id(1) * width + col
     tl.store(out_ptr + out, kept, mask=inside)
@@ -118,9 +118,10 @@ def boundary_divergence(
     )  # fmt: skip
     kept, cross, term = sums[:3, :, :chunks].sum(1)
     best = sums[3, :, :chunks].max(0)
-    own = pairs.kept[:chunks]
-    kept, cross = kept + own, cross + pairs.cross[:chunks]
-    term = term + own - TINY_VALUE * pairs.slopes[:chunks]
+    pair_kept = pairs.kept[:chunks]
+    kept, cross = kept + pair_kept, cross + pairs.cross[:chunks]
+    # of a pair q r is p - TINY p / (q + TINY)
+    term = term + pair_kept - TINY_VALUE * pairs.slopes[:chunks]
     column = arg[:, :chunks].gather(0, best.indices[None]).squeeze(0)
     column = torch.where(best.values > pairs.best_q[:chunks], column, pairs.column[:chunks])
     normaliser = math.log1p(size * TINY_VALUE + TINY_VALUE)

@@ -31,7 +31,7 @@ from limbeck.losses.fast.kernels.stats import (
     splits_for,
 )
 from limbeck.losses.fast.kernels.tables import CellTables, SideCells
-from limbeck.losses.objectives.corrected import TINY as TINY_VALUE
+from limbeck.losses.objectives.distributions import TINY as TINY_VALUE
 
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(TINY_VALUE)
@@ -82,13 +82,10 @@ def _cell(q, p, inv_target, inv_norm, beta, KIND: tl.constexpr):
 @triton.jit
 def _with_cell(
     q, p, cell, some, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr,
+    KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     q = tl.where(some, q, 0.0)
     p = tl.where(some, p, 0.0)
-    if CONDITIONED:
-        # cells of which the student has nothing left leave the target
-        p = tl.where(q > 0, p, 0.0)
     target += p
     mass += q
     if LISTED:
@@ -101,11 +98,11 @@ def _with_cell(
     best_t = tl.maximum(best_t, p)
     residual = q
     if KIND != SUMS:
-        own, residual = _cell(q, p, inv_t, inv_n, beta, KIND)
+        cell_value, residual = _cell(q, p, inv_t, inv_n, beta, KIND)
         if LISTED:
-            own = tl.where(p > 0, own, 0.0)
+            cell_value = tl.where(p > 0, cell_value, 0.0)
             residual = tl.where(p > 0, residual - rest, 0.0)
-        value += tl.where(some, own, 0.0)
+        value += tl.where(some, cell_value, 0.0)
         dot += tl.where(some, q * residual, 0.0)
     return residual, target, mass, compared, value, dot, best_s, best_t, arg_s, arg_t
 
@@ -128,7 +125,7 @@ def _root_kernel(
     s_ptr, t_ptr, r_ptr, sum_s_ptr, sum_t_ptr, lse_s_ptr, lse_t_ptr, target_ptr, norm_ptr, rest_ptr,
     source_s_ptr, place_s_ptr, source_t_ptr, place_t_ptr, row_ptr, out_ptr, arg_ptr,
     simple, number, lanes_s, lanes_t, width, per_simple, per_other, inv_tau, beta,
-    KIND: tl.constexpr, CONDITIONED: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = col < width
@@ -175,19 +172,19 @@ def _root_kernel(
         p3 = _token(t_ptr, row3, lanes_t, col, some3, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, i1, some1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         r2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q2, p2, i2, some2, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         r3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q3, p3, i3, some3, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         if KIND != SUMS:
             tl.store(r_ptr + row0.to(tl.int64) * lanes_t + col, r0.to(r_ptr.dtype.element_ty), mask=inside)
@@ -213,11 +210,11 @@ def _root_kernel(
         p1 = mass_of(t_ptr, sum_t_ptr, source1, place1, lanes_t, col, width, scale, base_t)
         r0, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q0, p0, i, inside, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         r1, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t = _with_cell(
             q1, p1, j, also, target, mass, compared, value, dot, top_s, top_t, arg_s, arg_t, rest, inv_t, inv_n, beta,
-            KIND, CONDITIONED, LISTED,
+            KIND, LISTED,
         )  # fmt: skip
         if KIND != SUMS:
             row0 = tl.load(row_ptr + i).to(tl.int64)
@@ -247,7 +244,6 @@ def root_sums(
     residual: Tensor,
     temperature: float = 1.0,
     *,
-    conditioned: bool = False,
     totals: tuple[Tensor, Tensor] | None = None,
     rest: Tensor | None = None,
     beta: float = 0.5,
@@ -272,21 +268,22 @@ def root_sums(
     sums = torch.empty(7, splits, width, dtype=torch.float32, device=student.device)
     arg = torch.empty(2, splits, width, dtype=torch.int32, device=student.device)
     unused = lse[0], lse[0]
+    # 1 in lanes without a chunk, since the kernel divides by these
     known = [F.pad(t.clamp(min=SMALLEST.value), (0, width - chunks), value=1.0) for t in totals or ()] or unused
     listed = lse[0] if rest is None else F.pad(rest, (0, width - chunks))
     _root_kernel[(-(-width // WIDE), splits)](
         student, teacher, residual, *masses, *lse, *known, listed, tables.student.source, tables.student.place,
         tables.teacher.source, tables.teacher.place, tables.row, sums, arg, simple, number, student.shape[1],
         teacher.shape[1], width, per_simple, -(-(number - simple) // splits), 1 / temperature, beta,
-        KIND=kind, CONDITIONED=conditioned, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
+        KIND=kind, LISTED=rest is not None, SPLITS=splits, BN=WIDE, num_warps=WIDE_WARPS,
     )  # fmt: skip
     target, mass, compared, value, dot = sums[:5, :, :chunks].sum(1)
     best = sums[5:, :, :chunks].max(1)
     chosen = arg[:, :, :chunks].gather(1, best.indices[:, None]).squeeze(1)
     if pairs is not None:
         # with a floor this small, sum q R is sum p
-        own, larger = pairs.kept[:chunks], torch.stack((pairs.best_q, pairs.best_p))[:, :chunks] >= best.values
-        target, value, dot = target + own, value + pairs.cross[:chunks], dot + own
+        pair_kept, larger = pairs.kept[:chunks], torch.stack((pairs.best_q, pairs.best_p))[:, :chunks] >= best.values
+        target, value, dot = target + pair_kept, value + pairs.cross[:chunks], dot + pair_kept
         chosen = torch.where(larger, torch.stack((pairs.pair_q, pairs.pair_p))[:, :chunks], chosen)
     return RootSums(target, mass, compared, value * LN2.value, dot, chosen[0] == chosen[1])
 

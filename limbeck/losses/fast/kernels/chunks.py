@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limbeck.losses.divergences import DivergenceSpec
 from limbeck.losses.fast.kernels.cells import FORWARD, JSD, REVERSE
-from limbeck.losses.fast.order import SideLanes
+from limbeck.losses.fast.position_order import SidePositions
 
 CHUNKS = 128
 """Chunks that one program handles."""
@@ -38,9 +38,9 @@ def bucket_terms(log_s, t, log_t, beta, rescale, KIND: tl.constexpr):
     if KIND == JSD:
         s = tl.exp(log_s)
         log_m = tl.log((1 - beta) * s + beta * t)
-        own = (1 - beta) * s * (log_s - log_m)
-        value = (beta * tl.where(t > 0, t * (log_t - log_m), 0.0) + own) * rescale
-        slope = own * rescale
+        student_term = (1 - beta) * s * (log_s - log_m)
+        value = (beta * tl.where(t > 0, t * (log_t - log_m), 0.0) + student_term) * rescale
+        slope = student_term * rescale
     return value, slope
 
 
@@ -123,8 +123,8 @@ def direction(spec: DivergenceSpec) -> dict[str, Any]:
 
 
 def chunk_term(
-    student: tuple[Tensor, SideLanes],
-    teacher: tuple[Tensor, SideLanes],
+    student: tuple[Tensor, SidePositions],
+    teacher: tuple[Tensor, SidePositions],
     weight: Tensor,
     spec: DivergenceSpec,
     start: int,
@@ -134,13 +134,14 @@ def chunk_term(
     """Binary divergences of the chunks from `start` on. student, teacher: log-probability of the realised token of each
     lane, and the side; weight `[C]`: of each chunk in the gradient; single: chunks of one token on both sides, which
     come first; lanes: of the student's logits."""
-    (log_s, own), (log_t, other) = student, teacher
+    (log_s, student_side), (log_t, teacher_side) = student, teacher
     chunks = weight.numel()
     rows = torch.empty(chunks - start, dtype=torch.float32, device=log_s.device)
     slope = torch.zeros(lanes, dtype=torch.float32, device=log_s.device)
     if chunks > start:
         _chunk_kernel[(-(-(chunks - start) // CHUNKS),)](
-            log_s, log_t, weight, own.extra_first, own.extra_count, other.extra_first, other.extra_count, rows, slope,
+            log_s, log_t, weight, student_side.extra_first, student_side.extra_count, teacher_side.extra_first,
+            teacher_side.extra_count, rows, slope,
             start, single, chunks, **direction(spec), clip=spec.entry_clip or 0.0, CLIP=spec.entry_clip is not None,
             BM=CHUNKS, num_warps=4,
         )  # fmt: skip

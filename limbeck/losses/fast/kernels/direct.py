@@ -85,6 +85,7 @@ def _with_pair(x, y, scale, base_s, peak, kept, cross, slopes, floor, FLOORED: t
         cross += p * (gap - fast_log2(q))
         slopes += p * fast_reciprocal(q)
     else:
+        # 2^-126 is SMALLEST: its floor as a maximum, without an exponential and a logarithm
         cross += p * (gap - tl.maximum(log_q, -126.0))
     kept += p
     return kept, cross, slopes
@@ -127,6 +128,7 @@ def _pair_kernel(
         shift = (top - most) * scale
         top = most
         shrink = tl.exp2(shift)
+        # a new maximum moves every log2 p of the sum, and not only its factor
         cross = (cross + kept * shift) * shrink
         kept *= shrink
         if FLOORED:
@@ -175,14 +177,14 @@ def _pair_kernel(
 @triton.jit
 def _place(x_ptr, id_ptr, first, number, best, lanes, col, inside):
     first = tl.minimum(first, number)
-    place = tl.where(first < number, first, 0)
+    pair_index = tl.where(first < number, first, 0)
     for back in tl.static_range(4):
-        at = first + (3 - back)
-        some = inside & (at < number)
-        token = tl.load(id_ptr + at, mask=some, other=0).to(tl.int64)
+        candidate = first + (3 - back)
+        some = inside & (candidate < number)
+        token = tl.load(id_ptr + candidate, mask=some, other=0).to(tl.int64)
         x = tl.load(x_ptr + token * lanes + col, mask=some, other=float("-inf")).to(tl.float32)
-        place = tl.where(some & (x == best), at, place)
-    return place
+        pair_index = tl.where(some & (x == best), candidate, pair_index)
+    return pair_index
 
 
 # Reads the parts once, and some logits of each lane; writes each lane's results once. A kernel of its own, because a
@@ -196,38 +198,39 @@ def _join_kernel(
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     inside_s = col < lanes_s
     number = tl.arange(0, SPLITS)[:, None]
+    # the second half is always true, and gives the mask its shape
     real = (number < splits) & (col >= 0)[None, :]
-    at = number * lanes_t + col[None, :]
+    offset = number * lanes_t + col[None, :]
     part = splits * lanes_t
     scale = inv_tau * LOG2E
-    top = tl.load(part_ptr + at, mask=real, other=LOWEST)
-    rest_top = tl.load(part_ptr + 5 * part + at, mask=real, other=LOWEST)
+    top = tl.load(part_ptr + offset, mask=real, other=LOWEST)
+    rest_top = tl.load(part_ptr + 5 * part + offset, mask=real, other=LOWEST)
     best_t = tl.max(top, 0)
     rest_t = tl.max(rest_top, 0)
     peak = tl.maximum(best_t, rest_t)
-    kept = tl.load(part_ptr + part + at, mask=real, other=0.0)
+    kept = tl.load(part_ptr + part + offset, mask=real, other=0.0)
     total = tl.sum(kept * tl.exp2((top - peak[None, :]) * scale), 0)
-    rest = tl.load(part_ptr + 6 * part + at, mask=real, other=0.0)
+    rest = tl.load(part_ptr + 6 * part + offset, mask=real, other=0.0)
     total += tl.sum(rest * tl.exp2((rest_top - peak[None, :]) * scale), 0)
     tl.store(out_ptr + col, peak * inv_tau + tl.log(total))
     log_total = tl.log2(total)
     shift = (top - peak[None, :]) * scale - log_total[None, :]
     shrink = tl.exp2(shift)
     tl.store(out_ptr + lanes_t + col, tl.sum(kept * shrink, 0))
-    cross = tl.load(part_ptr + 2 * part + at, mask=real, other=0.0)
+    cross = tl.load(part_ptr + 2 * part + offset, mask=real, other=0.0)
     tl.store(out_ptr + 2 * lanes_t + col, tl.sum((cross + kept * shift) * shrink, 0))
-    slopes = tl.load(part_ptr + 3 * part + at, mask=real, other=0.0)
+    slopes = tl.load(part_ptr + 3 * part + offset, mask=real, other=0.0)
     tl.store(out_ptr + 3 * lanes_t + col, tl.sum(slopes * shrink, 0))
-    of_s = tl.load(part_ptr + 4 * part + at, mask=real, other=LOWEST)
+    of_s = tl.load(part_ptr + 4 * part + offset, mask=real, other=LOWEST)
     best_s = tl.max(of_s, 0)
     lse_s = tl.load(lse_s_ptr + col, mask=inside_s, other=0.0)
     tl.store(out_ptr + 4 * lanes_t + col, tl.exp2((best_s * inv_tau - lse_s) * LOG2E))
     tl.store(out_ptr + 5 * lanes_t + col, tl.exp2((best_t - peak) * scale - log_total))
     last = 2147483647
-    first_t = tl.min(tl.where(real & (top == best_t[None, :]), tl.load(arg_ptr + at, mask=real, other=0), last), 0)
-    of_arg = tl.load(arg_ptr + part + at, mask=real, other=0)
+    first_t = tl.min(tl.where(real & (top == best_t[None, :]), tl.load(arg_ptr + offset, mask=real, other=0), last), 0)
+    of_arg = tl.load(arg_ptr + part + offset, mask=real, other=0)
     first_s = tl.min(tl.where(real & (of_s == best_s[None, :]), of_arg, last), 0)
-    of_arg = tl.load(arg_ptr + 2 * part + at, mask=real, other=0)
+    of_arg = tl.load(arg_ptr + 2 * part + offset, mask=real, other=0)
     first_r = tl.min(tl.where(real & (rest_top == rest_t[None, :]), of_arg, last), 0)
     pair_s = _place(s_ptr, pair_s_ptr, first_s, pairs, best_s, lanes_s, col, inside_s)
     pair_t = _place(t_ptr, pair_t_ptr, first_t, pairs, best_t, lanes_t, col, col >= 0)

@@ -86,10 +86,10 @@ class Paired:
 
 
 @triton.jit
-def _entry(r_ptr, index_ptr, weight_ptr, at, r_lanes, r_col, col, width, shift, SHIFT: tl.constexpr):
+def _entry(r_ptr, index_ptr, weight_ptr, entry_index, r_lanes, r_col, col, width, shift, SHIFT: tl.constexpr):
     """One entry of W's row times R, less the shift."""
-    index = tl.load(index_ptr + at)
-    weight = tl.load(weight_ptr + at)
+    index = tl.load(index_ptr + entry_index)
+    weight = tl.load(weight_ptr + entry_index)
     some = col < tl.where(index >= 0, width, 0)
     r = tl.load(r_ptr + index.to(tl.int64) * r_lanes + r_col, mask=some, other=0.0).to(tl.float32)
     if SHIFT:
@@ -123,20 +123,20 @@ def _first_entry(
 @triton.jit
 def _slope(t_ptr, slope_ptr, pair, z, t_lanes, slope_lanes, col, width, scale, base, base_t, REST: tl.constexpr):
     """G of a loss on common pairs for one student token."""
-    at = t_ptr + pair.to(tl.int64) * t_lanes + col
-    t = tl.load(at, mask=col < tl.where(pair >= 0, width, 0), other=float("-inf")).to(tl.float32)
+    t_address = t_ptr + pair.to(tl.int64) * t_lanes + col
+    t = tl.load(t_address, mask=col < tl.where(pair >= 0, width, 0), other=float("-inf")).to(tl.float32)
     out = -tl.exp2(t * scale - base_t)
     if REST:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if pair < 0:
             log_p = z * scale - base
-            place = slope_ptr + bin_of(log_p) * slope_lanes + col
-            out = tl.load(place, mask=col < width, other=0.0).to(tl.float32) * tl.exp2(log_p)
+            slope_address = slope_ptr + bin_of(log_p) * slope_lanes + col
+            out = tl.load(slope_address, mask=col < width, other=0.0).to(tl.float32) * tl.exp2(log_p)
     return out
 
 
 @triton.jit
 def _finish(
-    at, v, z, slope_coef, g, prob_coef, prob1_coef, label_coef, label, scale, base, base_one, inside,
+    address, v, z, slope_coef, g, prob_coef, prob1_coef, label_coef, label, scale, base, base_one, inside,
     MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Put the parts of one student token's gradient together and store it over its logits."""
@@ -148,7 +148,7 @@ def _finish(
         grad -= slope_coef * p * g
     if MODE == PAIRS:
         grad += slope_coef * g
-    tl.store(at, grad.to(at.dtype.element_ty), mask=inside)
+    tl.store(address, grad.to(address.dtype.element_ty), mask=inside)
 
 
 # Reads each logit once and writes its gradient over it. Over the student's tokens: each looks up its few entries of W,
@@ -310,27 +310,25 @@ def write_gradient(
 
 @dataclass
 class Entries:
-    """Single tokens, none twice, whose gradient has a part of its own: id, lane and logit of each, and that part. kept:
-    bool, whether a token takes part in what is normalised at its lane; None: all do."""
+    """Single tokens, none twice, whose gradient has a part of its own: id, lane and logit of each, and that part."""
 
     ids: Tensor
     lane: Tensor
     logits: Tensor
     values: Tensor
-    kept: Tensor | None = None
 
 
 # Puts the gradient of one token after another together from its own part and its lane's factors, and stores it over
 # what is there. Over a list of tokens, none of which comes twice; their lanes and rows lie anywhere.
 @triton.jit(
     do_not_specialize=["number"],
-    do_not_specialize_on_alignment=["id_ptr", "lane_ptr", "logit_ptr", "value_ptr", "kept_ptr"],
+    do_not_specialize_on_alignment=["id_ptr", "lane_ptr", "logit_ptr", "value_ptr"],
 )
 def _entries_kernel(
-    grad_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr, kept_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr,
+    grad_ptr, id_ptr, lane_ptr, logit_ptr, value_ptr, lse_ptr, lse_one_ptr, slope_coef_ptr, prob_coef_ptr,
     prob1_coef_ptr, label_coef_ptr, label_ptr, kept_coef_ptr, r_ptr, index_ptr, owner_ptr, t_ptr, lse_t_ptr, direct_ptr,
     number, lanes, r_lanes, inv_tau, floor,
-    SCALED: tl.constexpr, SOME_KEPT: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr,
+    SCALED: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     real = i < number
@@ -348,8 +346,6 @@ def _entries_kernel(
         r = _ratio(x, direct, p, inv_tau * LOG2E, base_t, floor, t_ptr)
     kept = tl.load(kept_coef_ptr + lane, mask=real, other=0.0)
     kept -= tl.load(slope_coef_ptr + lane, mask=real, other=0.0) * r
-    if SOME_KEPT:
-        kept = tl.where(tl.load(kept_ptr + i, mask=real, other=0) != 0, kept, 0.0)
     out = tl.load(value_ptr + i, mask=real, other=0.0)
     out += p * (tl.load(prob_coef_ptr + lane, mask=real, other=0.0) + kept)
     label = tl.load(label_ptr + lane, mask=real, other=-1)
@@ -373,21 +369,21 @@ def write_entries(
     """Write the gradient of some tokens over what `write_gradient` has left there.
 
     Added to that, their parts would leave its rounding error, which may be larger than the sum: a part and the lane's
-    multiple of p can be far larger than their difference. kept_coef `[L]`: the part of prob_coef that belongs to kept
-    tokens alone; `factors` are without it.
+    multiple of p can be far larger than their difference. kept_coef `[L]`: the part of prob_coef that what is written
+    there takes away again; `factors` are without it.
     """
     number = entries.ids.numel()
     if not number:
         return
-    some, one, direct = entries.kept, factors.prob1_coef, slope.direct
+    one, direct = factors.prob1_coef, slope.direct
     theirs = (slope.residual, lse, slope.index) if direct is None else (direct.logits, direct.lse, direct.token)
     _entries_kernel[(-(-number // ENTRIES),)](
-        grad, entries.ids, entries.lane, entries.logits, entries.values,
-        entries.ids if some is None else some.view(torch.uint8), lse, lse_one, factors.slope_coef, factors.prob_coef,
+        grad, entries.ids, entries.lane, entries.logits, entries.values, lse, lse_one, factors.slope_coef,
+        factors.prob_coef,
         lse if one is None else one, factors.label_coef, factors.label, kept_coef, slope.residual, slope.index,
         slope.owner, *theirs, number, grad.shape[1], slope.residual.shape[1], 1 / temperature,
         0.0 if direct is None else direct.floor,
-        SCALED=one is not None, SOME_KEPT=some is not None, DIRECT=direct is not None, BM=ENTRIES, num_warps=4,
+        SCALED=one is not None, DIRECT=direct is not None, BM=ENTRIES, num_warps=4,
     )  # fmt: skip
 
 
@@ -436,10 +432,10 @@ _BLOCK = 2048
 # with `out=`, converts element by element at a third of the memory's speed.
 @triton.jit(do_not_specialize=["numel"])
 def _scale_kernel(x_ptr, factor_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < numel)
+    tl.store(out_ptr + offset, (x * factor).to(out_ptr.dtype.element_ty), mask=offset < numel)
 
 
 def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,9 +22,9 @@ from limbeck.losses.divergences import DivergenceSpec
 from limbeck.losses.fast.kernels.cells import FORWARD, SMALLEST, TINY
 from limbeck.losses.fast.kernels.chunks import bucket_terms, direction
 from limbeck.losses.fast.kernels.stats import LOG2E
-from limbeck.losses.fast.trees import TreePositions
-from limbeck.losses.objectives.corrected import rest_floor
-from limbeck.losses.objectives.tree_kl import TreeTables
+from limbeck.losses.fast.tree_positions import TreePositions
+from limbeck.losses.objectives.distributions import rest_floor
+from limbeck.losses.objectives.tree_tables import TreeTables
 
 SEGMENTS, MEMBERS = 4, 64
 """Buckets that one program sums side by side, and members of each that it reads at a time."""
@@ -62,25 +62,25 @@ def _bucket_kernel(
     i = tl.program_id(0) * BS + tl.arange(0, BS)
     inner = i < buckets
     real = i < buckets + positions
-    at = tl.where(inner, tl.load(owner_ptr + i, mask=inner, other=0), i - buckets)
-    node = tl.load(node_ptr + at, mask=real, other=0)
-    child = tl.load(child_ptr + node, mask=inner, other=0) + i - tl.load(offset_ptr + at, mask=inner, other=0)
-    own = tl.where(inner, child, node)
-    start = tl.load(start_ptr + own, mask=real, other=0)
+    position = tl.where(inner, tl.load(owner_ptr + i, mask=inner, other=0), i - buckets)
+    node = tl.load(node_ptr + position, mask=real, other=0)
+    child = tl.load(child_ptr + node, mask=inner, other=0) + i - tl.load(offset_ptr + position, mask=inner, other=0)
+    bucket_node = tl.where(inner, child, node)
+    start = tl.load(start_ptr + bucket_node, mask=real, other=0)
     length = tl.load(ends_ptr + node, mask=real, other=0)
-    stop = tl.where(inner, tl.load(stop_ptr + own, mask=real, other=0), start + length)
-    lane = tl.load(coarse_lane_ptr + at, mask=real, other=0)
+    stop = tl.where(inner, tl.load(stop_ptr + bucket_node, mask=real, other=0), start + length)
+    lane = tl.load(coarse_lane_ptr + position, mask=real, other=0)
     base = tl.load(coarse_lse_ptr + lane, mask=real, other=0.0)[:, None] * LOG2E
     total = tl.zeros([BS, BM], tl.float32)
     for done in range(0, tl.max(stop - start, 0), BM):
-        place = start[:, None] + done + tl.arange(0, BM)[None, :]
-        inside = place < stop[:, None]
-        member = tl.load(order_ptr + place, mask=inside, other=0)
+        members = start[:, None] + done + tl.arange(0, BM)[None, :]
+        inside = members < stop[:, None]
+        member = tl.load(order_ptr + members, mask=inside, other=0)
         x = tl.load(coarse_ptr + member * coarse_lanes + lane[:, None], mask=inside, other=float("-inf"))
         total += tl.exp2(x.to(tl.float32) * (inv_tau * LOG2E) - base)
     tl.store(mass_ptr + i, tl.sum(total, 1), mask=real)
-    token = tl.load(token_ptr + own, mask=inner, other=0)
-    lane = tl.load(fine_lane_ptr + at, mask=inner, other=0)
+    token = tl.load(token_ptr + bucket_node, mask=inner, other=0)
+    lane = tl.load(fine_lane_ptr + position, mask=inner, other=0)
     z = tl.load(fine_ptr + token * fine_lanes + lane, mask=inner, other=0.0).to(tl.float32)
     base_fine = tl.load(fine_lse_ptr + lane, mask=inner, other=0.0) * LOG2E
     tl.store(prob_ptr + i, tl.exp2(z * (inv_tau * LOG2E) - base_fine), mask=inner)
@@ -91,21 +91,22 @@ def _bucket_kernel(
 
 def node_buckets(
     tree: TreeTables,
-    at: TreePositions,
+    positions: TreePositions,
     coarse: tuple[Tensor, Tensor],
     fine: tuple[Tensor, Tensor],
     temperature: float = 1.0,
 ) -> NodeBuckets:
     """Buckets of the positions of one tree. coarse, fine: logits `[V, L]` and log-sum-exp `[L]` of the sides."""
-    device, number = coarse[0].device, at.buckets
-    wide = torch.empty(3 * number + at.count, dtype=torch.float32, device=device)
-    mass, prob, logits = wide.split((number + at.count, number, number))
+    device, number = coarse[0].device, positions.buckets
+    wide = torch.empty(3 * number + positions.count, dtype=torch.float32, device=device)
+    mass, prob, logits = wide.split((number + positions.count, number, number))
     ids, lane = torch.empty(2, number, dtype=torch.int64, device=device)
-    if at.count:
-        _bucket_kernel[(-(-(number + at.count) // SEGMENTS),)](
+    if positions.count:
+        _bucket_kernel[(-(-(number + positions.count) // SEGMENTS),)](
             *coarse, *fine, tree.order, tree.start, tree.stop, tree.ends, tree.child_start, tree.token,
-            at.node, at.offset, at.owner(), at.coarse_lane, at.fine_lane, mass, prob, ids, lane, logits,
-            number, at.count, coarse[0].shape[1], fine[0].shape[1], 1 / temperature,
+            positions.node, positions.offset, positions.owner(), positions.coarse_lane, positions.fine_lane,
+            mass, prob, ids, lane, logits,
+            number, positions.count, coarse[0].shape[1], fine[0].shape[1], 1 / temperature,
             BS=SEGMENTS, BM=MEMBERS, num_warps=4,
         )  # fmt: skip
     return NodeBuckets(mass, prob, ids, lane, logits)
@@ -133,12 +134,12 @@ def _student_kernel(
     first = tl.load(offset_ptr + i)
     last = tl.load(offset_ptr + i + 1)
     end = tl.load(mass_ptr + buckets + i)
-    place = tl.arange(0, BM)
+    slot = tl.arange(0, BM)
     mass, fine, gone = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + slot < last
+        m = tl.load(mass_ptr + b + slot, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + slot, mask=inside, other=0.0)
         mass += m
         fine += f
         if LISTED:
@@ -155,9 +156,9 @@ def _student_kernel(
     value, rest_slope = _mass_terms(tl.log(rest) - log_kept, end * inv_target, beta, rescale, KIND)
     values, slopes = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + slot < last
+        m = tl.load(mass_ptr + b + slot, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + slot, mask=inside, other=0.0)
         v, g = _mass_terms(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
         if LISTED:
             inside = inside & (m > 0)
@@ -171,16 +172,16 @@ def _student_kernel(
     weight = tl.where(seen, tl.load(weight_ptr + tl.load(coarse_lane_ptr + i)), 0.0)
     total = tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + slot < last
+        m = tl.load(mass_ptr + b + slot, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + slot, mask=inside, other=0.0)
         v, g = _mass_terms(tl.log(f + SMALLEST) - log_kept, m * inv_target, beta, rescale, KIND)
         slope = g / (f + SMALLEST) - by_rest
         if LISTED:
             slope = tl.where(m > 0, slope, by_kept - by_rest)
         out = tl.where(inside, slope * f * weight, 0.0)
         total += out
-        tl.store(value_ptr + b + place, out, mask=inside)
+        tl.store(value_ptr + b + slot, out, mask=inside)
     tl.store(prob_coef_ptr + tl.load(fine_lane_ptr + i), -tl.sum(total, 0))
 
 
@@ -199,12 +200,12 @@ def _teacher_kernel(
     last = tl.load(offset_ptr + i + 1)
     has_end = tl.load(ends_ptr + tl.load(node_ptr + i)) > 0
     own_end = tl.load(mass_ptr + buckets + i)
-    place = tl.arange(0, BM)
+    bucket = tl.arange(0, BM)
     mass, fine, gone = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + bucket < last
+        m = tl.load(mass_ptr + b + bucket, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + bucket, mask=inside, other=0.0)
         fine += f
         if LISTED:
             gone += tl.where(f > 0, 0.0, m)
@@ -221,9 +222,9 @@ def _teacher_kernel(
     end_slope = tl.where(has_end, end_slope, 0.0)
     values, slopes = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + bucket < last
+        m = tl.load(mass_ptr + b + bucket, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + bucket, mask=inside, other=0.0)
         v, g = _mass_terms(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
         if LISTED:
             inside = inside & (f > 0)
@@ -237,15 +238,15 @@ def _teacher_kernel(
     by_end = tl.where(has_end, end_slope / (end + SMALLEST) - by_total, 0.0) * weight
     dense = tl.zeros([BM], tl.float32)
     for b in range(first, last, BM):
-        inside = b + place < last
-        m = tl.load(mass_ptr + b + place, mask=inside, other=0.0)
-        f = tl.load(fine_ptr + b + place, mask=inside, other=0.0)
+        inside = b + bucket < last
+        m = tl.load(mass_ptr + b + bucket, mask=inside, other=0.0)
+        f = tl.load(fine_ptr + b + bucket, mask=inside, other=0.0)
         v, g = _mass_terms(tl.log(m + SMALLEST) - log_total, f * inv_target, beta, rescale, KIND)
         slope = (g / (m + SMALLEST) - by_total) * weight
         if LISTED:
             slope = tl.where(f > 0, slope, by_end)
         dense += tl.where(inside, slope * m, 0.0)
-        tl.store(slope_ptr + b + place, slope, mask=inside)
+        tl.store(slope_ptr + b + bucket, slope, mask=inside)
     tl.store(slope_ptr + buckets + i, by_end)
     tl.store(dense_ptr + slot, tl.sum(dense, 0) + by_end * own_end)
 
@@ -260,18 +261,19 @@ class StudentNodes(NamedTuple):
 
 
 def student_nodes(
-    found: NodeBuckets, at: TreePositions, spec: DivergenceSpec, weight: Tensor, lanes: int, *, listed: bool
+    buckets: NodeBuckets, positions: TreePositions, spec: DivergenceSpec, weight: Tensor, lanes: int, *, listed: bool
 ) -> StudentNodes:
     """The student's next tokens inside teacher tokens. weight `[C]`: of each chunk's divergence in the gradient; lanes:
     of the student; listed: the teacher's tokens are a top-k list."""
-    rows, values = torch.zeros(at.path.shape, device=weight.device), torch.empty_like(found.fine)
+    rows, values = torch.zeros(positions.path.shape, device=weight.device), torch.empty_like(buckets.fine)
     prob_coef = torch.zeros(lanes, device=weight.device)
-    if at.count:
-        _student_kernel[(at.count,)](
-            found.mass, found.fine, at.offset, at.slot, at.coarse_lane, at.fine_lane, weight, rows, values, prob_coef,
-            at.buckets, **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
+    if positions.count:
+        _student_kernel[(positions.count,)](
+            buckets.mass, buckets.fine, positions.offset, positions.slot, positions.coarse_lane, positions.fine_lane,
+            weight, rows, values, prob_coef, positions.buckets,
+            **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
         )  # fmt: skip
-    return StudentNodes(at.by_chunk(rows, weight.numel()), values, prob_coef)
+    return StudentNodes(positions.by_chunk(rows, weight.numel()), values, prob_coef)
 
 
 class TeacherNodes(NamedTuple):
@@ -284,17 +286,24 @@ class TeacherNodes(NamedTuple):
 
 
 def teacher_nodes(
-    found: NodeBuckets, tree: TreeTables, at: TreePositions, spec: DivergenceSpec, weight: Tensor, *, listed: bool
+    buckets: NodeBuckets,
+    tree: TreeTables,
+    positions: TreePositions,
+    spec: DivergenceSpec,
+    weight: Tensor,
+    *,
+    listed: bool,
 ) -> TeacherNodes:
     """The student's tokens at the root by the teacher's next tokens inside them; arguments as of `student_nodes`."""
-    slopes = torch.empty_like(found.mass)
-    sums = torch.zeros(2, *at.path.shape, device=weight.device)
-    if at.count:
-        _teacher_kernel[(at.count,)](
-            found.mass, found.fine, at.offset, at.slot, at.node, tree.ends, at.coarse_lane, weight, sums[0], slopes,
-            sums[1], at.buckets, **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
+    slopes = torch.empty_like(buckets.mass)
+    sums = torch.zeros(2, *positions.path.shape, device=weight.device)
+    if positions.count:
+        _teacher_kernel[(positions.count,)](
+            buckets.mass, buckets.fine, positions.offset, positions.slot, positions.node, tree.ends,
+            positions.coarse_lane, weight, sums[0], slopes, sums[1], positions.buckets,
+            **direction(spec), LISTED=listed, BM=BUCKETS, num_warps=2,
         )  # fmt: skip
-    rows, dense = at.by_chunk(sums, weight.numel())
+    rows, dense = positions.by_chunk(sums, weight.numel())
     return TeacherNodes(rows, slopes, dense)
 
 
@@ -314,27 +323,27 @@ def _below_kernel(
     real = i < number
     chunk = tl.load(top_ptr + i, mask=real, other=0)
     node = tl.load(node_ptr + chunk, mask=real, other=0)
-    place = tl.load(start_ptr + node, mask=real, other=0) + i - tl.load(first_ptr + chunk, mask=real, other=0)
+    member = tl.load(start_ptr + node, mask=real, other=0) + i - tl.load(first_ptr + chunk, mask=real, other=0)
     total = tl.zeros([BM], tl.float32)
     for depth in range(depths):
-        at = tl.load(path_ptr + chunk * depths + depth, mask=real, other=-1)
-        some = real & (at >= 0)
-        node = tl.load(node_ptr + at, mask=some, other=0)
+        position = tl.load(path_ptr + chunk * depths + depth, mask=real, other=-1)
+        some = real & (position >= 0)
+        node = tl.load(node_ptr + position, mask=some, other=0)
         start = tl.load(start_ptr + node, mask=some, other=0)
-        below = some & (place >= start) & (place < tl.load(stop_ptr + node, mask=some, other=0))
-        ended = below & (place < start + tl.load(ends_ptr + node, mask=some, other=0))
+        below = some & (member >= start) & (member < tl.load(stop_ptr + node, mask=some, other=0))
+        ended = below & (member < start + tl.load(ends_ptr + node, mask=some, other=0))
         low = tl.load(child_ptr + node, mask=some, other=0)
         begin = low
         high = tl.load(child_ptr + node + 1, mask=some, other=1)
         for _ in range(HALVES):
             middle = (low + high) // 2
-            right = (high - low > 1) & (tl.load(start_ptr + middle, mask=below, other=0) <= place)
-            left = (high - low > 1) & (tl.load(start_ptr + middle, mask=below, other=0) > place)
+            right = (high - low > 1) & (tl.load(start_ptr + middle, mask=below, other=0) <= member)
+            left = (high - low > 1) & (tl.load(start_ptr + middle, mask=below, other=0) > member)
             low = tl.where(right, middle, low)
             high = tl.where(left, middle, high)
-        bucket = tl.load(offset_ptr + at, mask=some, other=0) + low - begin
-        total += tl.load(slope_ptr + tl.where(ended, buckets + at, bucket), mask=below, other=0.0)
-    token = tl.load(order_ptr + place, mask=real, other=0)
+        bucket = tl.load(offset_ptr + position, mask=some, other=0) + low - begin
+        total += tl.load(slope_ptr + tl.where(ended, buckets + position, bucket), mask=below, other=0.0)
+    token = tl.load(order_ptr + member, mask=real, other=0)
     lane = tl.load(coarse_lane_ptr + chunk, mask=real, other=0)
     z = tl.load(x_ptr + token * lanes + lane, mask=real, other=0.0).to(tl.float32)
     base = tl.load(lse_ptr + lane, mask=real, other=0.0) * LOG2E
@@ -354,18 +363,20 @@ class Below(NamedTuple):
 
 
 def below_nodes(
-    tree: TreeTables, at: TreePositions, coarse: tuple[Tensor, Tensor], slopes: Tensor, temperature: float = 1.0
+    tree: TreeTables, positions: TreePositions, coarse: tuple[Tensor, Tensor], slopes: Tensor, temperature: float = 1.0
 ) -> Below:
-    """What a chunk's positions add to the gradient of each coarse token, summed: every token that one of them names
+    """Sum of what a chunk's positions add to the gradient of each coarse token: every token that one of them names
     lies below the chunk's first node."""
     logits, lse = coarse
-    ids, lane = torch.empty(2, at.members, dtype=torch.int64, device=logits.device)
-    found, values = torch.empty(2, at.members, dtype=torch.float32, device=logits.device)
-    if at.members:
-        _below_kernel[(-(-at.members // ENTRIES),)](
-            logits, lse, slopes, tree.order, tree.start, tree.stop, tree.ends, tree.child_start, at.node, at.offset,
-            at.path, at.top(), at.first, at.coarse_lane, ids, lane, found, values,
-            at.members, at.buckets, at.path.shape[1], logits.shape[1], 1 / temperature,
-            HALVES=at.most_children.bit_length(), BM=ENTRIES, num_warps=4,
+    ids, lane = torch.empty(2, positions.members, dtype=torch.int64, device=logits.device)
+    logits_below, values = torch.empty(2, positions.members, dtype=torch.float32, device=logits.device)
+    # HALVES: so many halvings leave one of the most children that a node has
+    if positions.members:
+        _below_kernel[(-(-positions.members // ENTRIES),)](
+            logits, lse, slopes, tree.order, tree.start, tree.stop, tree.ends, tree.child_start, positions.node,
+            positions.offset, positions.path, positions.top(), positions.first,
+            positions.coarse_lane, ids, lane, logits_below, values,
+            positions.members, positions.buckets, positions.path.shape[1], logits.shape[1], 1 / temperature,
+            HALVES=positions.most_children.bit_length(), BM=ENTRIES, num_warps=4,
         )  # fmt: skip
-    return Below(ids, lane, found, values)
+    return Below(ids, lane, logits_below, values)

@@ -1,6 +1,6 @@
 """P-KL on the micro-batch's teacher columns K: divergence and gradient, in one pass over `[K, n]`.
 
-Reference: `limbeck.losses.objectives.published.p_kl` (forward).
+Reference: `limbeck.losses.objectives.p_kl.PKL` (forward).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from limbeck.losses.fast.kernels import COLUMNS
 from limbeck.losses.fast.kernels.stats import splits_for
-from limbeck.losses.objectives.published import P_KL_EPS
+from limbeck.losses.objectives.p_kl import P_KL_EPS
 
 EPS = tl.constexpr(P_KL_EPS)
 
@@ -49,15 +49,16 @@ def _p_kl_kernel(
     arg_q = tl.zeros([BV, BN], tl.int32)
     arg_t = tl.zeros([BV, BN], tl.int32)
     for v in range(start, end, BV):
-        at = v + tl.arange(0, BV)
-        inside = (at < end)[:, None]
-        q_at = q_ptr + at.to(tl.int64)[:, None] * lanes_q + col[None, :]
-        t_at = t_ptr + at.to(tl.int64)[:, None] * lanes_t + col[None, :]
+        column = v + tl.arange(0, BV)
+        inside = (column < end)[:, None]
+        q_at = q_ptr + column.to(tl.int64)[:, None] * lanes_q + col[None, :]
+        t_at = t_ptr + column.to(tl.int64)[:, None] * lanes_t + col[None, :]
+        # less than any mass, so that no place behind the end is the best
         q = tl.load(q_at, mask=inside, other=-1.0)
         # float16 has no -1e30
         t = tl.where(inside, tl.load(t_at, mask=inside, other=0.0).to(tl.float32), -1e30)
-        arg_q = tl.where(q > best_q, at[:, None], arg_q)
-        arg_t = tl.where(t > best_t, at[:, None], arg_t)
+        arg_q = tl.where(q > best_q, column[:, None], arg_q)
+        arg_t = tl.where(t > best_t, column[:, None], arg_t)
         best_q = tl.maximum(best_q, q)
         best_t = tl.maximum(best_t, t)
         share = tl.maximum(q, 0.0) * scale
@@ -112,17 +113,17 @@ def _chunk_mean_kernel(
     x_ptr, first_ptr, count_ptr, size, lanes, start, extras, chunks, BV: tl.constexpr, BN: tl.constexpr
 ):
     chunk = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = (tl.program_id(1) * BV + tl.arange(0, BV)).to(tl.int64)
+    column = (tl.program_id(1) * BV + tl.arange(0, BV)).to(tl.int64)
     real = chunk < chunks
-    inside = (at < size)[:, None] & real[None, :]
+    inside = (column < size)[:, None] & real[None, :]
     first = tl.load(first_ptr + chunk, mask=real, other=0)
     count = tl.load(count_ptr + chunk, mask=real, other=0)
-    place = x_ptr + at[:, None] * lanes + (start + chunk)[None, :]
-    total = tl.load(place, mask=inside, other=0.0)
+    address = x_ptr + column[:, None] * lanes + (start + chunk)[None, :]
+    total = tl.load(address, mask=inside, other=0.0)
     for j in range(tl.max(count, 0)):
         more = inside & (j < count)[None, :]
-        total += tl.load(x_ptr + at[:, None] * lanes + (extras + first + j)[None, :], mask=more, other=0.0)
-    tl.store(place, total / (count + 1).to(tl.float32)[None, :], mask=inside)
+        total += tl.load(x_ptr + column[:, None] * lanes + (extras + first + j)[None, :], mask=more, other=0.0)
+    tl.store(address, total / (count + 1).to(tl.float32)[None, :], mask=inside)
 
 
 def mean_over_chunks(values: Tensor, start: int, extras: int, first: Tensor, count: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Forward KL over pairs of tokens, not renormalised: `sum_pairs p_T (log p_T - log p_S)` for each column.
 
 Serves gold and H-KL (common pairs) and a teacher with the student's own vocabulary (every token is a pair).
-Reference: the first half of `limbeck.losses.objectives.published.common_kl`.
+Reference: the first half of `limbeck.losses.objectives.common_kl.CommonKL`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs

@@ -7,7 +7,7 @@ one bin, or where place k falls into it, is the area approximate, by at most tha
 an entry is the sign of the difference in its bin. Entries far beyond place k are not counted: see `_histogram`.
 
 Counts and masses are summed in one integer each, so the result does not depend on the order of the additions.
-Reference: `limbeck.losses.objectives.published.sorted_l1`.
+Reference: `limbeck.losses.objectives.uld.sorted_l1`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -37,6 +37,7 @@ STEP, LANES = 64, 16
 
 _PER_OCTAVE = tl.constexpr(PER_OCTAVE)
 _BINS = tl.constexpr(BINS)
+# mass has the lower 44 bits, room for 2^20 entries of at most 2^24 units; the count has the bits above
 _COUNT_SHIFT = tl.constexpr(44)
 _COUNT_ONE = tl.constexpr(1 << 44)
 _MASS_BITS = tl.constexpr((1 << 44) - 1)
@@ -73,11 +74,11 @@ def _histogram_kernel(
     for i in range(start, tl.minimum(start + per_split, number)):
         token = tl.load(ids_ptr + i * stride).to(tl.int64)
         log_p = tl.load(x_ptr + token * lanes + col, mask=inside, other=0.0).to(tl.float32) * scale - base
-        place = bin_of(log_p)
-        part = tl.exp2(log_p + place.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
+        bin_index = bin_of(log_p)
+        part = tl.exp2(log_p + bin_index.to(tl.float32) / _PER_OCTAVE)  # of the bin's upper border
         units = tl.minimum(part, 1.0) * _MASS_UNIT + 0.5
         one = units.to(tl.int64) + _COUNT_ONE
-        tl.atomic_add(out_ptr + place * width + col, one, mask=place <= limit, sem="relaxed")
+        tl.atomic_add(out_ptr + bin_index * width + col, one, mask=bin_index <= limit, sem="relaxed")
 
 
 # Reads the sample's counts once, from the largest bin down, writes one bin number per lane.
@@ -88,8 +89,8 @@ def _limit_kernel(counts_ptr, limit_ptr, lanes, need, BINS: tl.constexpr, BB: tl
     above = tl.zeros([BN], tl.float32)
     limit = tl.zeros([BN], tl.int32)
     for b in range(0, BINS, BB):
-        at = (b + tl.arange(0, BB))[:, None] * lanes + col[None, :]
-        count = (tl.load(counts_ptr + at) >> _COUNT_SHIFT).to(tl.float32)
+        offset = (b + tl.arange(0, BB))[:, None] * lanes + col[None, :]
+        count = (tl.load(counts_ptr + offset) >> _COUNT_SHIFT).to(tl.float32)
         running = tl.cumsum(count, 0) + above[None, :]
         limit += tl.sum((running < need).to(tl.int32), 0)
         above += tl.sum(count, 0)
@@ -122,12 +123,12 @@ def _area_kernel(
     total = tl.zeros([BB, BN], tl.float32)
     unit = 1.0 / _MASS_UNIT
     for b in range(0, BINS, BB):
-        place = b + tl.arange(0, BB)
-        at = place[:, None] * lanes + col[None, :]
-        high = tl.exp2(-place.to(tl.float32) / _PER_OCTAVE)[:, None]
-        low = tl.where(place == BINS - 1, 0.0, tl.exp2(-(place + 1).to(tl.float32) / _PER_OCTAVE))[:, None]
-        packed_s = tl.load(s_ptr + at)
-        packed_t = tl.load(t_ptr + at)
+        bins = b + tl.arange(0, BB)
+        offset = bins[:, None] * lanes + col[None, :]
+        high = tl.exp2(-bins.to(tl.float32) / _PER_OCTAVE)[:, None]
+        low = tl.where(bins == BINS - 1, 0.0, tl.exp2(-(bins + 1).to(tl.float32) / _PER_OCTAVE))[:, None]
+        packed_s = tl.load(s_ptr + offset)
+        packed_t = tl.load(t_ptr + offset)
         count_s = (packed_s >> _COUNT_SHIFT).to(tl.float32)
         count_t = (packed_t >> _COUNT_SHIFT).to(tl.float32)
         mass_s = (packed_s & _MASS_BITS).to(tl.float32) * unit * high
@@ -140,7 +141,7 @@ def _area_kernel(
         slope = tl.where(gap > 0, share_s, tl.where(gap < 0, -share_s, 0.0))
         rows += tl.abs(gap)
         total += slope * mass_s
-        tl.store(slope_ptr + at, slope.to(slope_ptr.dtype.element_ty))
+        tl.store(slope_ptr + offset, slope.to(slope_ptr.dtype.element_ty))
         above_s += tl.sum(count_s, 0)
         above_t += tl.sum(count_t, 0)
     tl.store(rows_ptr + col, tl.sum(rows, 0))
@@ -157,6 +158,7 @@ def _histogram(logits: Tensor, lse: Tensor, ids: Tensor, width: int, k: int, tem
     limit = torch.full((width,), BINS, dtype=torch.int32, device=device)
     out = torch.zeros(BINS, width, dtype=torch.int64, device=device)
     share = k / SAMPLE
+    # share is the mean of the sample's count, its root at least the deviation: six of those, and some more for few
     need = share + 6 * share**0.5 + 16
     strides = [SAMPLE, 1] if ids.numel() > SAMPLE * need else [1]
     for stride in strides:

@@ -1,5 +1,5 @@
-"""What every objective reads of a block's logits: log-sum-exp, maximum and its place over the vocabulary, and the
-student's probability on chosen teacher columns, `q[i] = sum_s W[s, column_i] p(s)`.
+"""Statistics of a block's logits that every objective reads: log-sum-exp, maximum and its place over the vocabulary,
+and the student's probability on chosen teacher columns, `q[i] = sum_s W[s, column_i] p(s)`.
 
 References: `column_stats_reference`, `project_columns_reference`, and `VocabMap.project_at`, whose layout is row-major.
 """
@@ -32,8 +32,8 @@ def splits_for(size: int, least: int = 32, most: int = 256) -> int:
 
 
 class ColumnStats(NamedTuple):
-    """Of logits `[V, L]`, `[L]` each: log-sum-exp at temperature 1 and at tau (the same tensor where tau is 1), and
-    the lowest id that has the largest logit (int32)."""
+    """Statistics of logits `[V, L]`, `[L]` each: log-sum-exp at temperature 1 and at tau (the same tensor where tau is
+    1), and the lowest id that has the largest logit (int32)."""
 
     lse: Tensor
     lse_tau: Tensor
@@ -65,9 +65,10 @@ def fast_reciprocal(x):
 
 # A tile of logits, -inf beyond the vocabulary's end.
 @triton.jit
-def _load(x_ptr, at, end, lanes, col):
-    offset = at.to(tl.int64)[:, None] * lanes + col[None, :]
-    return tl.load(x_ptr + offset, mask=(at < end)[:, None], other=float("-inf")).to(tl.float32)
+def _load(x_ptr, token, end, lanes, col):
+    # tokens x lanes may be beyond int32
+    offset = token.to(tl.int64)[:, None] * lanes + col[None, :]
+    return tl.load(x_ptr + offset, mask=(token < end)[:, None], other=float("-inf")).to(tl.float32)
 
 
 # Reads every logit once; writes four numbers per lane and part of the vocabulary. Programs split the vocabulary, since
@@ -87,11 +88,11 @@ def _partial_kernel(
     total = tl.zeros([BV, BN], tl.float32)
     scaled = tl.zeros([BV, BN], tl.float32)
     for v in range(start, end, 4 * BV):
-        at = v + rows
-        x0 = _load(x_ptr, at, end, lanes, col)
-        x1 = _load(x_ptr, at + BV, end, lanes, col)
-        x2 = _load(x_ptr, at + 2 * BV, end, lanes, col)
-        x3 = _load(x_ptr, at + 3 * BV, end, lanes, col)
+        token = v + rows
+        x0 = _load(x_ptr, token, end, lanes, col)
+        x1 = _load(x_ptr, token + BV, end, lanes, col)
+        x2 = _load(x_ptr, token + 2 * BV, end, lanes, col)
+        x3 = _load(x_ptr, token + 3 * BV, end, lanes, col)
         old = top
         # of these rows only the first is remembered; which of them it was is found at the end
         most = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
@@ -125,21 +126,21 @@ def _combine_kernel(
     SCALED: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = tl.arange(0, SPLITS)[:, None] * lanes + col[None, :]
-    top = tl.load(top_ptr + at)
+    part_offset = tl.arange(0, SPLITS)[:, None] * lanes + col[None, :]
+    top = tl.load(top_ptr + part_offset)
     best = tl.max(top, 0)
-    total = tl.sum(tl.load(sum_ptr + at) * tl.exp2((top - best[None, :]) * LOG2E), 0)
+    total = tl.sum(tl.load(sum_ptr + part_offset) * tl.exp2((top - best[None, :]) * LOG2E), 0)
     tl.store(lse_ptr + col, best + tl.log(total))
     last = 2147483647
-    first = tl.min(tl.where(top == best[None, :], tl.load(arg_ptr + at), last), 0)
+    first = tl.min(tl.where(top == best[None, :], tl.load(arg_ptr + part_offset), last), 0)
     first = tl.where(first < size, first, 0)  # no maximum is one of NaN
     token = first[None, :] + tl.arange(0, STEP)[:, None]
     offset = token.to(tl.int64) * lanes + col[None, :]
     x = tl.load(x_ptr + offset, mask=token < size, other=float("-inf")).to(tl.float32)
-    place = tl.min(tl.where(x == best[None, :], token, last), 0)
-    tl.store(out_arg_ptr + col, tl.where(place < size, place, first))
+    argmax = tl.min(tl.where(x == best[None, :], token, last), 0)
+    tl.store(out_arg_ptr + col, tl.where(argmax < size, argmax, first))
     if SCALED:
-        total = tl.sum(tl.load(scaled_ptr + at) * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0)
+        total = tl.sum(tl.load(scaled_ptr + part_offset) * tl.exp2((top - best[None, :]) * (inv_tau * LOG2E)), 0)
         tl.store(tau_ptr + col, best * inv_tau + tl.log(total))
 
 
@@ -152,7 +153,7 @@ def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
     arg = parts[-1].view(torch.int32)
     lse = torch.empty(lanes, dtype=torch.float32, device=logits.device)
     lse_tau = torch.empty_like(lse) if scaled else lse
-    place = torch.empty(lanes, dtype=torch.int32, device=logits.device)
+    argmax = torch.empty(lanes, dtype=torch.int32, device=logits.device)
     step = 4 * 8
     per_split = -(-size // (splits * step)) * step
     _partial_kernel[(lanes // COLUMNS, splits)](
@@ -160,10 +161,10 @@ def column_stats(logits: Tensor, temperature: float = 1.0) -> ColumnStats:
         SCALED=scaled, BV=8, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     _combine_kernel[(lanes // 16,)](
-        logits, parts[0], parts[1], parts[2], arg, lse, lse_tau, place, size, lanes, 1 / temperature,
+        logits, parts[0], parts[1], parts[2], arg, lse, lse_tau, argmax, size, lanes, 1 / temperature,
         SCALED=scaled, SPLITS=splits, STEP=step, BN=16, num_warps=4,
     )  # fmt: skip
-    return ColumnStats(lse, lse_tau, place)
+    return ColumnStats(lse, lse_tau, argmax)
 
 
 TOKENS = 256

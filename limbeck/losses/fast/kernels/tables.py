@@ -84,7 +84,7 @@ def _build(vocab: VocabMap) -> ProjectionTables:
     plain = (source >= 0).nonzero().squeeze(1)
     student = torch.cat((vocab.extra_student.cpu(), source[plain]))
     teacher = torch.cat((vocab.extra_teacher.cpu(), plain))
-    weight = torch.cat((vocab.fixed_weight.cpu(), torch.ones(plain.numel())))
+    weight = torch.cat((vocab.extra_weight.cpu(), torch.ones(plain.numel())))
 
     order = teacher.argsort(stable=True)
     count = torch.bincount(teacher, minlength=vocab.teacher_size)
@@ -260,16 +260,17 @@ def _cell_tables(student: Tensor, teacher: Tensor, cells: int, device: torch.dev
         "index_rest": index_rest[None],
         "entries": torch.ones_like(student),
     }
-    found = {name: value.to(device, torch.int32).contiguous() for name, value in tables.items()}
-    own, other = (side.in_order(cell_order.to(device)) for side in sides)
+    tensors = {name: value.to(device, torch.int32).contiguous() for name, value in tables.items()}
+    student_cells, teacher_cells = (side.in_order(cell_order.to(device)) for side in sides)
     weight = torch.ones(1, student.numel(), device=device)
-    return CellTables(own, other, simple=int(simple.sum()), weight=weight, **found)
+    return CellTables(student_cells, teacher_cells, simple=int(simple.sum()), weight=weight, **tensors)
 
 
 def _side_cells(cell: Tensor, cells: int, device: torch.device) -> SideCells:
     count = torch.bincount(cell, minlength=cells + 1)
     order = cell.argsort(stable=True)
     begin = count.cumsum(0) - count
+    # an empty last cell begins behind the last token
     source = order[begin[:-1].clamp(max=cell.numel() - 1)].masked_fill(count[:-1] != 1, -1)
     several = (count[:-1] > 1).nonzero().squeeze(1)
     # longest lists first: the last programs of a launch should be short ones

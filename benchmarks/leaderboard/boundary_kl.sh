@@ -1,6 +1,0 @@
-#!/bin/sh
-# sh benchmarks/leaderboard/boundary_kl.sh CORPUS WORK    CORPUS is what benchmarks/quality/corpus.py wrote
-set -eu
-cd "$(dirname "$0")/../.."
-PYTHONPATH=. exec python benchmarks/quality/suite.py "$1" "$2" \
-    --arms boundary_kl --pairs coarse fine --seeds 1 2 3 --minutes 600

@@ -1,6 +1,0 @@
-#!/bin/sh
-# sh benchmarks/leaderboard/tree_kl_cheap_soft.sh CORPUS WORK    CORPUS is what benchmarks/quality/corpus.py wrote
-set -eu
-cd "$(dirname "$0")/../.."
-PYTHONPATH=. exec python benchmarks/quality/suite.py "$1" "$2" \
-    --arms tree_kl_cheap_soft --pairs coarse fine --seeds 1 2 3 --minutes 600
