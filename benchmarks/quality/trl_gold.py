@@ -9,7 +9,8 @@ transformers 5.17 and 5.22; the trainer is experimental there and may move.
 
 Nothing of TRL's loss, alignment or loop is replaced. What differs from a `limbeck train` run of the same file:
 
-- TRL wants a prompt and a completion. A document is the completion, byte for byte, and the student's BOS token (its
+- TRL wants a prompt and a completion. Of a conversation the completion is its last answer; both models read it as the
+  student's template writes it. A document is the completion, byte for byte, and the student's BOS token (its
   end token where it has none) the prompt: a student that is used to a BOS token reads the same tokens as elsewhere.
   TRL shows the prompt to the teacher, too, where other arms begin the teacher's side as its own tokenizer does.
 - A document longer than the context is cut behind its last token that fits, as elsewhere, but TRL then puts an end
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,16 +81,37 @@ def read_texts(files: Iterable[str]) -> list[str]:
     return [text for path in files for text in corpus.read_texts(Path(path))]
 
 
+def conversations(files: Iterable[str], tokenizer: Any) -> list[dict[str, str]]:
+    """Conversations as the student's template writes them, their last answer as the completion, less the end token,
+    which TRL appends."""
+    rows = []
+    for path in files:
+        for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            options = {"tools": record.get("tools"), "tokenize": False}
+            whole = tokenizer.apply_chat_template(record["messages"], **options)
+            prompt = tokenizer.apply_chat_template(record["messages"][:-1], add_generation_prompt=True, **options)
+            if not whole.startswith(prompt):
+                raise SystemExit(f"{path}: a prompt is not the beginning of its conversation")
+            completion = whole[len(prompt) :].rstrip().removesuffix(tokenizer.eos_token)
+            rows.append({"prompt": prompt, "completion": completion})
+    return rows
+
+
 def gold_config(run: Mapping[str, Any], arm: str, out: Path) -> Any:
     """TRL's configuration of a run."""
     from trl.experimental.gold import GOLDConfig
 
+    batch = run["distillation"]["num_prompts_per_step"]
+    # whole logits of long conversations: eight at a time
+    at_once = math.gcd(batch, 8) if run["data"].get("mode") == "chat" else batch
     return GOLDConfig(
         output_dir=str(out),
         lmbda=0.0,
         max_length=None,
         max_steps=run["distillation"]["max_num_steps"],
-        per_device_train_batch_size=run["distillation"]["num_prompts_per_step"],
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=batch // at_once,
         seed=run["distillation"]["seed"],
         max_grad_norm=run["policy"]["max_grad_norm"],
         dataloader_drop_last=True,
@@ -116,16 +140,18 @@ def train(run: Mapping[str, Any], arm: str) -> None:
         tokenizer.pad_token = tokenizer.eos_token
     config = gold_config(run, arm, folder / "trl")
     teacher_tokenizer.save_pretrained(config.teacher_tokenizer_name_or_path)
-    texts = cut(read_texts(run["data"]["train"]), tokenizer, run["data"]["max_input_seq_length"] - 2)
-    begin = tokenizer.bos_token or tokenizer.eos_token
-    rows = Dataset.from_list([{"prompt": begin, "completion": text} for text in texts])
+    if run["data"].get("mode") == "chat":
+        rows = conversations([run["data"]["train"]], tokenizer)
+    else:
+        texts = cut(read_texts(run["data"]["train"]), tokenizer, run["data"]["max_input_seq_length"] - 2)
+        rows = [{"prompt": tokenizer.bos_token or tokenizer.eos_token, "completion": text} for text in texts]
     student = load_model({"model_name": policy["model_name"]}, device=config.device)
     optimizer = build_optimizer(student.parameters(), policy["optimizer"])
     trainer = GOLDTrainer(
         student,
         load_model({"model_name": run["teacher"]["model_name"]}, device=config.device),
         config,
-        train_dataset=rows,
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         optimizers=(optimizer, build_scheduler(optimizer, policy["scheduler"])),
     )

@@ -30,11 +30,12 @@ from limbeck.algorithms.vllm_sampler import VllmSampler, load_vllm
 from limbeck.config import FREE
 from limbeck.data.problems import Problem, Problems, PromptReading, encode_prompt
 from limbeck.data.readers import HUB_PREFIX, BadRecord
+from limbeck.distributed.device import default_device
 from limbeck.errors import ConfigError, DataError, LimbeckError, ServerError, one_line
 from limbeck.evaluation.bits import EvalModel, EvalOptions
 from limbeck.evaluation.models import find_model
 from limbeck.models.continuous import ContinuousSampler, make_local_sampler
-from limbeck.models.generate import Sampler, SamplingConfig
+from limbeck.models.generate import CPU_ANSWERS, MOST_ANSWERS, Sampler, SamplingConfig
 from limbeck.models.language_model import LanguageModel
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteTokenizer, load_tokenizer
@@ -84,8 +85,8 @@ class WriteConfig(PromptReading):
     """As ``on_policy.sampler``; ``vllm`` in this process; ``server``: an OpenAI-compatible one."""
     server: ServerConfig | None = Field(default=None, json_schema_extra=FREE)
     """Where the server is."""
-    batch_size: int = Field(default=32, ge=1, json_schema_extra=FREE)
-    """Answers that are written at a time."""
+    batch_size: int | None = Field(default=None, ge=1, json_schema_extra=FREE)
+    """Answers that are written at a time; null: 32 on a CPU or of a server, on an accelerator what its memory holds."""
     limit: int | None = Field(default=None, ge=1)
     """Only the first so many prompts."""
 
@@ -511,7 +512,7 @@ class Blocks:
         self.size = 0
         # again where the folder went between the two looks: another process has joined the blocks and removed it
         while not self.size and not self.is_done:
-            self._open(max(1, 2 * config.batch_size // config.answers))
+            self._open(max(1, _block_answers(config) // config.answers))
         if self.is_done:
             self._same(self.summary)
             # a kill may have come before it was gone
@@ -609,6 +610,12 @@ class Blocks:
             os.replace(self.folder / "summary", self.summary)
             shutil.rmtree(self.folder, ignore_errors=True)
         return True
+
+
+def _block_answers(config: WriteConfig) -> int:
+    """Answers of a block: enough that few wait for the last one, few enough that a kill costs little."""
+    on_device = config.server is None and default_device().type != "cpu"
+    return 4 * (config.batch_size or MOST_ANSWERS) if on_device else 2 * (config.batch_size or CPU_ANSWERS)
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def write_command(
     reasoning: Annotated[Reasoning, typer.Option(help="What stands before </think>.")] = Reasoning.keep,
     context_as: Annotated[ContextAs, typer.Option(help="What a record's teacher_context becomes.")] = ContextAs.system,
     engine: Annotated[Engine, typer.Option(help="What samples, without a server.")] = Engine.auto,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answers that are written at a time.")] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Answers that are written at a time; else chosen.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all answers.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     hub_subset: Annotated[str | None, typer.Option(help="hf: data: the configuration.")] = None,
@@ -96,7 +98,7 @@ def write_command(
         "teacher_context_as": context_as.value,
         "reasoning": reasoning.value,
         "engine": "server" if server else engine.value,
-        "server": {"url": server, "concurrency": batch_size} if server else None,
+        "server": {"url": server, "concurrency": batch_size or 32} if server else None,
         "batch_size": batch_size,
         "seed": seed,
         "limit": limit,

@@ -73,9 +73,9 @@ class TaskConfig(BaseModel):
             raise ValueError(f"{name!r} would be no part of a metric's name; use letters, digits, _, - and .")
         return name
 
-    def sampling(self, batch_size: int) -> SamplingConfig:
-        """How answers are sampled, so many at a time."""
-        return SamplingConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, batch_size=batch_size)
+    def sampling(self) -> SamplingConfig:
+        """How answers are sampled."""
+        return SamplingConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _scores(result: TaskResult) -> dict[int, float]:
 def _by_model(model: EvalModel, task: Task) -> TaskResult:
     vocab = model.encoder.vocab
     ends = [token for token, role in vocab.roles.items() if is_end(role) and token < model.policy.vocab_size]
-    sampler = make_local_sampler(model.policy, "auto", task.config.sampling(32), ends, vocab)
+    sampler = make_local_sampler(model.policy, "auto", task.config.sampling(), ends, vocab)
     room = max(1, model.limit() - task.config.max_new_tokens)
 
     def encode(problem: Problem) -> Tensor:

@@ -27,7 +27,7 @@ from limbeck.errors import ConfigError, LimbeckError
 from limbeck.models.attention import NAME as VARLEN
 from limbeck.models.attention import PAGED, fits_varlen, register_paged_attention
 from limbeck.models.causal import unwrap
-from limbeck.models.generate import LocalSampler, SamplingConfig, choose
+from limbeck.models.generate import LocalSampler, SamplingConfig, answers_at_once, choose
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab
 
@@ -73,7 +73,7 @@ def attention_for(model: LanguageModel) -> str:
 
 
 class ContinuousSampler(LocalSampler):
-    """Continuations by transformers' continuous batching, ``batch_size`` in work at any time.
+    """Continuations by transformers' continuous batching, `answers_at_once` in work at any time.
 
     It works on a copy of the weights in the model's precision, which `sync` renews: the engine's cache wants one type
     throughout, and its thread no model that is being trained. For the arguments see `LocalSampler`.
@@ -112,7 +112,7 @@ class ContinuousSampler(LocalSampler):
         else:
             self._engine.set_attn_implementation(self.attention)
         self._manager: Any = None
-        self._blocks = 0
+        self._blocks, self._at_once = 0, answers_at_once(model, config)
 
     @torch.no_grad()
     def sync(self, model: LanguageModel, step: int) -> None:
@@ -149,7 +149,7 @@ class ContinuousSampler(LocalSampler):
     def _running(self, rows: Sequence[Tensor], dice: Sequence[list[int]]) -> Iterator[Any]:
         """The engine at work on rows, each with its numbers; its cache is kept until there are longer rows."""
         new = self.config.max_new_tokens
-        needed = self.config.batch_size * -(-(max(len(row) for row in rows) + new) // PAGE)
+        needed = min(self._at_once, len(rows)) * -(-(max(len(row) for row in rows) + new) // PAGE)
         if self._manager is not None and needed > self._blocks:
             self._manager.destroy()
             self._manager = None
@@ -181,8 +181,8 @@ class ContinuousSampler(LocalSampler):
         engine = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=blocks,
-            max_batch_tokens=PREFILL + self.config.batch_size,
-            max_requests_per_batch=self.config.batch_size,
+            max_batch_tokens=PREFILL + self._at_once,
+            max_requests_per_batch=self._at_once,
             # keys of a prompt must not outlive the weights that they were computed with
             allow_block_sharing=False,
             return_logprobs=True,

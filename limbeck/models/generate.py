@@ -24,8 +24,10 @@ from transformers import (
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.microbatch import BatchingConfig, MicrobatchConfig, process_microbatch
 from limbeck.distributed.comm import Comm
+from limbeck.distributed.device import memory_total
 from limbeck.errors import ConfigError, DataError
 from limbeck.models.attention import cached_attention
+from limbeck.models.budget import model_shape
 from limbeck.models.causal import unwrap
 from limbeck.models.language_model import LanguageModel
 from limbeck.tokens import ByteVocab
@@ -42,8 +44,9 @@ class SamplingConfig(BaseModel):
     """0: always the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Choose among the most likely tokens that have this much probability together."""
-    batch_size: int = Field(default=32, ge=1)
-    """Answers that are written at a time."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Answers that are written at a time; null: 32 on a CPU, on an accelerator as many as its memory has room for,
+    at most 256."""
     stop: list[str] = []
     """Texts that end an answer; the token that completes one is its last."""
 
@@ -53,6 +56,29 @@ class SamplingConfig(BaseModel):
         if "" in stop:
             raise ValueError("an empty text would end every answer at once; leave it out")
         return stop
+
+
+CPU_ANSWERS = 32
+MOST_ANSWERS = 256
+"""A pass over this many answers costs an H200 hardly more than one over 32."""
+_CACHE_SHARE = 0.15
+_PROMPT = 1024
+"""Tokens of a prompt that are reckoned with; longer ones take memory that was left to others."""
+
+
+def answers_at_once(model: LanguageModel, config: SamplingConfig) -> int:
+    """Answers that are written at a time: what the settings say, else what a share of the device's memory holds.
+
+    By all of the memory and not by what is free, so that a resumed run writes the same to the last bit.
+    """
+    if config.batch_size is not None:
+        return config.batch_size
+    if model.device.type == "cpu":
+        return CPU_ANSWERS
+    shape = model_shape(unwrap(model.model).config, 0)
+    answer = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (_PROMPT + config.max_new_tokens)
+    fitting = int(_CACHE_SHARE * memory_total(model.device) / answer)
+    return min(max(fitting, 8), MOST_ANSWERS)
 
 
 @dataclass(frozen=True)
@@ -136,8 +162,9 @@ class LocalSampler(Sampler):
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         every = torch.cat(list(dice)) if dice else torch.zeros(0)
         answers: dict[int, tuple[Tensor, Tensor]] = {}
-        for first in range(0, len(order), self.config.batch_size):
-            batch = order[first : first + self.config.batch_size]
+        size = answers_at_once(self.model, self.config)
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
             written = self._generate([rows[row] for row in batch], every[batch])
             answers |= dict(zip(batch, written, strict=True))
         return [answers[row] for row in range(len(rows))]

@@ -96,7 +96,7 @@ class TaskScores(Observer):
         vocab = tokenizer.vocab
         if self._sampler is None:
             ends = [i for i, role in vocab.roles.items() if is_end(role) and i < student.vocab_size]
-            self._sampler = make_local_sampler(student, "auto", self.config.sampling(32), ends, vocab)
+            self._sampler = make_local_sampler(student, "auto", self.config.sampling(), ends, vocab)
         # a continuous sampler writes with a copy of the weights
         self._sampler.sync(student, run.state.total_steps)
         template = section.tokenizer.chat_template
