@@ -407,7 +407,15 @@ def _sums(tmp_path: Path, cut: bool) -> digits.Sums:
             [*words, "word"], specials=["<|begin_of_text|>", end], split_digits=name == digits.TEACHER
         )
         own.save_pretrained(tmp_path / name)
-    options = {"most": 40, "problems": 5, "texts": [9, 20], "batch": 4, "teacher_steps": 3, "teacher_rate": 1e-3}
+    options = {
+        "most": 40,
+        "problems": 5,
+        "texts": [9, 20],
+        "batch": 4,
+        "teacher_steps": 3,
+        "teacher_rate": 1e-3,
+        "tiny": False,
+    }
     return digits.Sums(tmp_path, tmp_path / "work", argparse.Namespace(**options, cut=cut))
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common import command, origin
 from benchmarks.quality.corpus import write_texts
-from benchmarks.quality.suite import ARMS, Results, Row, computed_in, latest, model, run_file, train
+from benchmarks.quality.suite import ARMS, TINY, Results, Row, computed_in, latest, model, run_file, train
 from benchmarks.quality.tables import grid
 from limbeck.tokens.loading import read_tokenizer
 from limbeck.utils.paired import paired
@@ -39,7 +39,8 @@ DEFAULT = "tree_kl_ce_.3"
 ASKED = ("ce", DEFAULT, "gold_ce_.3", "h_kl_ce_.3", "p_kl_ce_.3", "tree_kl_counted_ce_.3")
 SPLITS = ("test", "dev")
 """Held-out problems: those that are reported, and those that amounts and rates are chosen on."""
-SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8}
+LAYERS = {TEACHER: 4, STUDENT: 3}
 CONTEXT = 32
 WORTHY = 0.95
 """Share of the sums that the teacher has to have right."""
@@ -117,9 +118,11 @@ class Sums:
     def settings(self, name: str, text: str, steps: int, rate: float, seed: int, split: str) -> dict[str, Any]:
         """Run file of a model with a tokenizer of that name."""
         batch = self.args.batch
-        policy = model(self.work / name, SHAPE, steps, rate, batch) | {"max_total_sequence_length": CONTEXT}
+        shape = TINY if self.args.tiny else SHAPE | {"num_hidden_layers": LAYERS[name]}
+        policy = model(self.work / name, shape, steps, rate, batch) | {"max_total_sequence_length": CONTEXT}
         settings = run_file([self.work / f"{text}.jsonl"], policy, steps, batch, seed, self.work)
-        settings["data"]["max_input_seq_length"] = CONTEXT
+        # hundreds of short texts a step: a worker takes longer to lay them out than a small model to read them
+        settings["data"] |= {"max_input_seq_length": CONTEXT, "num_workers": 2}
         task = {"name": "sums", "data": str(self.work / f"{split}.jsonl"), "verifier": "number"}
         asked = {"problems": self.args.problems, "max_new_tokens": 8}
         settings["distillation"] |= {"tasks": [task | asked], "val_at_start": False}
