@@ -8,8 +8,9 @@ arm reads as often. Scores are greedy answers to held-out sums, by the verifier 
 
 Of several `--texts` and `--rates`, cross-entropy alone decides, on problems that are not reported: the better rate of
 each amount, then the amount where it has about half of the teacher's sums right. `--cut` leaves both tokenizers only
-the tokens that sums can have: they split sums as before, and every run is short. A finished run is a line of
-`WORK/results.jsonl`, and is not repeated. `--tiny` tries the machinery in a few steps.
+the tokens that sums can have: they split sums as before, every run is short, and `h_kl` is `gold`, since what it pairs
+beside equal tokens is gone. A finished run is a line of `WORK/results.jsonl`, and is not repeated. `--tiny` tries the
+machinery in a few steps.
 """
 
 from __future__ import annotations
