@@ -14,6 +14,7 @@ import yaml
 
 import limbeck
 from benchmarks.quality import leaderboard, tables, trl_gold
+from benchmarks.quality import sums as digits
 from benchmarks.quality.corpus import SMALL_BYTES, SMALL_DOMAINS, read_texts, write_parts, write_small
 from benchmarks.quality.corpus import write_texts as write_documents
 from benchmarks.quality.real import FIRST, Real, arm_amounts, best_rates, cut, sweep_of, write_texts
@@ -40,6 +41,7 @@ from benchmarks.quality.suite import (
     sorted_figures,
     wanted_runs,
 )
+from limbeck.algorithms.config import MasterConfig
 from limbeck.losses import CrossTokenizerDistillationLossConfig
 from limbeck.models.loading import load_model
 from tests.helpers import tokenizers
@@ -393,6 +395,80 @@ def test_trl_trains_a_student_that_is_a_model_folder(corpus: Path, tmp_path: Pat
     )
     assert before.keys() == after.keys()
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def _sums(tmp_path: Path, cut: bool) -> digits.Sums:
+    words = [str(number) for number in range(1000)]
+    for name, end in digits.ENDS.items():
+        own = tokenizers.byte_level(
+            [*words, "word"], specials=["<|begin_of_text|>", end], split_digits=name == digits.TEACHER
+        )
+        own.save_pretrained(tmp_path / name)
+    options = {
+        "most": 40,
+        "problems": 5,
+        "texts": [9, 20],
+        "batch": 4,
+        "teacher_steps": 3,
+        "teacher_rate": 1e-3,
+        "tiny": False,
+    }
+    return digits.Sums(tmp_path, tmp_path / "work", argparse.Namespace(**options, cut=cut))
+
+
+def test_no_text_has_a_sum_that_is_asked_and_cut_tokenizers_split_sums_as_before(tmp_path: Path) -> None:
+    work = _sums(tmp_path, cut=True).work
+    asked = {json.loads(line)["prompt"] for split in digits.SPLITS for line in (work / f"{split}.jsonl").open()}
+    read = {name: read_texts(work / f"{name}.jsonl") for name in ("teacher", "student_9", "student_20")}
+    assert len(asked) == 10
+    assert set(read["student_9"]) < set(read["student_20"]) < set(read["teacher"])
+    whole = [text.split(" =")[0].split(" + ") for text in [*asked, *read["teacher"]]]
+    assert len({frozenset(pair) for pair in whole}) == len(whole) == 31 * 32 // 2
+    for name in digits.ENDS:
+        after, before = (digits.tokens(folder / name, "12 + 345 =\n357") for folder in (work, tmp_path))
+        assert after == before
+        assert ("345" in after) == (name == digits.STUDENT)
+        assert len(json.loads((work / name / "tokenizer.json").read_text())["model"]["vocab"]) < 256 + 1000
+
+
+def test_run_files_of_sums_and_what_is_kept_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, runs = _sums(tmp_path, cut=False), list[dict[str, Any]]()
+
+    def train(settings: dict[str, Any], folder: Path) -> int:
+        runs.append(settings)
+        (folder / "checkpoints" / "step_3" / "policy" / "weights").mkdir(parents=True)
+        (folder / "tasks.jsonl").write_text(json.dumps({"problems": [4, 2], "scores": [1.0, 0.0], "reasons": {}}))
+        return 7
+
+    monkeypatch.setattr("benchmarks.quality.sums.train", train)
+    for seed, arm in enumerate(digits.ASKED):
+        row = bench.run("dev_9_2_0.001", arm, seed)
+        assert (row["solved"], row["seconds"]) == ("01", 7)
+        MasterConfig.model_validate(runs[-1])
+    assert ["teachers" in run for run in runs] == [False, False] + [True] * (len(digits.ASKED) - 1), "the teacher once"
+    assert bench.run("teacher", "teacher", 1)["solved"] == "01"
+    assert [run["distillation"]["tasks"][0]["data"][-10:] for run in runs[:2]] == ["/dev.jsonl", "test.jsonl"]
+
+
+def test_half_of_the_teacher_chooses_the_amount_and_arms_are_compared_on_the_seeds_of_both() -> None:
+    def row(pair: str, arm: str, seed: int, solved: str) -> dict[str, Any]:
+        return {"pair": pair, "arm": arm, "seed": seed, "solved": solved}
+
+    rows = [row("teacher", "teacher", 1, "1111")]
+    # at the better rate the smaller amount has all of them right
+    found = {"dev_1_9_0.1": "1100", "dev_1_9_0.2": "1111", "dev_2_9_0.1": "0001", "dev_2_9_0.2": "0000"}
+    rows += [row(pair, "ce", 0, solved) for pair, solved in found.items()]
+    assert digits.chosen(rows, list(found)) == "dev_2_9_0.1"
+    rows = [row("a", arm, seed, solved) for arm, seed, solved in (
+        ("ce", 1, "1000"), ("ce", 2, "1100"), (digits.DEFAULT, 1, "1110"), (digits.DEFAULT, 3, "1111"),
+    )]  # fmt: skip
+    assert digits.table(rows, "a").splitlines()[2:] == [
+        "| ce | 37.5% ± 12.5% | 2 | -50.0% | 28.9% | - |",
+        f"| {digits.DEFAULT} | 87.5% ± 12.5% | 2 | - | - | - |",
+    ]
 
 
 # -- what tables say ---------------------------------------------------------------------------------------------------
