@@ -282,8 +282,9 @@ class Stage:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         flags = [text for name, value in self.options().items() for text in _flag(name, value)]
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.folder, "--host", "127.0.0.1",
-                   "--port", str(port), "--dtype", str(self.model.precision).removeprefix("torch."), *flags]  # fmt: skip
+        dtype = str(self.model.precision).removeprefix("torch.")
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.folder, "--dtype", dtype]
+        command += ["--host", "127.0.0.1", "--port", str(port), *flags]
         most = max(self.numbers)
         own, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(own, min(hard, 65536)), hard))
