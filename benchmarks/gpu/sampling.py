@@ -13,6 +13,8 @@ has a flash kernel, continuous batching through a mask (`masked`) is measured on
 texts as off-policy distillation takes it (its default loss, on all tokens), and on the same texts as if the
 student had continued their beginnings (reverse KL, on what follows). Rows and student tokens are the same.
 
+*Engines*, only where asked for: see `engines.py`.
+
 `--tiny` runs everything small. Writes rows `sampling_*` and `on_policy_training_*` into results.json.
 """
 
@@ -32,6 +34,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu.common import RESULTS, random_weights_on_the_device, save_row
+from benchmarks.gpu.engines import STAGES, engines, stage
 from benchmarks.gpu.step import ROPE, SHAPES, TINY, timed
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.data.continuations import Continuation, ContinuationCollator
@@ -211,10 +214,23 @@ def main() -> None:
     arguments.add_argument("--prompts", type=int, default=384)
     arguments.add_argument("--new", type=int, default=256)
     arguments.add_argument("--batch", type=int, nargs="+", default=[64, 256])
-    arguments.add_argument("--parts", nargs="+", choices=["writing", "training"], default=["writing", "training"])
+    arguments.add_argument(
+        "--parts", nargs="+", choices=["writing", "training", "engines"], default=["writing", "training"]
+    )
     arguments.add_argument("--tiny", action="store_true")
     arguments.add_argument("--out", type=Path, default=RESULTS)
+    own = arguments.add_argument_group("engines")
+    own.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    own.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "limbeck-engines"))
+    own.add_argument("--start", type=float, default=110.0, help="seconds until a stage must be ready")
+    own.add_argument("--limit", type=float, default=50.0, help="seconds that a stage measures")
+    own.add_argument("--seconds", type=float, default=235.0, help="seconds of everything")
+    own.add_argument("--stage", nargs=2, help=argparse.SUPPRESS)
     args = arguments.parse_args()
+    if args.stage:
+        return stage(args)
+    if "engines" in args.parts:
+        engines(args)
     random_weights_on_the_device()
     shape = "tiny" if args.tiny else "llama_1b"
     if "writing" in args.parts:

@@ -420,7 +420,8 @@ class Client:
         if status in RETRIED:
             pause = retry_after(headers)
             raise HttpFailure(f"http_{status}", self.error_text(answer), passing=True, pause=pause)
-        if status == 200 and answer is None:
+        # vLLM's control addresses say that they have nothing to say
+        if status == 200 and answer is None and headers.get("content-length") != "0":
             raise HttpFailure("bad_answer", "the body is no JSON", passing=True)
         return status, answer
 
