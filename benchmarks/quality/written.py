@@ -237,6 +237,11 @@ class Written:
         records = len(read_lines(self.work / "written_prompts.jsonl"))
         return 2 if self.tiny else math.ceil(records * self.args.epochs / self.args.batch)
 
+    def batches(self) -> dict[str, Any]:
+        """Micro-batches, where several runs share a GPU and none may take all of its memory."""
+        tokens = self.args.tokens
+        return {"sequence_packing": {"enabled": True, "train_mb_tokens": tokens}} if tokens else {}
+
     def tasks(self) -> list[dict[str, Any]]:
         """Tasks of the pair, all of their problems."""
         if self.pair != "calls":
@@ -254,7 +259,7 @@ class Written:
         context, steps = CONTEXT[self.pair], self.steps()
         run: dict[str, Any] = {
             "policy": {"model_name": str(self.student), "max_total_sequence_length": context, "max_grad_norm": 1.0,
-                       "optimizer": optimizer(lr), "scheduler": schedule(steps, warmup(steps))},
+                       "optimizer": optimizer(lr), "scheduler": schedule(steps, warmup(steps)), **self.batches()},
             "data": {"mode": "chat", "train": str(self.work / f"{text}.jsonl"),
                      "validation": str(self.work / "written_dev.jsonl")},
             "loss_fn": dict(LOSSES.get(arm, {})),
@@ -268,7 +273,7 @@ class Written:
             run["teacher"] = {
                 "model_name": str(self.args.teacher),
                 "max_total_sequence_length": context,
-                **({} if arm == "half" else cache),
+                **(self.batches() if arm == "half" else cache),
             }
         if arm == "half":
             third = max(1, steps // 3)
@@ -304,7 +309,9 @@ class Written:
         bits = [row["val/bpb"] for row in read_lines(folder / "metrics.jsonl") if "val/bpb" in row]
         path = folder / "tasks.jsonl"
         last = {row["task"]: row for row in (read_lines(path) if path.exists() else [])}
-        return _figures(bits[-1] if bits else math.nan, {name: (row["problems"], row["scores"]) for name, row in last.items()})
+        return _figures(
+            bits[-1] if bits else math.nan, {name: (row["problems"], row["scores"]) for name, row in last.items()}
+        )
 
     def evaluated(self, model: Path) -> Row:
         """The same of a model folder, by the validation before a run's first step."""
@@ -312,7 +319,8 @@ class Written:
         shutil.rmtree(folder, ignore_errors=True)
         run = self.settings("ce", 0, 1e-6, folder)
         run["policy"] |= {"model_name": str(model), "tokenizer": {"name": self._reads_as(model)}}
-        run["policy"]["scheduler"] = None
+        # without the moments of Adam a teacher fits beside other runs
+        run["policy"] |= {"scheduler": None, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1e-6}}}
         run["distillation"] |= {"max_num_steps": 1, "val_at_start": True, "val_at_end": False}
         train(run, folder)
         found = self.validated(folder)
@@ -390,6 +398,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--tokens", type=int, help="of a micro-batch; else each run takes what it finds free")
     parser.add_argument("--parallel", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true", help="try the machinery: two steps, few prompts")
