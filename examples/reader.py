@@ -40,26 +40,29 @@ class StepsReader(RecordReader):
         return "ask" in data and bool(steps) and all("tool" in step or "say" in step for step in steps)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """The messages in order; what has no place is counted by ``builder.skip(reason, totals=...)``."""
+        """The messages in order; what has no place is counted. Any field may be missing or of another type."""
         builder = Builder(log, record.line, openai_tools(record.data.get("tools")))
-        builder.say("user", record.data["ask"])
-        for number, step in enumerate(as_dicts(record.data["steps"])):
-            if "tool" not in step:
-                builder.assistant(step["say"])
+        builder.say("user", as_text(record.data.get("ask")) or "")
+        for number, step in enumerate(as_dicts(record.data.get("steps"))):
+            said, tool, out = (as_text(step.get(key)) or "" for key in ("say", "tool", "out"))
+            if not tool:
+                builder.assistant(said)
+                if out:
+                    builder.skip("result_without_call", totals=Totals(characters=characters(out)))
                 continue
-            call = ToolCall(id=f"call_{number}", name=step["tool"], arguments=as_dict(step.get("args")))
-            builder.assistant(step.get("say") or "", calls=[call])
+            call = ToolCall(id=f"call_{number}", name=tool, arguments=as_dict(step.get("args")))
+            builder.assistant(said, calls=[call])
             # an explicit sign of a failure, never a guess
             failed = ErrorSignal("flag") if step.get("ok") is False else None
-            builder.result(call.id, step["out"], signal=failed)
+            builder.result(call.id, out, signal=failed)
         return builder.trace(as_text(record.data.get("task")), final_reward=record.data.get("reward"))
 
     def totals(self, record: Record) -> Totals:
         """Counted apart from ``convert``: what went in must come out, or the file is refused."""
-        steps = as_dicts(record.data["steps"])
-        calls = sum("tool" in step for step in steps)
-        text = sum(characters(step.get("say"), step.get("out")) for step in steps)
-        return Totals(calls=calls, results=calls, characters=text + characters(record.data["ask"]))
+        steps = as_dicts(record.data.get("steps"))
+        calls = sum(as_text(step.get("tool")) is not None for step in steps)
+        texts = [as_text(record.data.get("ask")), *(as_text(step.get(key)) for step in steps for key in ("say", "out"))]
+        return Totals(calls=calls, results=calls, characters=characters(*texts))
 
 
 if __name__ == "__main__":
