@@ -134,6 +134,8 @@ def test_run_files_are_valid(block: Block) -> None:
     base = {key: value for key, value in RUN.items() if not (key == "teacher" and "teachers" in given)}
     if given.get("algorithm") == "trace_distillation":
         base = {"policy": RUN["policy"], "traces": {"train": "traces.jsonl"}}
+    if "holdout" in given.get("data", {}):
+        base = {**base, "data": {key: value for key, value in RUN["data"].items() if key != "validation"}}
     resolve_run(merge(base, given))
 
 
