@@ -29,7 +29,6 @@ class Pace:
         return {**found, **{f"score_{number}": seconds for number, seconds in enumerate(asked)}}
 
     def begin(self) -> None:
-        """A step begins."""
         self._before = self._so_far()
 
     @contextmanager

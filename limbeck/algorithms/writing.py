@@ -143,7 +143,6 @@ class SamplerWriter(AnswerWriter):
         self.engine, self.sampler, self.tokenizer, self.room = engine, sampler, tokenizer, room
 
     def write(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Written | LimbeckError]:
-        """See the base class."""
         written: list[Written | LimbeckError] = []
         ids = []
         for problem in problems:
@@ -206,7 +205,6 @@ class ServerWriter(AnswerWriter):
             ) from failure
 
     def write(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Written | LimbeckError]:
-        """See the base class."""
         assert self.config.server is not None
         with ThreadPoolExecutor(max_workers=self.config.server.concurrency) as pool:
             return list(pool.map(self._one, problems, seeds))
@@ -248,7 +246,6 @@ class ServerWriter(AnswerWriter):
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self.client.close()
 
 
@@ -551,7 +548,6 @@ class Blocks:
             )
 
     def counts(self) -> Counts:
-        """Counts of all blocks that are done."""
         total = Counts()
         if self.is_done:
             return Counts.of(json.loads(self.summary.read_text(encoding="utf-8"))["counts"])

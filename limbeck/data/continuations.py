@@ -630,7 +630,6 @@ def _unused_number(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _call_of(call: WrittenCall, number: int) -> dict[str, Any]:
-    """A call as messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id or _call_id(number), "type": "function", "function": function}
 

@@ -147,7 +147,6 @@ class Verifiers(Environment):
     # ---- the protocol ----
 
     def start(self, record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """See the base class."""
         self._stop()
         _FAILED.clear()
         self._said, self._end = [], None
@@ -160,11 +159,9 @@ class Verifiers(Environment):
         return [_in_our_form(message) for message in self._said], list(asked.get("tools") or [])
 
     def answer(self, calls: Sequence[Mapping[str, Any]]) -> Any:
-        """See the base class."""
         raise NotImplementedError("the package reads whole answers")
 
     def reply(self, message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Any:
-        """See the base class."""
         answer = _in_their_form(message)
         before = len(self._said)
         pending, self._pending = self._pending, None

@@ -88,7 +88,6 @@ class TaskResult:
 
     @property
     def score(self) -> float:
-        """The mean."""
         return sum(self.scores) / len(self.scores) if self.scores else math.nan
 
     @property

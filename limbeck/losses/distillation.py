@@ -226,7 +226,6 @@ class CrossTokenizerDistillationLossFn(ChunkLoss[LossInputs]):
         return loss, metrics
 
     def _factors(self) -> tuple[float, float]:
-        """Factors of distillation and of cross-entropy."""
         if self.cfg.dynamic_loss_scaling:
             return self.scale.ratio(), 1.0
         assert self.cfg.ce_loss_scale is not None, "settled"

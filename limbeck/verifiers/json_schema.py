@@ -31,17 +31,14 @@ class JsonSchema(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return (self.answer_key, "messages")
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         _library()
         if self.file is not None:
             self._compiled({})
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         self._compiled(record)
 
     @cached_property
@@ -68,7 +65,6 @@ class JsonSchema(Verifier):
         return self._known[key]
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         compiled = self._compiled(record)
         fenced = _FENCED.findall(answer.final)
         written = fenced[-1] if fenced else answer.final

@@ -20,11 +20,9 @@ class Math(ReferenceVerifier):
     """Which verifier."""
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         _library()
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         library = _library()
         # its limits of time are alarms, which Python hands to the main thread alone
         seconds = SECONDS if threading.current_thread() is threading.main_thread() else None

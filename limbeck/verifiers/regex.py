@@ -21,7 +21,6 @@ class Regex(ReferenceVerifier):
     """Regular expression that must match somewhere in the answer; default: the record's right answer is one."""
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         engine = _engine()
         if self.pattern is not None:
             try:
@@ -30,12 +29,10 @@ class Regex(ReferenceVerifier):
                 raise ConfigError(f"the verifier's pattern {shown(self.pattern, 80)!r} is none: {error}") from error
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         if self.pattern is None and not isinstance(self.reference(record), str):
             raise DataError(f"{self.answer_key!r} of the record is {shown(self.reference(record), 80)!r}, no pattern")
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         if not answer.final:
             return no_answer("the answer is empty")
         pattern = self.pattern if self.pattern is not None else str(self.reference(record))

@@ -45,7 +45,6 @@ class AnthropicReader(RecordReader):
         return any(block.get("type") in _OWN_BLOCKS for block in blocks) or bool(plain_text(body.get("system")))
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         body = _body(record.data)
         if not _messages(record.data):
             raise SkipRecord("no_messages", f"keys {sorted(record.data)[:6]}")
@@ -66,7 +65,6 @@ class AnthropicReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the system prompt, the messages and the response."""
         system = Totals(characters=characters(plain_text(_body(record.data).get("system"))))
         return sum(map(_totals, _messages(record.data)), system)
 

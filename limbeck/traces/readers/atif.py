@@ -39,7 +39,6 @@ class ATIFReader(RecordReader):
         return str(data.get("schema_version")).startswith("ATIF-")
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per trajectory."""
         data = record.data
         steps = as_dicts(data.get("steps"))
         if not steps:
@@ -57,7 +56,6 @@ class ATIFReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of all steps."""
         return sum(map(_totals, as_dicts(record.data.get("steps"))), Totals())
 
 

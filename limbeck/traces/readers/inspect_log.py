@@ -46,7 +46,6 @@ class InspectReader(RecordReader):
         yield from super().read(_samples(records), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One sample."""
         sample = record.data
         messages = _messages(sample)
         if not messages:
@@ -62,11 +61,9 @@ class InspectReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the messages of a sample, or of all samples of a log."""
         return sum(map(self.trace_totals, _samples(iter([record]))), Totals())
 
     def trace_totals(self, record: Record) -> Totals:
-        """Totals of one sample."""
         return sum(map(_totals, _messages(record.data)), Totals())
 
 

@@ -40,7 +40,6 @@ class LLaMAFactoryReader(RecordReader):
         return bool(parts) and "type" in parts[0] and "value" in parts[0]
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
         messages = as_dicts(data.get("messages"))
         if not messages:
@@ -51,7 +50,6 @@ class LLaMAFactoryReader(RecordReader):
         return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of all messages."""
         return sum(map(_totals, as_dicts(record.data.get("messages"))), Totals())
 
 

@@ -57,7 +57,6 @@ class OpenAIChatReader(RecordReader):
         return bool(_raw_messages(data)) and not data.keys() & _OTHERS
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
         raw = _raw_messages(data)
         if not raw:
@@ -91,7 +90,6 @@ class OpenAIChatReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the messages, and of the answers beside them."""
         return sum(map(_totals, [*_raw_messages(record.data), *_answers(record.data)]), Totals())
 
 

@@ -50,7 +50,6 @@ class OpenAIResponsesReader(RecordReader):
         return bool(items) and all("type" in item for item in items[-1:]) and any(map(_is_own, items))
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
         items = _items(data)
         if not items:
@@ -65,7 +64,6 @@ class OpenAIResponsesReader(RecordReader):
         return builder.trace(name, final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the instructions and all items."""
         instructions = Totals(characters=characters(plain_text(_field(record.data, "instructions"))))
         others = [item for items in _transitions(record.data)[1:] for item in items]
         return sum(map(item_totals, [*_items(record.data), *others]), instructions)

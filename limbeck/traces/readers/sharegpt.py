@@ -44,7 +44,6 @@ class ShareGPTReader(RecordReader):
         return bool(turns) and "from" in turns[0] and "value" in turns[0]
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
         turns = as_dicts(data.get("conversations"))
         if not turns:
@@ -56,7 +55,6 @@ class ShareGPTReader(RecordReader):
         return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the system prompt and all turns."""
         system = Totals(characters=characters(as_text(record.data.get("system"))))
         return sum(map(_totals, as_dicts(record.data.get("conversations"))), system)
 

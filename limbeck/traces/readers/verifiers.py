@@ -44,7 +44,6 @@ class VerifiersReader(RecordReader):
         return bool(_messages(data.get("completion"))) and "prompt" in data and any(key in data for key in _MARKS)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per row."""
         data = record.data
         if not _messages(data.get("completion")):
             raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
@@ -63,7 +62,6 @@ class VerifiersReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the prompt and the completion."""
         return sum(map(_totals, _raw(record.data)), Totals())
 
 
