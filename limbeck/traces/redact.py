@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from limbeck.traces.inner_texts import encoded, unescaped
 from limbeck.traces.named_secrets import NamedSecrets
-from limbeck.traces.schema import Message, Origin, PreferencePair, Trace
+from limbeck.traces.schema import Message, PreferencePair, Trace
 from limbeck.traces.secret_rules import Rule, RuleSet, kept_rules
 from limbeck.traces.secret_values import MASK, Judge
 
@@ -235,13 +235,11 @@ class Redactor:
                 }
             )
 
-        def clean_origin(origin: Origin | None) -> Origin | None:
-            return None if origin is None else origin.model_copy(update={"file": self._text(origin.file, note)})
-
+        origin = trace.origin
         update = {
             "id": self._id(trace.id, note),
             "group_id": self._id(trace.group_id, note),
-            "origin": clean_origin(trace.origin),
+            "origin": origin and origin.model_copy(update={"file": self._text(origin.file, note)}),
             "messages": [self._message(message, note) for message in trace.messages],
             "tools": self._json(trace.tools, note),
             "meta": self._json(trace.meta, note),
@@ -279,11 +277,6 @@ def default_redactor() -> Redactor:
 def redact_text(text: str, counts: Counter[str] | None = None) -> str:
     """``Redactor.text`` with the kept rules."""
     return default_redactor().text(text, counts)
-
-
-def redact_value(value: _T, counts: Counter[str] | None = None) -> _T:
-    """``Redactor.value`` with the kept rules."""
-    return default_redactor().value(value, counts)
 
 
 def redact_trace(trace: Trace) -> tuple[Trace, Counter[str]]:
