@@ -237,12 +237,9 @@ class RawErrorHints(HintGenerator):
 def with_judge(generators: Sequence[HintGenerator], judge: HintGenerator) -> list[HintGenerator]:
     """Generators with a judge among them: asked where no sentence names what is wrong, before the weaker ones."""
     first = [g for g in generators if isinstance(g, HookHints)]
-    facts: list[HintGenerator] = [TemplateHints(only_facts=True)] if any(map(_is_template, generators)) else []
+    has_templates = any(isinstance(g, TemplateHints) for g in generators)
+    facts: list[HintGenerator] = [TemplateHints(only_facts=True)] if has_templates else []
     return [*first, *facts, judge, *(g for g in generators if not isinstance(g, HookHints))]
-
-
-def _is_template(generator: HintGenerator) -> bool:
-    return isinstance(generator, TemplateHints)
 
 
 class HookHints(HintGenerator):
