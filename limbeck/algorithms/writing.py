@@ -39,7 +39,7 @@ from limbeck.models.generate import CPU_ANSWERS, MOST_ANSWERS, Sampler, Sampling
 from limbeck.models.language_model import LanguageModel
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteTokenizer, load_tokenizer
-from limbeck.tokens.chat.calls import WrittenCall, written_calls
+from limbeck.tokens.chat.calls import WrittenCall, wire_message, written_calls
 from limbeck.tokens.chat.teacher_context import ContextForm, add_context
 from limbeck.tokens.vocab import is_end
 from limbeck.utils.files import write_atomic
@@ -213,7 +213,7 @@ class ServerWriter(AnswerWriter):
         config = self.config
         body = {
             "model": self.name,
-            "messages": [_wire_message(m) for m in _in_context(problem, config.teacher_context_as).messages],
+            "messages": [wire_message(m) for m in _in_context(problem, config.teacher_context_as).messages],
             "temperature": config.temperature,
             "top_p": config.top_p,
             "max_tokens": config.max_new_tokens,
@@ -255,25 +255,6 @@ def _in_context(problem: Problem, form: ContextForm, tokenizer: ByteTokenizer | 
         return problem
     with_context = add_context(problem.messages, problem.context, form, tokenizer, to_come=True)
     return replace(problem, messages=with_context.messages)
-
-
-def _wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat servers take it: arguments as JSON text, and no key that is ours alone."""
-    wire = {key: value for key, value in message.items() if key not in ("supervise", "reasoning_content", "tool_calls")}
-    if message.get("tool_calls"):
-        wire["tool_calls"] = [_wire_call(number, call) for number, call in enumerate(message["tool_calls"])]
-    return wire
-
-
-def _wire_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function") or call
-    arguments = function.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.get("id") or f"call{number:05}",
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": text},
-    }
 
 
 def _server_calls(calls: Any) -> Iterator[WrittenCall]:
