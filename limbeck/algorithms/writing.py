@@ -41,7 +41,6 @@ from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFai
 from limbeck.tokens import ByteTokenizer, load_tokenizer
 from limbeck.tokens.chat.calls import WrittenCall, wire_message, written_calls
 from limbeck.tokens.chat.teacher_context import ContextForm, add_context
-from limbeck.tokens.vocab import is_end
 from limbeck.utils.files import write_atomic
 from limbeck.utils.progress import Progress, Silent, say, stage
 from limbeck.verifiers import Answer, AnyVerifier, Verdict
@@ -279,13 +278,15 @@ def make_writer(config: WriteConfig) -> AnswerWriter:
         load_vllm()
         source = find_model(config.teacher)
         tokenizer = ByteTokenizer.of(load_tokenizer(source.tokenizer))
-        sampler: Sampler = TeacherVllm(source.weights, _sampling(config), _ends(tokenizer), tokenizer.vocab.size)
+        sampler: Sampler = TeacherVllm(
+            source.weights, _sampling(config), tokenizer.vocab.end_ids(), tokenizer.vocab.size
+        )
         return SamplerWriter(config, "vllm", sampler, tokenizer, room=1 << 30)
     with stage(f"loading {config.teacher}"):
         model = EvalModel(find_model(config.teacher), EvalOptions())
     kind: Any = config.engine
     # a head may be narrower than its tokenizer
-    ends = [token for token in _ends(model.encoder) if token < model.policy.vocab_size]
+    ends = model.encoder.vocab.end_ids(model.policy.vocab_size)
     sampler = make_local_sampler(model.policy, kind, _sampling(config), ends, model.encoder.vocab)
     engine = "continuous" if isinstance(sampler, ContinuousSampler) else "generate"
     room = model.limit() - config.max_new_tokens
@@ -295,10 +296,6 @@ def make_writer(config: WriteConfig) -> AnswerWriter:
             f"{config.teacher!r}; lower --max-new-tokens"
         )
     return SamplerWriter(config, engine, sampler, model.encoder, room=room)
-
-
-def _ends(tokenizer: ByteTokenizer) -> list[int]:
-    return [token for token, role in tokenizer.vocab.roles.items() if is_end(role)]
 
 
 def _sampling(config: WriteConfig) -> SamplingConfig:

@@ -29,7 +29,6 @@ from limbeck.tokens.chat.calls import WrittenCall, written_calls
 from limbeck.tokens.chat.ends import end_of_turn
 from limbeck.tokens.chat.markup import CallMarkup
 from limbeck.tokens.tokenized_text import BoolArray, CallField, IntArray, Segment
-from limbeck.tokens.vocab import is_end
 
 _BLANKS = b" \t"
 _ABOUT = ("tools", "template_kwargs", CONTEXT, TEACHER, REFERENCE)
@@ -155,7 +154,7 @@ class ContinuationCollator:
         self.room = collator.student.ctx_length - max_new_tokens
         self.prompt_tokens = min(prompt_tokens, self.room)
         self.vocab = collator.student.encoder.vocab
-        self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
+        self.end_ids = self.vocab.end_ids()
         # a text is rendered as a whole: whoever is to read the student's ids there has no side of its own
         self.same_ids = [
             side is not None

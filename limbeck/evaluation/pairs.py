@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from limbeck.data.readers import BadRecord
 from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
-from limbeck.evaluation.choices import ChoiceFile
+from limbeck.evaluation.choices import ChoiceFile, last_tokens
 from limbeck.tokens.chat import render_chat
 from limbeck.traces.schema import Message, PreferencePair, Trace, describe_validation, messages_to_chat
 
@@ -145,12 +145,4 @@ def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float,
     # a token without a predictor is in neither the nats nor the bytes
     scored[:1] = False
     size = int(np.diff(rendering.byte_ends, prepend=0)[scored].sum())
-    if len(ids) > model.context:
-        # the message is at the end: what is lost is the oldest context
-        front = np.zeros(0, np.int64) if model.bos_id is None else np.array([model.bos_id], np.int64)
-        keep = model.context - len(front)
-        ids = np.concatenate([front, ids[-keep:]])
-        scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
-        scored[:1] = False
-        skipped["truncated_prompts"] += 1
-    return Window(ids, scored, size, share, key)
+    return Window(*last_tokens(model, ids, scored, skipped), size, share, key)

@@ -325,6 +325,10 @@ class ByteVocab:
         """Ids of the special tokens of one role, ascending."""
         return tuple(sorted(i for i, r in self.roles.items() if r == role))
 
+    def end_ids(self, size: int | None = None) -> list[int]:
+        """Tokens that can close an assistant's turn; ``size``: rows of a head, which may be fewer."""
+        return [i for i, role in self.roles.items() if is_end(role) and (size is None or i < size)]
+
     def same_tokens(self, other: ByteVocab) -> bool:
         """Whether two tokenizers are the same; decided by fingerprint, never by name or size."""
         return self.fingerprint == other.fingerprint
