@@ -16,7 +16,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -24,6 +23,7 @@ from limbeck.traces.readers.base import (
     as_text,
     characters,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -46,8 +46,7 @@ class AnthropicReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         body = _body(record.data)
-        if not _messages(record.data):
-            raise SkipRecord("no_messages", f"keys {sorted(record.data)[:6]}")
+        present(_messages(record.data), record)
         tools = [_tool(tool) for tool in as_dicts(body.get("tools")) if as_text(tool.get("name"))]
         builder = Builder(log, record.line, tools)
         builder.say("system", builder.text(body.get("system")))

@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -23,6 +22,7 @@ from limbeck.traces.readers.base import (
     as_text,
     characters,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Trace
 
@@ -47,9 +47,7 @@ class InspectReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         sample = record.data
-        messages = _messages(sample)
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(sample)[:6]}")
+        messages = present(_messages(sample), record)
         builder = Builder(log, record.line, _tools(sample))
         for message in messages:
             _add(builder, message)

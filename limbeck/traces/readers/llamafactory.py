@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -24,6 +23,7 @@ from limbeck.traces.readers.base import (
     characters,
     openai_tools,
     parse_arguments,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -41,9 +41,7 @@ class LLaMAFactoryReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         data = record.data
-        messages = as_dicts(data.get("messages"))
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        messages = present(as_dicts(data.get("messages")), record)
         builder = Builder(log, record.line, openai_tools(data.get("tools")))
         for number, message in enumerate(messages):
             _add(builder, message, number)

@@ -18,7 +18,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -27,6 +26,7 @@ from limbeck.traces.readers.base import (
     characters,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Role, ToolCall, Trace
 
@@ -51,9 +51,7 @@ class OpenAIResponsesReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         data = record.data
-        items = _items(data)
-        if not items:
-            raise SkipRecord("no_items", f"keys {sorted(data)[:6]}")
+        items = present(_items(data), record, "items")
         builder = Builder(log, record.line, _tools(data))
         for others in _transitions(data)[1:]:
             builder.skip("other_transition", f"{len(others)} items", sum(map(item_totals, others), Totals()))

@@ -17,7 +17,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -27,6 +26,7 @@ from limbeck.traces.readers.base import (
     openai_tools,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -45,9 +45,7 @@ class ShareGPTReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         data = record.data
-        turns = as_dicts(data.get("conversations"))
-        if not turns:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        turns = present(as_dicts(data.get("conversations")), record)
         builder = Builder(log, record.line, openai_tools(data.get("tools")))
         builder.say("system", as_text(data.get("system")) or "")
         for number, turn in enumerate(turns):

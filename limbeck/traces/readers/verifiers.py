@@ -16,7 +16,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -28,6 +27,7 @@ from limbeck.traces.readers.base import (
     openai_tools,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Trace
 
@@ -45,8 +45,7 @@ class VerifiersReader(RecordReader):
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
         data = record.data
-        if not _messages(data.get("completion")):
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        present(_messages(data.get("completion")), record)
         info = _object(data.get("info"))
         builder = Builder(log, record.line, openai_tools(info.get("oai_tools") or data.get("tools")))
         tokens = _tokens(data)
