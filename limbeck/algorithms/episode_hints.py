@@ -45,8 +45,8 @@ class EpisodeHints:
             prompts: each holds all messages before its answer.
         """
         hints: dict[int, list[str]] = {}
-        for found in self._finder.find(trace):
-            hints.setdefault(found.target, []).append(found.hint)
+        for failed_call in self._finder.find(trace):
+            hints.setdefault(failed_call.target, []).append(failed_call.hint)
         callers = trace.callers()
         failed = {callers[i][0] for i, message in enumerate(trace.messages) if message.is_error and i in callers}
         self.failed += sum(len(prompt.messages) in failed for prompt in prompts)

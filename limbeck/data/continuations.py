@@ -357,8 +357,8 @@ class ContinuationCollator:
 
     def batch(self, written: Sequence[Continuation]) -> BatchedDataDict[Any]:
         """Rows of continuations: prompt and answer, the answer's tokens as targets; keys as those of the collator."""
-        told = any(one.prompt.hint or one.prompt.record.get(CONTEXT) for one in written)
-        if told and self.apart is not self:
+        hinted = any(one.prompt.hint or one.prompt.record.get(CONTEXT) for one in written)
+        if hinted and self.apart is not self:
             return self.apart.batch(written)
         skipped: list[Counter[str]] = [Counter() for _ in written]
         student: list[TokenizedText] = []
@@ -394,8 +394,8 @@ class ContinuationCollator:
         special = np.flatnonzero(self.vocab.special[ids])
         stops = bool(one.ended and len(special) and special[-1] == len(ids) - 1)
         size = inner = len(ids) - stops
-        told = stops and prompt.messages and prompt.compared
-        calling = self._calling(prompt, ids[:inner], counts) if told else None
+        whole = stops and prompt.messages and prompt.compared
+        calling = self._calling(prompt, ids[:inner], counts) if whole else None
         sides, body, reach = self._read(prompt, ids[:inner], size)
         if len(special) > stops and (calling is None or reach < len(body)):
             # the student's special token has no bytes that another tokenizer could read

@@ -235,8 +235,8 @@ def _meaning(part: Any) -> Any:
         part.pop("dropout", None)
     defaults = _DEFAULTS.get(str(kind), {})
     # by identity: an id of 0 equals False, and is none that is left out
-    given = {key: value for key, value in part.items() if value is not None and value is not False and value != ""}
-    return {key: value for key, value in given.items() if key not in defaults or defaults[key] != value}
+    stated = {key: value for key, value in part.items() if value is not None and value is not False and value != ""}
+    return {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
 
 
 def _hash(*parts: Any) -> str:
