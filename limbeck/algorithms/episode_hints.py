@@ -13,7 +13,8 @@ from dataclasses import replace
 from limbeck.data.continuations import ContinuationCollator, Prompt
 from limbeck.errors import LimbeckError
 from limbeck.traces.failed_calls import FailedCallFinder
-from limbeck.traces.failed_state_prompts import HintAfterFailureConfig, layered_hints
+from limbeck.traces.failed_state_prompts import HintAfterFailureConfig
+from limbeck.traces.hints import layered_hints
 from limbeck.traces.schema import Trace
 from limbeck.utils.metrics import Pair
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from limbeck.errors import ConfigError
 from limbeck.tokens.chat import Placement, insert_hint, probe_placement
@@ -439,3 +439,13 @@ def _texts(message: Message) -> list[str]:
 
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+HintSource = Literal["template", "raw"]
+"""A sentence by the kind of error, or the error's own words."""
+
+
+def layered_hints(sources: Sequence[HintSource]) -> LayeredHints:
+    """Hints of these sources, the first that has one."""
+    generators: dict[HintSource, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
+    return LayeredHints(tuple(generators[name] for name in sources))
