@@ -23,36 +23,6 @@ from pydantic.fields import FieldInfo
 from limbeck import foreign_keys, short_forms
 from limbeck.errors import ConfigError, one_line
 from limbeck.key_names import ANY, DEFAULT, Keys, near_name, stored_keys
-from limbeck.utils.files import safe_join
-
-__all__ = [
-    "FLAT",
-    "FREE",
-    "SECRET",
-    "Family",
-    "apply_overrides",
-    "dump_yaml",
-    "fields_of",
-    "forms_of",
-    "is_flat",
-    "is_marked",
-    "keys_of",
-    "load_config",
-    "merge",
-    "models_in",
-    "near_name",
-    "parse_yaml",
-    "read_settings",
-    "read_yaml",
-    "recipe_file",
-    "recipe_names",
-    "refuse_unknown_keys",
-    "resolve",
-    "resolve_references",
-    "resolve_value",
-    "safe_join",
-    "with_settings",
-]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -20,27 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from limbeck.errors import ConfigError
-from limbeck.tokens.chat import Placement, insert_hint, probe_placement
 from limbeck.traces.schema import Message, ToolCall, Trace
 from limbeck.utils.files import JsonCache, content_hash
-
-__all__ = [
-    "Hint",
-    "HintGenerator",
-    "HintRequest",
-    "HookHints",
-    "JudgeHints",
-    "LayeredHints",
-    "LeakCheck",
-    "Placement",
-    "RawErrorHints",
-    "TemplateHints",
-    "as_generators",
-    "insert_hint",
-    "leaks",
-    "probe_placement",
-    "with_judge",
-]
 
 MAX_HINT_CHARS = 2000
 
