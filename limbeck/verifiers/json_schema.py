@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from limbeck.errors import ConfigError, DataError
+from limbeck.utils.plugins import load_package
 from limbeck.verifiers.base import RIGHT, Answer, Record, Verdict, Verifier, no_answer, shown, wrong
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
@@ -98,9 +99,5 @@ def _loaded(schema: Any, key: str) -> Any:
 
 
 def _library() -> Any:
-    try:
-        return import_module("jsonschema")
-    except ImportError as error:
-        raise ConfigError(
-            "the verifier 'json_schema' needs the package jsonschema; pip install 'limbeck[verify]'"
-        ) from error
+    why = "the verifier 'json_schema' needs the package jsonschema; pip install 'limbeck[verify]'"
+    return load_package("jsonschema", why)

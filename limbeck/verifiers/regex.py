@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, Literal
 
 from limbeck.errors import ConfigError, DataError
+from limbeck.utils.plugins import load_package
 from limbeck.verifiers.base import RIGHT, Answer, Record, ReferenceVerifier, Verdict, no_answer, shown, wrong
 
 SECONDS = 1.0
@@ -41,8 +41,5 @@ class Regex(ReferenceVerifier):
 
 
 def _engine() -> Any:
-    try:
-        # unlike Python's own, it can be stopped
-        return import_module("regex")
-    except ImportError as error:
-        raise ConfigError("the verifier 'regex' needs the package regex; pip install regex") from error
+    # unlike Python's own, it can be stopped
+    return load_package("regex", "the verifier 'regex' needs the package regex; pip install regex")
