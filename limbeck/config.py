@@ -23,36 +23,6 @@ from pydantic.fields import FieldInfo
 from limbeck import foreign_keys, short_forms
 from limbeck.errors import ConfigError, one_line
 from limbeck.key_names import ANY, DEFAULT, Keys, near_name, stored_keys
-from limbeck.utils.files import safe_join
-
-__all__ = [
-    "FLAT",
-    "FREE",
-    "SECRET",
-    "Family",
-    "apply_overrides",
-    "dump_yaml",
-    "fields_of",
-    "forms_of",
-    "is_flat",
-    "is_marked",
-    "keys_of",
-    "load_config",
-    "merge",
-    "models_in",
-    "near_name",
-    "parse_yaml",
-    "read_settings",
-    "read_yaml",
-    "recipe_file",
-    "recipe_names",
-    "refuse_unknown_keys",
-    "resolve",
-    "resolve_references",
-    "resolve_value",
-    "safe_join",
-    "with_settings",
-]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -168,11 +138,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -652,11 +619,7 @@ class _Dumper(yaml.SafeDumper):
     """Strings that our loader would read as numbers are quoted."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -117,7 +117,7 @@ class DistillationTrainer(Trainer):
         sections = config.all_teachers
         teachers, spoken = teachers[: len(sections)], spoken[: len(sections)]
         spoken = [
-            tokenizer_of(section) if _is_name(tokenizer) else tokenizer
+            tokenizer_of(section) if tokenizer is None or isinstance(tokenizer, str | PathLike) else tokenizer
             for section, tokenizer in zip(sections, spoken, strict=True)
         ]
         self.vocab = ByteVocab.from_tokenizer(processing_class)
@@ -374,10 +374,6 @@ def _section(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 _USUAL_LENGTH = 2048
-
-
-def _is_name(tokenizer: Any) -> bool:
-    return tokenizer is None or isinstance(tokenizer, str | PathLike)
 
 
 def _first_record(*datasets: Any) -> Any:

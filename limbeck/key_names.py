@@ -54,7 +54,6 @@ class Keys:
                 yield from (f"{key}.{inner}" for inner in self._dotted(other))
 
     def at(self, path: Sequence[Any]) -> list[str]:
-        """The keys of the section at a path."""
         level: Sequence[str] = [self.root]
         for part in path:
             # numbers of list items and members of unions that were tried are no keys: stay where we are

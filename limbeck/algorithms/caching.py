@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from limbeck.algorithms.build import load_datasets, load_tokenizers, make_collator, teacher_lengths
 from limbeck.algorithms.config import MasterConfig
-from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
+from limbeck.algorithms.xtoken_off_policy_distillation import foreign_tokenizers, live_teacher
 from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.distributed.comm import Comm, init_distributed
 from limbeck.distributed.launch import connected, number_of_workers, worker_resources
@@ -97,8 +97,7 @@ class CacheJob:
         with stage("tokenizers"):
             student_tokenizer, self.tokenizers = load_tokenizers(config)
         vocab = ByteVocab.from_tokenizer(student_tokenizer)
-        foreign = [None if ByteVocab.from_tokenizer(t).same_tokens(vocab) else t for t in self.tokenizers]
-        self.collator = make_collator(config, student_tokenizer, foreign)
+        self.collator = make_collator(config, student_tokenizer, foreign_tokenizers(student_tokenizer, self.tokenizers))
         with stage("data"):
             self.datasets = [d for d in load_datasets(config) if d is not None]
         self.records = sum(len(d) for d in self.datasets)

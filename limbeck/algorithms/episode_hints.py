@@ -13,7 +13,8 @@ from dataclasses import replace
 from limbeck.data.continuations import ContinuationCollator, Prompt
 from limbeck.errors import LimbeckError
 from limbeck.traces.failed_calls import FailedCallFinder
-from limbeck.traces.failed_state_prompts import HintAfterFailureConfig, layered_hints
+from limbeck.traces.failed_state_prompts import HintAfterFailureConfig
+from limbeck.traces.hints import layered_hints
 from limbeck.traces.schema import Trace
 from limbeck.utils.metrics import Pair
 
@@ -45,8 +46,8 @@ class EpisodeHints:
             prompts: each holds all messages before its answer.
         """
         hints: dict[int, list[str]] = {}
-        for found in self._finder.find(trace):
-            hints.setdefault(found.target, []).append(found.hint)
+        for failed_call in self._finder.find(trace):
+            hints.setdefault(failed_call.target, []).append(failed_call.hint)
         callers = trace.callers()
         failed = {callers[i][0] for i, message in enumerate(trace.messages) if message.is_error and i in callers}
         self.failed += sum(len(prompt.messages) in failed for prompt in prompts)

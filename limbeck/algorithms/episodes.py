@@ -306,7 +306,6 @@ class Episodes(Rollouts):
         episode.session.close()
 
     def close(self) -> None:
-        """End the environment's processes."""
         self.pool.close()
 
 

@@ -21,7 +21,6 @@ from limbeck.losses.signals import Head, TeacherOutput
 from limbeck.losses.vocab.axis import VocabAxis
 from limbeck.tokens import ByteVocab
 from limbeck.tokens.classes import FORM_CLASSES, form_table
-from limbeck.tokens.vocab import is_end
 from limbeck.utils.metrics import Pair
 
 # Share of its maximum, ln 2, from which JSD says that two sides have nothing in common.
@@ -57,10 +56,9 @@ class CollapseMonitor:
             self.classes == FORM_CLASSES.index("special")
         )
         # a head may be narrower than its tokenizer
-        ends = [i for i, role in vocab.roles.items() if is_end(role) and i < vocab_size]
-        self.end_ids = ends
+        self.end_ids = vocab.end_ids(vocab_size)
         self.is_end = torch.zeros(vocab_size, dtype=torch.bool)
-        self.is_end[ends] = True
+        self.is_end[self.end_ids] = True
 
     def due(self, step: int) -> bool:
         """Whether a step (counted from 1) is measured; the first one always is."""

@@ -23,13 +23,12 @@ class Pace:
         self._before, self._trained = self._so_far(), 0.0
 
     def _so_far(self) -> dict[str, float]:
-        found = {} if self._writing is None else {"sample": self._writing.seconds}
+        written = {} if self._writing is None else {"sample": self._writing.seconds}
         # side by side: the slowest is the one that is waited for
         asked = [teacher.seconds_asked for teacher in self._teachers]
-        return {**found, **{f"score_{number}": seconds for number, seconds in enumerate(asked)}}
+        return {**written, **{f"score_{number}": seconds for number, seconds in enumerate(asked)}}
 
     def begin(self) -> None:
-        """A step begins."""
         self._before = self._so_far()
 
     @contextmanager

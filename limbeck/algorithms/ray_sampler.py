@@ -82,7 +82,6 @@ class SamplerActor:
         self.sampler.sync(self.model, self._steps)
 
     def write(self, prompts: list[list[int]], n: int, seeds: list[int]) -> list[list[Answer]]:
-        """``n`` answers to each prompt."""
         answers: list[list[Answer]] = [[] for _ in prompts]
         for one in self.sampler.sample([torch.tensor(ids) for ids in prompts], n=n, seed=seeds):
             answers[one.prompt].append((one.ids_T.tolist(), one.log_probs_T.tolist(), one.ended))

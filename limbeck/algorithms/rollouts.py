@@ -167,7 +167,6 @@ class Rollouts:
     def sample(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], heard: Heard | None = None
     ) -> list[Sample]:
-        """``n`` continuations of each prompt."""
         ids = [torch.from_numpy(prompt.student.ids) for prompt in prompts]
         if heard is None:
             return self.sampler.sample(ids, n=n, seed=seeds)

@@ -39,9 +39,8 @@ from limbeck.models.generate import CPU_ANSWERS, MOST_ANSWERS, Sampler, Sampling
 from limbeck.models.language_model import LanguageModel
 from limbeck.teachers.server.client import ServerClient, ServerConfig, ServerFailure
 from limbeck.tokens import ByteTokenizer, load_tokenizer
-from limbeck.tokens.chat.calls import WrittenCall, written_calls
+from limbeck.tokens.chat.calls import WrittenCall, wire_message, written_calls
 from limbeck.tokens.chat.teacher_context import ContextForm, add_context
-from limbeck.tokens.vocab import is_end
 from limbeck.utils.files import write_atomic
 from limbeck.utils.progress import Progress, Silent, say, stage
 from limbeck.verifiers import Answer, AnyVerifier, Verdict
@@ -143,7 +142,6 @@ class SamplerWriter(AnswerWriter):
         self.engine, self.sampler, self.tokenizer, self.room = engine, sampler, tokenizer, room
 
     def write(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Written | LimbeckError]:
-        """See the base class."""
         written: list[Written | LimbeckError] = []
         ids = []
         for problem in problems:
@@ -206,7 +204,6 @@ class ServerWriter(AnswerWriter):
             ) from failure
 
     def write(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Written | LimbeckError]:
-        """See the base class."""
         assert self.config.server is not None
         with ThreadPoolExecutor(max_workers=self.config.server.concurrency) as pool:
             return list(pool.map(self._one, problems, seeds))
@@ -215,7 +212,7 @@ class ServerWriter(AnswerWriter):
         config = self.config
         body = {
             "model": self.name,
-            "messages": [_wire_message(m) for m in _in_context(problem, config.teacher_context_as).messages],
+            "messages": [wire_message(m) for m in _in_context(problem, config.teacher_context_as).messages],
             "temperature": config.temperature,
             "top_p": config.top_p,
             "max_tokens": config.max_new_tokens,
@@ -248,7 +245,6 @@ class ServerWriter(AnswerWriter):
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self.client.close()
 
 
@@ -258,25 +254,6 @@ def _in_context(problem: Problem, form: ContextForm, tokenizer: ByteTokenizer | 
         return problem
     with_context = add_context(problem.messages, problem.context, form, tokenizer, to_come=True)
     return replace(problem, messages=with_context.messages)
-
-
-def _wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat servers take it: arguments as JSON text, and no key that is ours alone."""
-    wire = {key: value for key, value in message.items() if key not in ("supervise", "reasoning_content", "tool_calls")}
-    if message.get("tool_calls"):
-        wire["tool_calls"] = [_wire_call(number, call) for number, call in enumerate(message["tool_calls"])]
-    return wire
-
-
-def _wire_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function") or call
-    arguments = function.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.get("id") or f"call{number:05}",
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": text},
-    }
 
 
 def _server_calls(calls: Any) -> Iterator[WrittenCall]:
@@ -301,13 +278,15 @@ def make_writer(config: WriteConfig) -> AnswerWriter:
         load_vllm()
         source = find_model(config.teacher)
         tokenizer = ByteTokenizer.of(load_tokenizer(source.tokenizer))
-        sampler: Sampler = TeacherVllm(source.weights, _sampling(config), _ends(tokenizer), tokenizer.vocab.size)
+        sampler: Sampler = TeacherVllm(
+            source.weights, _sampling(config), tokenizer.vocab.end_ids(), tokenizer.vocab.size
+        )
         return SamplerWriter(config, "vllm", sampler, tokenizer, room=1 << 30)
     with stage(f"loading {config.teacher}"):
         model = EvalModel(find_model(config.teacher), EvalOptions())
     kind: Any = config.engine
     # a head may be narrower than its tokenizer
-    ends = [token for token in _ends(model.encoder) if token < model.policy.vocab_size]
+    ends = model.encoder.vocab.end_ids(model.policy.vocab_size)
     sampler = make_local_sampler(model.policy, kind, _sampling(config), ends, model.encoder.vocab)
     engine = "continuous" if isinstance(sampler, ContinuousSampler) else "generate"
     room = model.limit() - config.max_new_tokens
@@ -317,10 +296,6 @@ def make_writer(config: WriteConfig) -> AnswerWriter:
             f"{config.teacher!r}; lower --max-new-tokens"
         )
     return SamplerWriter(config, engine, sampler, model.encoder, room=room)
-
-
-def _ends(tokenizer: ByteTokenizer) -> list[int]:
-    return [token for token, role in tokenizer.vocab.roles.items() if is_end(role)]
 
 
 def _sampling(config: WriteConfig) -> SamplingConfig:
@@ -551,7 +526,6 @@ class Blocks:
             )
 
     def counts(self) -> Counts:
-        """Counts of all blocks that are done."""
         total = Counts()
         if self.is_done:
             return Counts.of(json.loads(self.summary.read_text(encoding="utf-8"))["counts"])

@@ -60,7 +60,6 @@ class Chunks:
         return [str(k) for k in names[2 * one_s + one_t]]
 
     def select(self, which: IntArray | BoolArray | slice) -> Chunks:
-        """The chunks at ``which``."""
         return Chunks(*(getattr(self, f.name)[which] for f in fields(self)))
 
     def mirrored(self) -> Chunks:

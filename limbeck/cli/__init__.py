@@ -163,7 +163,6 @@ Every command has --help with an example; --debug, anywhere, adds the traceback 
 
 
 def application() -> typer.Typer:
-    """All commands as one typer application."""
     import typer
 
     from limbeck.cli import (

@@ -62,7 +62,7 @@ def search_pages(pages: dict[str, Path], word: str) -> list[tuple[str, str, str]
 
 
 def _page(pages: dict[str, Path], name: str) -> Path:
-    from limbeck.config import near_name
+    from limbeck.key_names import near_name
 
     plain = name.removeprefix("docs/").removesuffix(".md")
     if plain in pages:

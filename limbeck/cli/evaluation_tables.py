@@ -188,10 +188,7 @@ def print_traces(result: Mapping[str, Any], names: Mapping[str, str], console: C
     models = list(result)
     first = result[models[0]]
     title = f"traces: mean log p in nats per message ({first['sites']} failed, {first['pairs']} pairs)"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("in front of the same state")
-    for model in models:
-        table.add_column(Text(names.get(model, model)), justify="right")
+    table = _table(title, ["in front of the same state"], [names.get(model, model) for model in models])
     for key, (label, higher) in _TRACE_FIGURES.items():
         table.add_row(label, *_cells([result[m][key] for m in models], higher))
     console.print(table)
@@ -218,22 +215,15 @@ _BEHAVIOUR = {
 def _behaviour(result: Mapping[str, Any], models: list[str], names: Mapping[str, str]) -> Table:
     states = result[models[0]]["behaviour"]["states"]
     title = f"what is written at {states} failed states: share of answers"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("the answer")
-    for model in models:
-        table.add_column(Text(names.get(model, model)), justify="right")
+    table = _table(title, ["the answer"], [names.get(model, model) for model in models])
     for key, (label, higher) in _BEHAVIOUR.items():
         table.add_row(label, *_cells([result[m]["behaviour"][key] for m in models], higher, digits=2))
     return table
 
 
 def _places(result: Mapping[str, Any], models: list[str], names: Mapping[str, str]) -> Table:
-    table = Table(title="log p by place", title_justify="left", title_style="bold", header_style="bold")
-    for column in ("trace", "message", "error"):
-        table.add_column(column, overflow="fold")
-    for kind in ("failed", "better"):
-        for model in models:
-            table.add_column(Text(f"{kind}\n{names.get(model, model)}"), justify="right")
+    columns = [f"{kind}\n{names.get(model, model)}" for kind in ("failed", "better") for model in models]
+    table = _table("log p by place", ["trace", "message", "error"], columns)
     rows = [{(row["trace"], row["message"]): row for row in result[m]["rows"]} for m in models]
     for key, row in rows[0].items():
         cells: list[Text] = []

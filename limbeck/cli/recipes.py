@@ -68,7 +68,8 @@ def describe(text: str) -> str:
 
 
 def _text(name: str) -> str:
-    from limbeck.config import near_name, recipe_file, recipe_names
+    from limbeck.config import recipe_file, recipe_names
+    from limbeck.key_names import near_name
 
     path = recipe_file(name)
     if path is None:

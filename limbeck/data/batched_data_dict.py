@@ -224,7 +224,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self, args: SequencePackingArgs | None = None
     ) -> Iterator[BatchedDataDict]:
         """Micro-batches whose rows fit one packed sequence; without ``args`` those planned by sharding."""
-        return self._iterate(self._planned() if args is None else self.plan_packed_batches(args))
+        bins = self._planned() if args is None else self.plan_packed_batches(args)
+        return (self.select_indices(items) for items in bins)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Number of planned micro-batches."""
@@ -357,9 +358,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             "No micro-batches were planned for this batch; pass the batching arguments, "
             "or make the batch with shard_by_batch_size."
         )
-
-    def _iterate(self, bins: Bins) -> Iterator[BatchedDataDict]:
-        return (self.select_indices(items) for items in bins)
 
     def _like(self, data: dict[str, Any]) -> Self:
         return type(self)(data)

@@ -29,7 +29,6 @@ from limbeck.tokens.chat.calls import WrittenCall, written_calls
 from limbeck.tokens.chat.ends import end_of_turn
 from limbeck.tokens.chat.markup import CallMarkup
 from limbeck.tokens.tokenized_text import BoolArray, CallField, IntArray, Segment
-from limbeck.tokens.vocab import is_end
 
 _BLANKS = b" \t"
 _ABOUT = ("tools", "template_kwargs", CONTEXT, TEACHER, REFERENCE)
@@ -155,7 +154,7 @@ class ContinuationCollator:
         self.room = collator.student.ctx_length - max_new_tokens
         self.prompt_tokens = min(prompt_tokens, self.room)
         self.vocab = collator.student.encoder.vocab
-        self.end_ids = [i for i, role in self.vocab.roles.items() if is_end(role)]
+        self.end_ids = self.vocab.end_ids()
         # a text is rendered as a whole: whoever is to read the student's ids there has no side of its own
         self.same_ids = [
             side is not None
@@ -358,8 +357,8 @@ class ContinuationCollator:
 
     def batch(self, written: Sequence[Continuation]) -> BatchedDataDict[Any]:
         """Rows of continuations: prompt and answer, the answer's tokens as targets; keys as those of the collator."""
-        told = any(one.prompt.hint or one.prompt.record.get(CONTEXT) for one in written)
-        if told and self.apart is not self:
+        hinted = any(one.prompt.hint or one.prompt.record.get(CONTEXT) for one in written)
+        if hinted and self.apart is not self:
             return self.apart.batch(written)
         skipped: list[Counter[str]] = [Counter() for _ in written]
         student: list[TokenizedText] = []
@@ -395,8 +394,8 @@ class ContinuationCollator:
         special = np.flatnonzero(self.vocab.special[ids])
         stops = bool(one.ended and len(special) and special[-1] == len(ids) - 1)
         size = inner = len(ids) - stops
-        told = stops and prompt.messages and prompt.compared
-        calling = self._calling(prompt, ids[:inner], counts) if told else None
+        whole = stops and prompt.messages and prompt.compared
+        calling = self._calling(prompt, ids[:inner], counts) if whole else None
         sides, body, reach = self._read(prompt, ids[:inner], size)
         if len(special) > stops and (calling is None or reach < len(body)):
             # the student's special token has no bytes that another tokenizer could read
@@ -630,7 +629,6 @@ def _unused_number(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _call_of(call: WrittenCall, number: int) -> dict[str, Any]:
-    """A call as messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id or _call_id(number), "type": "function", "function": function}
 

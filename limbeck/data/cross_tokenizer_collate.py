@@ -251,7 +251,7 @@ class CrossTokenizerCollator:
         ctx_length_teacher = ctx_length_teacher if ctx_length_teachers is None else ctx_length_teachers
         if make_seq_div_by_teachers is not None:
             make_seq_div_by_teacher = make_seq_div_by_teachers
-        teachers = _as_list(teacher_tokenizer)
+        teachers = list(teacher_tokenizer) if isinstance(teacher_tokenizer, list | tuple) else [teacher_tokenizer]
         n = len(teachers)
         lengths = _per_teacher(ctx_length_teacher, n, "ctx_length_teacher")
         divisors = _per_teacher(make_seq_div_by_teacher, n, "make_seq_div_by_teacher")
@@ -660,10 +660,6 @@ def _front(rendering: TokenizedText) -> tuple[int, int]:
 
 def _where(record: Mapping[str, Any]) -> str:
     return str(record.get("source") or record.get("idx", "of unknown origin"))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _per_teacher(value: Any, n: int, name: str) -> list[Any]:

@@ -44,7 +44,6 @@ class ChatForm:
 
     @property
     def keys(self) -> str:
-        """The keys in words."""
         return ", ".join(self.needed)
 
 

@@ -49,12 +49,10 @@ class TokenLayout:
 
     @classmethod
     def empty(cls) -> TokenLayout:
-        """No tokens."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(none, none, torch.zeros(0))
 
     def range(self, start: int, end: int) -> TokenLayout:
-        """Tokens `start:end`."""
         return TokenLayout(self.rows_E[start:end], self.ids_E[start:end], self.weight_E[start:end])
 
 

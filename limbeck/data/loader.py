@@ -162,11 +162,9 @@ class ShardIterator(Iterator[int]):
         return int(self._order[self._yielded - 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``ShardSampler.position``."""
         return {**self._sampler.position(self._yielded * self._sampler.world), "epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``ShardSampler.go_to``."""
         self._sampler.go_to(state)
         self._begin()
 

@@ -565,16 +565,11 @@ def _expand_one(spec: str) -> list[str]:
     raise DataError(f"The data file {spec!r} does not exist in {os.getcwd()}{hint}.")
 
 
-def default_cache_dir() -> Path:
-    """Where unpacked data files are kept."""
-    return cache_folder("data")
-
-
 def cached_copy(path: str, what: str, cache_dir: str | None, fill: Callable[[str], None]) -> str:
     """A derived form of ``path``, made by ``fill(target)`` the first time and whenever the file has changed."""
     stat = os.stat(path)
     key = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, what])
-    folder = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    folder = Path(cache_dir).expanduser() if cache_dir else cache_folder("data")
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{what.split(':')[0]}"
     if target.exists():
         return str(target)

@@ -59,7 +59,7 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
     except BadRecord as error:
         raise DataError(f"{source}: {error}; correct the file.") from None
     if isinstance(record.get(text_key), str):
-        return Row(source, text=_first_bytes(record[text_key], max_bytes))
+        return Row(source, text=first_bytes(record[text_key], max_bytes))
     messages = record.get(messages_key)
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         return Row(source, messages=tuple(messages), tools=record.get("tools"))
@@ -75,7 +75,8 @@ def _row(reader: Reader, number: int, text_key: str, messages_key: str, max_byte
     )
 
 
-def _first_bytes(text: str, limit: int) -> str:
+def first_bytes(text: str, limit: int) -> str:
+    """At most ``limit`` bytes of a text, whole characters only."""
     # no character has more than four bytes
     if len(text) * 4 <= limit:
         return text

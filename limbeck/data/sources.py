@@ -301,7 +301,7 @@ class RecordDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for sizes in self._sizes():
             long += (np.flatnonzero(sizes > self.options.most_bytes) + count).tolist()
             count, total = count + len(sizes), total + int(sizes.sum())
-        index = _Index.of_records(count)
+        index = _Index(count, None, None, None)
         if long and self.options.mode == "text":
             index = self._index_long(count, long)
         if self._checks_at_start(total):
@@ -476,10 +476,6 @@ class _Index:
         self._piece = piece
         self._split = split
         self.groups: np.ndarray | None = None
-
-    @classmethod
-    def of_records(cls, count: int) -> _Index:
-        return cls(count, None, None, None)
 
     @classmethod
     def of_pieces(cls, pieces: np.ndarray) -> _Index:

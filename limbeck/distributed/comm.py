@@ -101,7 +101,6 @@ class Comm:
 
     @classmethod
     def alone(cls) -> Comm:
-        """One rank."""
         return _ALONE
 
     @classmethod

@@ -159,7 +159,6 @@ class ParallelDims:
 
     @classmethod
     def alone(cls) -> ParallelDims:
-        """One process."""
         return cls()
 
     @classmethod

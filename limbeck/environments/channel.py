@@ -97,7 +97,6 @@ class EnvironmentProcess:
             raise
 
     def reply(self, deadline: float) -> dict[str, Any]:
-        """The next reply."""
         line = self._line(deadline)
         try:
             value = json.loads(line)

@@ -30,18 +30,15 @@ class FunctionTools(EnvironmentSettings):
     """A Python file, or the name of a module."""
 
     def order(self) -> dict[str, Any]:
-        """See the base class."""
         return {"kind": "functions", "source": self._place(), "most": self.max_answer_chars}
 
     def _place(self) -> str:
         return os.path.abspath(self.source) if self.source.endswith(".py") else self.source
 
     def tools(self) -> list[dict[str, Any]]:
-        """See the base class."""
         return _schemas(self.source, self._place(), tuple(self.pass_env))
 
     def ready(self) -> None:
-        """See the base class."""
         self.tools()
         super().ready()
 

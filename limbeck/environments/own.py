@@ -20,5 +20,4 @@ class OwnEnvironment(EnvironmentSettings):
     """Arguments by which an object is made."""
 
     def order(self) -> dict[str, Any]:
-        """See the base class."""
         return {"kind": "class", "source": self.name, "settings": self.settings}

@@ -29,20 +29,16 @@ class ProgramEnvironment(EnvironmentSettings):
 
     @property
     def greets(self) -> bool:
-        """See the base class."""
         return False
 
     @property
     def folder(self) -> str | None:
-        """See the base class."""
         return "."
 
     def order(self) -> dict[str, Any]:
-        """See the base class."""
         return {"kind": "process", "command": self.command}
 
     def ready(self) -> None:
-        """See the base class."""
         if shutil.which(self.command[0]) is None:
             raise ConfigError(
                 f"on_policy.environment.command begins with {self.command[0]!r}, which is no program here; install "

@@ -39,12 +39,10 @@ class VerifiersEnvironment(EnvironmentSettings):
         return self
 
     def order(self) -> dict[str, Any]:
-        """See the base class."""
         given = {"taskset": self.taskset, "source": self.source, "settings": self.settings}
         return {"kind": "class", "source": PLAYER, "settings": {**given, "max_turns": self.max_turns}}
 
     def ready(self) -> None:
-        """See the base class."""
         if importlib.util.find_spec("verifiers") is None:
             raise ConfigError(
                 "on_policy.environment.kind is 'verifiers', whose package is not installed; install "

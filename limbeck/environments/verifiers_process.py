@@ -147,7 +147,6 @@ class Verifiers(Environment):
     # ---- the protocol ----
 
     def start(self, record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """See the base class."""
         self._stop()
         _FAILED.clear()
         self._said, self._end = [], None
@@ -160,11 +159,9 @@ class Verifiers(Environment):
         return [_in_our_form(message) for message in self._said], list(asked.get("tools") or [])
 
     def answer(self, calls: Sequence[Mapping[str, Any]]) -> Any:
-        """See the base class."""
         raise NotImplementedError("the package reads whole answers")
 
     def reply(self, message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Any:
-        """See the base class."""
         answer = _in_their_form(message)
         before = len(self._said)
         pending, self._pending = self._pending, None
@@ -177,13 +174,13 @@ class Verifiers(Environment):
             return [
                 {"role": "tool", "tool_call_id": call["id"], "content": ""} for call in answer.get("tool_calls", [])
             ]
-        told = asked["messages"]
-        if [_plain(m) for m in told[: before + 1]] != [_plain(m) for m in [*self._said, answer]]:
+        messages = asked["messages"]
+        if [_plain(m) for m in messages[: before + 1]] != [_plain(m) for m in [*self._said, answer]]:
             self._stop()
             self._end = None, "the environment rewrites the conversation, or begins another one"
             return []
-        self._said = told
-        return [_in_our_form(one) for one in told[before + 1 :]]
+        self._said = messages
+        return [_in_our_form(one) for one in messages[before + 1 :]]
 
     def judge(self, conversation: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
         """See the base class; the package judges once the episode is over."""
@@ -202,12 +199,12 @@ class Verifiers(Environment):
         self._episode.add_done_callback(lambda done: self._requests.put(None))
 
     def _task(self, record: Mapping[str, Any]) -> Any:
-        given = record.get("task", record.get("idx", 0))
+        task = record.get("task", record.get("idx", 0))
         tasks = self._env.taskset
-        if isinstance(given, Mapping):
+        if isinstance(task, Mapping):
             kind = type(tasks).task_type()
-            return kind(kind.data_type().model_validate({"idx": 0, **given}), tasks.config.task)
-        number = int(given)
+            return kind(kind.data_type().model_validate({"idx": 0, **task}), tasks.config.task)
+        number = int(task)
         if "task" not in record and tasks.bounded and number >= len(self._tasks):
             # read once; records count on from the beginning where there are more of them
             self._tasks = self._tasks or list(tasks)

@@ -13,7 +13,6 @@ from limbeck.errors import ConfigError
 from limbeck.evaluation.bits import Advance, EvalModel, FileResult, Window, score_windows
 from limbeck.evaluation.choices import ChoiceFile, Question, Row, choice_window
 from limbeck.models.generate import LocalSampler, SamplingConfig
-from limbeck.tokens.vocab import is_end
 
 WRITTEN_AT_A_TIME = 256
 LINE_END = "\n"
@@ -65,9 +64,8 @@ def score_answers(
         advance(0.5)
     vocab = model.encoder.vocab
     config = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0, batch_size=WRITTEN_AT_A_TIME, stop=[LINE_END])
-    ends = [token for token, role in vocab.roles.items() if is_end(role)]
     prompts = [_prompt(model, question.prompts[0], room, result.skipped) for question in questions.values()]
-    samples = LocalSampler(model.policy, config, ends, vocab).sample(prompts)
+    samples = LocalSampler(model.policy, config, vocab.end_ids(), vocab).sample(prompts)
     right = 0
     for question, sample in zip(questions.values(), samples, strict=True):
         written = vocab.join(sample.ids_T.tolist()).decode("utf-8", "replace")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from limbeck.data.batched_data_dict import BatchedDataDict
+from limbeck.data.rows import first_bytes
 from limbeck.data.sources import ReadingConfig, RecordDataset
 from limbeck.errors import ConfigError, DataError, LossError
 from limbeck.evaluation.models import ModelSpec
@@ -248,7 +249,7 @@ def _renderings(
             rendering = render_chat(model.tokenizer, record["messages"], tools=record["tools"], name=name)
             left -= len(rendering.source)
         else:
-            text = _first_bytes(record["text"], left)
+            text = first_bytes(record["text"], left)
             rendering = model.text(text)
             left -= len(rendering.source)
         result.documents += 1
@@ -256,15 +257,6 @@ def _renderings(
         if not rendering.loss_mask.any():
             result.skipped["no_target"] += 1
         yield rendering
-
-
-def _first_bytes(text: str, limit: int) -> str:
-    """At most ``limit`` bytes of a text, whole characters only; the same cut for every model."""
-    # a character has at most 4 bytes; most texts need not be encoded for this
-    if len(text) * 4 <= limit:
-        return text
-    # ignore: the limit may lie inside a character
-    return text.encode("utf-8")[:limit].decode("utf-8", "ignore")
 
 
 def unwatched(documents: float) -> None:
@@ -338,7 +330,6 @@ def make_windows(
     stride: int,
     *,
     bos_id: int | None = None,
-    counted: BoolArray | None = None,
     key: Any = None,
 ) -> list[Window]:
     """Windows of at most ``context`` tokens over a rendering; every counted token is scored in exactly one.
@@ -347,7 +338,7 @@ def make_windows(
     again as context, behind a BOS token of its own where ``bos_id`` is given (some models need one). Windows without
     a counted token are left out.
     """
-    counted = counted_tokens(rendering) if counted is None else counted
+    counted = counted_tokens(rendering)
     check_window(context, stride)
     n = len(rendering)
     lengths = np.diff(rendering.byte_ends, prepend=0)

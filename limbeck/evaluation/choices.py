@@ -16,7 +16,7 @@ import numpy as np
 
 from limbeck.data.readers import BadRecord, JsonlReader, Reader, format_of
 from limbeck.errors import DataError
-from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
+from limbeck.evaluation.bits import BoolArray, EvalModel, FileResult, IntArray, Window, score_windows
 
 Row = Mapping[str, Any]
 
@@ -175,17 +175,24 @@ def choice_window(model: EvalModel, question: Question, answer: int, key: Any, s
     # by bytes and by ends: a token that straddles the border belongs to the answer
     scored = (rendering.byte_ends > len(prompt.encode("utf-8"))) & (~rendering.special)
     scored[:1] = False
-    ids = rendering.ids
-    if len(ids) > model.context:
-        front = rendering.ids[:1] if model.bos_id is not None else rendering.ids[:0]
-        keep = model.context - len(front)
-        ids = np.concatenate([front, ids[-keep:]])
-        scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
-        # an answer may fill the context by itself; its first token then has no predictor
-        scored[:1] = False
-        skipped["truncated_prompts"] += 1
+    ids, scored = last_tokens(model, rendering.ids, scored, skipped)
     size = len(question.continuations[answer].encode("utf-8"))
     return Window(ids, scored, size, 1 / len(question), key)
+
+
+def last_tokens(
+    model: EvalModel, ids: IntArray, scored: BoolArray, skipped: Counter[str]
+) -> tuple[IntArray, BoolArray]:
+    """The tokens that the model's context has room for, behind its BOS token; what is lost is the front."""
+    if len(ids) <= model.context:
+        return ids, scored
+    front = np.zeros(0, np.int64) if model.bos_id is None else np.array([model.bos_id], np.int64)
+    keep = model.context - len(front)
+    skipped["truncated_prompts"] += 1
+    scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
+    # an answer may fill the context by itself; its first token then has no predictor
+    scored[:1] = False
+    return np.concatenate([front, ids[-keep:]]), scored
 
 
 def _summary(

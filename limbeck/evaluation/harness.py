@@ -37,7 +37,6 @@ def run_harness(
     include: str | Path | None = None,
     precision: str = "float32",
     device: str = "cpu",
-    batch_size: int = 8,
     allow_missing: bool = False,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """``{model: {task: {metric: value}}}`` of the harness' own tasks.
@@ -53,9 +52,7 @@ def run_harness(
         source = find_model(spec, checkpoint)
         settings = {"model_name": source.weights, "allow_missing": allow_missing}
         model = load_model(settings, dtype=parse_dtype(precision), device=device)
-        wrapped = HFLM(
-            pretrained=model, tokenizer=load_tokenizer(source.tokenizer), batch_size=batch_size, device=device
-        )
+        wrapped = HFLM(pretrained=model, tokenizer=load_tokenizer(source.tokenizer), batch_size=8, device=device)
         evaluated: Any = lm_eval.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager)
         out[spec] = {task: _figures(values) for task, values in evaluated["results"].items()}
     return out

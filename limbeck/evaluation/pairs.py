@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from limbeck.data.readers import BadRecord
 from limbeck.evaluation.bits import EvalModel, FileResult, Window, score_windows
-from limbeck.evaluation.choices import ChoiceFile
+from limbeck.evaluation.choices import ChoiceFile, last_tokens
 from limbeck.tokens.chat import render_chat
-from limbeck.traces.schema import PreferencePair, Trace, describe_validation, messages_to_chat
+from limbeck.traces.schema import Message, PreferencePair, Trace, describe_validation, messages_to_chat
 
 Row = Mapping[str, Any]
 ChatMessage = dict[str, Any]
@@ -78,30 +79,24 @@ def _message(value: Any, side: str) -> ChatMessage:
 
 
 def _of_canonical(row: Row) -> PairCase:
-    from pydantic import ValidationError
-
     try:
         pair = PreferencePair.model_validate(dict(row))
     except ValidationError as error:
         raise BadRecord("bad_pair", describe_validation(error)) from None
-    state = pair.state()
-    chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
-    return PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], pair.tools or None)
+    return _case(pair, pair.state(), pair.tools)
 
 
 def _of_trace(row: Row) -> list[PairCase]:
-    from pydantic import ValidationError
-
     try:
         trace = Trace.model_validate(dict(row))
     except ValidationError as error:
         raise BadRecord("bad_trace", describe_validation(error)) from None
-    cases = []
-    for pair in trace.preference_pairs:
-        state = pair.state(trace)
-        chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
-        cases.append(PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], trace.tools or None))
-    return cases
+    return [_case(pair, pair.state(trace), trace.tools) for pair in trace.preference_pairs]
+
+
+def _case(pair: PreferencePair, state: list[Message], tools: list[Any]) -> PairCase:
+    chats = [messages_to_chat([*state, message]) for message in (pair.chosen, pair.rejected)]
+    return PairCase(chats[0][:-1], chats[0][-1], chats[1][-1], tools or None)
 
 
 def score_pairs(
@@ -150,12 +145,4 @@ def _window(model: EvalModel, case: PairCase, side: str, key: Any, share: float,
     # a token without a predictor is in neither the nats nor the bytes
     scored[:1] = False
     size = int(np.diff(rendering.byte_ends, prepend=0)[scored].sum())
-    if len(ids) > model.context:
-        # the message is at the end: what is lost is the oldest context
-        front = np.zeros(0, np.int64) if model.bos_id is None else np.array([model.bos_id], np.int64)
-        keep = model.context - len(front)
-        ids = np.concatenate([front, ids[-keep:]])
-        scored = np.concatenate([np.zeros(len(front), bool), scored[-keep:]])
-        scored[:1] = False
-        skipped["truncated_prompts"] += 1
-    return Window(ids, scored, size, share, key)
+    return Window(*last_tokens(model, ids, scored, skipped), size, share, key)

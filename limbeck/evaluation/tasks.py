@@ -25,7 +25,6 @@ from limbeck.evaluation.models import find_model
 from limbeck.models.continuous import make_local_sampler
 from limbeck.models.generate import Sampler, SamplingConfig
 from limbeck.tokens import ByteVocab
-from limbeck.tokens.vocab import is_end
 from limbeck.utils.paired import paired
 from limbeck.utils.progress import say, stage
 from limbeck.verifiers import Answer, AnyVerifier
@@ -88,7 +87,6 @@ class TaskResult:
 
     @property
     def score(self) -> float:
-        """The mean."""
         return sum(self.scores) / len(self.scores) if self.scores else math.nan
 
     @property
@@ -256,7 +254,7 @@ def _scores(result: TaskResult) -> dict[int, float]:
 
 def _by_model(model: EvalModel, task: Task) -> TaskResult:
     vocab = model.encoder.vocab
-    ends = [token for token, role in vocab.roles.items() if is_end(role) and token < model.policy.vocab_size]
+    ends = vocab.end_ids(model.policy.vocab_size)
     sampler = make_local_sampler(model.policy, "auto", task.config.sampling(), ends, vocab)
     room = max(1, model.limit() - task.config.max_new_tokens)
 

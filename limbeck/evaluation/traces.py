@@ -22,7 +22,6 @@ from limbeck.evaluation.bits import Begin, EvalModel, EvalOptions, unwatched
 from limbeck.evaluation.models import find_model
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.tokens.tokenizer import read_template
-from limbeck.tokens.vocab import is_end
 from limbeck.traces import CollatorConfig, ComposerDataCollator
 from limbeck.traces.calls import parse_calls
 from limbeck.traces.errors import check_call
@@ -145,9 +144,8 @@ def behaviour_at_failures(
         if len(failures) == states:
             break
     vocab = collator.student.tokenizer.vocab
-    ends = [token for token, role in vocab.roles.items() if is_end(role)]
     greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0)
-    written = LocalSampler(model.policy, greedy, ends).sample(prompts) if prompts else []
+    written = LocalSampler(model.policy, greedy, vocab.end_ids()).sample(prompts) if prompts else []
     return _behaviour(
         [_judged(p, _text(collator, sample.ids_T), sample.ended) for p, sample in zip(failures, written, strict=True)]
     )

@@ -142,10 +142,6 @@ class CrossTokenizerDistillationLossFn(ChunkLoss[LossInputs]):
             if isinstance(objective, TreeKL) and objective.counts_ends:
                 objective.count_token_ends(layouts[i] for layouts in texts)
 
-    @property
-    def _reads_next_row(self) -> bool:
-        return any(objective.reads_next_row for objective in self.objectives)
-
     # ---- counting and layouts (CPU) ----
 
     def same_vocabulary(self, batch: Batch) -> list[bool]:
@@ -176,10 +172,11 @@ class CrossTokenizerDistillationLossFn(ChunkLoss[LossInputs]):
         return self._laid_out(tokens, layouts, whole.num_samples, comm)
 
     def _laid_out(self, tokens: TokenLayout, layouts: list[ChunkLayout], num_samples: int, comm: Comm) -> LossInputs:
+        next_rows = any(objective.reads_next_row for objective in self.objectives)
         return LossInputs(
             tokens=tokens,
             layouts=layouts,
-            cut=partial(cut_blocks, tokens, layouts, self.block_rows, next_rows=self._reads_next_row),
+            cut=partial(cut_blocks, tokens, layouts, self.block_rows, next_rows=next_rows),
             orders=fast.plan_orders(
                 self.cfg.fast_path, self.objectives, tokens, layouts, self.cfg.block_rows, self.vocab_shards
             ),
@@ -226,7 +223,6 @@ class CrossTokenizerDistillationLossFn(ChunkLoss[LossInputs]):
         return loss, metrics
 
     def _factors(self) -> tuple[float, float]:
-        """Factors of distillation and of cross-entropy."""
         if self.cfg.dynamic_loss_scaling:
             return self.scale.ratio(), 1.0
         assert self.cfg.ce_loss_scale is not None, "settled"

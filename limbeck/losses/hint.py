@@ -83,7 +83,6 @@ class HintLossConfig(ComparesBySpec):
 
     @property
     def spec(self) -> DivergenceSpec:
-        """The divergence."""
         return DivergenceSpec(
             self.divergence, self.jsd_beta, self.jsd_rescale, self.entry_clip, self.topk, self.topk_by
         )

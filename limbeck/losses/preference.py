@@ -151,7 +151,6 @@ class PreferenceLossFn(Loss[PreferenceInputs]):
     def compute_loss(
         self, hidden_RH: Tensor, head: Head, signals: Sequence[TeacherOutput], inputs: PreferenceInputs, counts: Counts
     ) -> tuple[Tensor, Metrics]:
-        """Loss of one micro-batch, already divided by the global count, and metrics as (sum, count)."""
         sums = response_log_probs(hidden_RH, head, inputs, block_rows=self.block_rows)
         device, dtype = sums.device, sums.dtype
         chosen, rejected = inputs.chosen.to(device), inputs.rejected.to(device)

@@ -150,7 +150,6 @@ class ModelConfig(MicrobatchConfig):
 
     @property
     def shown_name(self) -> str:
-        """Name of the model in messages."""
         if self.model_name is None:
             return f"(random {self.model_overrides['model_type']})"
         is_path = self.model_name.startswith(("/", "~", "package:"))
@@ -168,7 +167,6 @@ class ModelConfig(MicrobatchConfig):
         return None
 
     def parameter_type(self, trained: bool) -> torch.dtype:
-        """Type of the parameters."""
         if self.param_dtype is not None:
             return parse_dtype(self.param_dtype)
         return torch.float32 if trained else self.compute_type()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from limbeck.config import resolve
 from limbeck.errors import ConfigError
 from limbeck.key_names import near_name
 from limbeck.models.causal import unwrap
+from limbeck.utils.plugins import load_package
 
 
 class LoraConfig(BaseModel):
@@ -40,10 +40,7 @@ class LoraConfig(BaseModel):
 
 def load_peft() -> Any:
     """peft, which is an optional part of the installation."""
-    try:
-        return import_module("peft")
-    except ImportError as e:
-        raise ConfigError("policy.lora needs the package peft; pip install 'limbeck[peft]' or remove lora") from e
+    return load_package("peft", "policy.lora needs the package peft; pip install 'limbeck[peft]' or remove lora")
 
 
 def apply_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], *, seed: int | None = None) -> Any:

@@ -94,7 +94,6 @@ class BytePrefixes:
 
     @cached_property
     def completions(self) -> Completions:
-        """See `Completions`."""
         group = np.full(len(self.teacher_bytes), -1, np.int64)
         shortest: list[bytes] = []
         for i, data in zip(self.teacher.ids, self.teacher.data, strict=True):

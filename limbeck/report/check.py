@@ -66,7 +66,6 @@ def check_page(report: dict[str, Any], names: tuple[str, str]) -> Page:
 
 
 def _pilot(pilot: dict[str, Any] | None) -> list[list[str]]:
-    """The arms of a pilot."""
     rows = []
     for arm in [] if pilot is None else pilot["arms"]:
         name = " ".join(f"{key}={value}" for key, value in arm["settings"].items()) or arm["name"]

@@ -92,7 +92,8 @@ _TIMES = {
     "backward": "backward",
     "optimizer": "optimizer",
     "wait": "waiting for the device",
-    "generate": "writing answers",
+    "sample": "writing answers",
+    "hand_over": "handing prompts over",
 }
 """Sections of a step, as its timer calls them."""
 _WAITING = ("data", "wait")

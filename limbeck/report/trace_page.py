@@ -50,7 +50,6 @@ class TraceView:
     notes: Sequence[str] = ()
 
     def page(self, title: str) -> Page:
-        """The page of all traces."""
         outcomes: Counter[str] = Counter()
         pages = [self._trace(number, trace, outcomes) for number, trace in enumerate(self.traces)]
         failures = [site for page in pages for message in page["messages"] for site in message["sites"]]

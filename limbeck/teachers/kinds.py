@@ -136,7 +136,6 @@ class TeacherKind(Teacher):
 
 
 def find_kind(name: str) -> type[TeacherKind]:
-    """The class of a kind."""
     if name in KINDS:
         return KINDS[name]
     if ":" not in name:

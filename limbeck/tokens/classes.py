@@ -9,7 +9,7 @@ from bisect import bisect_right
 import numpy as np
 import numpy.typing as npt
 
-from limbeck.tokens.vocab import ByteVocab, is_end
+from limbeck.tokens.vocab import ByteVocab
 
 TEXT_CLASSES = ("digits", "white_space", "code", "cjk", "other")
 """Names by number, as `class_table` gives them: numerals; blanks and line ends; ASCII signs without a letter, as code
@@ -170,8 +170,7 @@ _THINKING = re.compile(rb"[<\[][^<>\[\]]*think[^<>\[\]]*[>\]]", re.IGNORECASE)
 def credit_table(vocab: ByteVocab, size: int) -> npt.NDArray[np.int64]:
     """Number in `CREDIT_CLASSES` of every row of a head of `size` rows. A tag that is a special token is special."""
     classes = form_table(vocab, size) + CREDIT_CLASSES.index(FORM_CLASSES[0])
-    ends = [i for i, role in vocab.roles.items() if is_end(role)]
     tags = [i for i, data in enumerate(vocab.token_bytes) if _THINKING.fullmatch(data)]
-    for name, ids in (("end", ends), ("thinking", tags)):
+    for name, ids in (("end", vocab.end_ids()), ("thinking", tags)):
         classes[[i for i in ids if i < size]] = CREDIT_CLASSES.index(name)
     return classes

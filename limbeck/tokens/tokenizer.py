@@ -478,7 +478,6 @@ class ByteTokenizer:
     def _without_aliases(
         self, aliased: str, ids: IntArray, ends: IntArray, exact: BoolArray, skipped: dict[str, int]
     ) -> TokenizedText:
-        """Move byte ends from the aliased text to the text without aliases."""
         source = aliased.encode("utf-8")
         matches = _ALIAS_BYTES.finditer(source)
         cuts = [match.span() for match in matches if match[0].decode("utf-8") in self._alias_set]

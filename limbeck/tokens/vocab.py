@@ -235,8 +235,8 @@ def _meaning(part: Any) -> Any:
         part.pop("dropout", None)
     defaults = _DEFAULTS.get(str(kind), {})
     # by identity: an id of 0 equals False, and is none that is left out
-    given = {key: value for key, value in part.items() if value is not None and value is not False and value != ""}
-    return {key: value for key, value in given.items() if key not in defaults or defaults[key] != value}
+    stated = {key: value for key, value in part.items() if value is not None and value is not False and value != ""}
+    return {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
 
 
 def _hash(*parts: Any) -> str:
@@ -324,6 +324,10 @@ class ByteVocab:
     def ids_with_role(self, role: str) -> tuple[int, ...]:
         """Ids of the special tokens of one role, ascending."""
         return tuple(sorted(i for i, r in self.roles.items() if r == role))
+
+    def end_ids(self, size: int | None = None) -> list[int]:
+        """Tokens that can close an assistant's turn; ``size``: rows of a head, which may be fewer."""
+        return [i for i, role in self.roles.items() if is_end(role) and (size is None or i < size)]
 
     def same_tokens(self, other: ByteVocab) -> bool:
         """Whether two tokenizers are the same; decided by fingerprint, never by name or size."""

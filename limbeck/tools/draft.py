@@ -204,7 +204,6 @@ def draft_run(
     validation: Sequence[str],
     log_dir: str,
     *,
-    holdout: bool = True,
     settled: Mapping[str, Any] | None = None,
 ) -> Draft:
     """A run file for these, with every choice explained beside it.
@@ -212,7 +211,6 @@ def draft_run(
     Args:
         teachers: of several, ``settled`` has the sections.
         train, validation: the files that are looked at.
-        holdout: where there is no validation data, hold some records out for it.
         settled: sections of a run file that are settled, whose values other choices go by.
     """
     settled = check_sections(settled or {})
@@ -229,7 +227,7 @@ def draft_run(
             f"embedding and head were trained from scratch with Limbeck, and this one has {_many(student.drawn)}; "
             "sweep it"
         )
-    share = 0.0 if validation else data.get("holdout", _share(text) if holdout else 0.0)
+    share = 0.0 if validation else data.get("holdout", _share(text))
     if not validation and not share:
         notes.append("without validation data nothing tells whether the run helps; give data.validation or holdout")
     plan = _plan(text, share, settled.get("distillation", {}), on_gpu)

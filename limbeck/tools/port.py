@@ -511,14 +511,14 @@ def _port_trl(source: dict[str, Any]) -> Port:
     for key, value in source.items():
         if key not in taken and value is not None:
             row = find("TRL", (key,))
-            known = row is not None and (key in mine or row.here is None)
-            port.leave_out(key, value, _trl_note(row) if known and row is not None else "no counterpart here")
+            note = "no counterpart here"
+            if row is not None and row.here is None:
+                note = row.note
+            elif row is not None and key in mine:
+                note = f"{row.here}{': ' * bool(row.note)}{row.note}"
+            port.leave_out(key, value, note)
     _require(port)
     return port
-
-
-def _trl_note(row: Any) -> str:
-    return f"{row.here}{': ' * bool(row.note)}{row.note}" if row.here else row.note
 
 
 _SAME = (

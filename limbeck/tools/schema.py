@@ -190,7 +190,11 @@ def reference() -> str:
             if first != algorithm:
                 parts.append(f" The keys are those of `algorithm: {first}`.\n\n")
                 continue
-            parts.append(f" {_need(field)}\n\n" if not models_in(field.annotation) else "\n\n")
+            parts.append(
+                f" Type: {type_name(field)}; default: {_default(field)}.\n\n"
+                if not models_in(field.annotation)
+                else "\n\n"
+            )
             parts.append(_section_text(name, field))
     parts.append(_SHORT + _table(["short", "stands for"], _short_rows()) + "\n" + _SCHEDULES)
     for library in LIBRARIES:
@@ -272,10 +276,6 @@ def _rows_of_form(model: type[BaseModel], prefix: str, same: str | None) -> Iter
 def chooses_form(field: FieldInfo) -> bool:
     """Whether a key has one value alone, by which a form of its section is known."""
     return typing.get_origin(field.annotation) is Literal and len(typing.get_args(field.annotation)) == 1
-
-
-def _need(field: FieldInfo) -> str:
-    return f"Type: {type_name(field)}; default: {_default(field)}."
 
 
 def type_name(field: FieldInfo) -> str:

@@ -32,7 +32,7 @@ from limbeck.traces.files import (
     read_failed_calls,
     read_pairs,
 )
-from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
+from limbeck.traces.hints import HintSource, layered_hints
 from limbeck.traces.schema import Trace
 
 
@@ -66,7 +66,7 @@ class TracesConfig(LogReadingConfig):
     """File of ``limbeck traces errors`` (with hooks or judges of your own); default: failed calls are found here."""
     pairs: str | list[str] = Field(default=[])
     """Files of ``limbeck traces pairs``, besides the pairs that traces carry themselves."""
-    hints: list[Literal["template", "raw"]] = Field(default=["template", "raw"], min_length=1)
+    hints: list[HintSource] = Field(default=["template", "raw"], min_length=1)
     """Where hints come from, first to last, when there is no file of failed calls."""
     failed_weight: float = Field(default=1.0, ge=0)
     """Factor, in the policy channel, of messages whose tool call failed; 0 leaves them to hints and pairs."""
@@ -264,14 +264,13 @@ def make_collator(
     preference: bool,
 ) -> ComposerDataCollator:
     """The collator of a run. ``teacher_tokenizer``: of a hinted teacher with another tokenizer, else None."""
-    generators: dict[str, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
     lengths = row_lengths(traces, policy, teacher)
     settings = CollatorConfig(
         max_seq_len=lengths.student,
         max_dpo_seq_len=lengths.pair,
         enable_sdpo=hint,
         enable_replay_dpo=preference,
-        hint_generator=LayeredHints(tuple(generators[name] for name in traces.hints)),
+        hint_generator=layered_hints(traces.hints),
         rlvr_reward_key=traces.reward_key,
         failed_weight=traces.failed_weight,
         recovery_weight=traces.recovery_weight,

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from limbeck.errors import TraceError
+from limbeck.tokens.chat.calls import wire_message
 from limbeck.traces.readers.base import as_dict, as_dicts, as_number
 from limbeck.traces.replay import NoAnswer, parse_answer
 from limbeck.traces.schema import Message
@@ -148,7 +149,7 @@ class EndpointProposer:
     def _body(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.config.model,
-            "messages": [_wire_message(message) for message in messages],
+            "messages": [wire_message(message) for message in messages],
             "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
         }
@@ -204,18 +205,3 @@ class EndpointProposer:
         if not as_dicts(as_dict(body).get("choices")):
             raise HttpFailure("bad_answer", "the body is no chat completion", passing=True)
         return as_dict(body)
-
-
-def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The chat-template form as endpoints take it: arguments as JSON text, no reasoning."""
-    wire = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
-    if message.get("tool_calls"):
-        wire["tool_calls"] = [_wire_call(call) for call in message["tool_calls"]]
-    return wire
-
-
-def _wire_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": text}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,16 +13,7 @@ from limbeck.data.sources import CONTEXT
 from limbeck.errors import TraceError
 from limbeck.traces.dataset import TraceDataset, TracesConfig, load_traces
 from limbeck.traces.failed_calls import FailedCallFinder
-from limbeck.traces.hints import HintGenerator, LayeredHints, RawErrorHints, TemplateHints
-
-HintSource = Literal["template", "raw"]
-"""A sentence by the kind of error, or the error's own words."""
-
-
-def layered_hints(sources: Sequence[HintSource]) -> LayeredHints:
-    """Hints of these sources, the first that has one."""
-    made: dict[HintSource, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
-    return LayeredHints(tuple(made[name] for name in sources))
+from limbeck.traces.hints import HintSource, LayeredHints, layered_hints
 
 
 class HintAfterFailureConfig(BaseModel):

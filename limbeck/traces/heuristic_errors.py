@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from limbeck.traces.errors import ErrorSignal, mark_error
-from limbeck.traces.schema import Message, ToolCall, Trace
+from limbeck.traces.schema import ToolCall, Trace
 
 
 def _any(*patterns: str) -> str:
@@ -206,18 +206,9 @@ def mark_heuristic_errors(trace: Trace, *, as_errors: bool) -> tuple[Trace, list
         signal = heuristic_error(message.content, call)
         if signal is None:
             continue
-        messages[index] = _marked(message, signal, call, trace.tools) if as_errors else _noted(message, signal)
+        marked = mark_error(message, signal, call=call, tools=trace.tools) if as_errors else message
+        messages[index] = marked.model_copy(update={"suspected": signal.detector})
         # what traces share is reported of the first alone, and marked in all
         if index >= trace.context_until:
             seen.append(signal.detector)
     return (trace if messages == trace.messages else trace.model_copy(update={"messages": messages})), seen
-
-
-def _marked(
-    message: Message, signal: ErrorSignal, call: ToolCall | None, tools: Sequence[Mapping[str, Any]]
-) -> Message:
-    return mark_error(message, signal, call=call, tools=tools).model_copy(update={"suspected": signal.detector})
-
-
-def _noted(message: Message, signal: ErrorSignal) -> Message:
-    return message.model_copy(update={"suspected": signal.detector})

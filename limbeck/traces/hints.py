@@ -17,30 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from limbeck.errors import ConfigError
-from limbeck.tokens.chat import Placement, insert_hint, probe_placement
 from limbeck.traces.schema import Message, ToolCall, Trace
 from limbeck.utils.files import JsonCache, content_hash
-
-__all__ = [
-    "Hint",
-    "HintGenerator",
-    "HintRequest",
-    "HookHints",
-    "JudgeHints",
-    "LayeredHints",
-    "LeakCheck",
-    "Placement",
-    "RawErrorHints",
-    "TemplateHints",
-    "as_generators",
-    "insert_hint",
-    "leaks",
-    "probe_placement",
-    "with_judge",
-]
 
 MAX_HINT_CHARS = 2000
 
@@ -237,12 +218,9 @@ class RawErrorHints(HintGenerator):
 def with_judge(generators: Sequence[HintGenerator], judge: HintGenerator) -> list[HintGenerator]:
     """Generators with a judge among them: asked where no sentence names what is wrong, before the weaker ones."""
     first = [g for g in generators if isinstance(g, HookHints)]
-    facts: list[HintGenerator] = [TemplateHints(only_facts=True)] if any(map(_is_template, generators)) else []
+    has_templates = any(isinstance(g, TemplateHints) for g in generators)
+    facts: list[HintGenerator] = [TemplateHints(only_facts=True)] if has_templates else []
     return [*first, *facts, judge, *(g for g in generators if not isinstance(g, HookHints))]
-
-
-def _is_template(generator: HintGenerator) -> bool:
-    return isinstance(generator, TemplateHints)
 
 
 class HookHints(HintGenerator):
@@ -442,3 +420,13 @@ def _texts(message: Message) -> list[str]:
 
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+HintSource = Literal["template", "raw"]
+"""A sentence by the kind of error, or the error's own words."""
+
+
+def layered_hints(sources: Sequence[HintSource]) -> LayeredHints:
+    """Hints of these sources, the first that has one."""
+    generators: dict[HintSource, HintGenerator] = {"template": TemplateHints(), "raw": RawErrorHints()}
+    return LayeredHints(tuple(generators[name] for name in sources))

@@ -81,7 +81,6 @@ class EndpointJudge:
         return trace.model_copy(update={"final_reward": reward, "meta": meta})
 
     def close(self) -> None:
-        """Close the connections."""
         if self._loop is not None:
             self._loop.run_until_complete(self._endpoint.close())
             self._loop.close()

@@ -148,7 +148,7 @@ class NamedSecrets:
         """Where the values stand, in order."""
         # a case-sensitive search of small letters takes a third of the time; lower() may change how long a text is
         lowered = text.lower()
-        done, found = 0, list[Span]()
+        done, spans = 0, list[Span]()
         for hit in self._ends.finditer(lowered if len(lowered) == len(text) else text):
             if hit.end() <= done:
                 continue
@@ -156,14 +156,14 @@ class NamedSecrets:
             done = max(done, end)
             span, listed = self._value(text, start, end), False
             if span is None:
-                found += self._columns(text, start, end)
+                spans += self._columns(text, start, end)
             while span is not None and span[0] >= end:
-                found.append(span)
+                spans.append(span)
                 done = span[1]
                 listed = listed or text[span[0] - 2 : span[0] - 1] == "["
                 value = _VALUE.match(text, more.end() - 1) if listed and (more := _MORE.match(text, done)) else None
                 span = None if value is None or value["quoted"] is None else value.span("quoted")
-        return sorted(found)
+        return sorted(spans)
 
     def strength(self, name: str) -> Strength | None:
         """What a name says of its value; None where it names no secret."""
@@ -389,9 +389,9 @@ class NamedSecrets:
         return self._told(text, end) if span is None and strength in ("password", "token") else span
 
     def _told(self, text: str, end: int) -> Span | None:
-        told = _TOLD.match(text, end)
-        value = None if told is None else _VALUE.match(text, told.end())
-        if told is None or value is None or value["after"] or _OTHER_THING.search(told[0]):
+        phrase = _TOLD.match(text, end)
+        value = None if phrase is None else _VALUE.match(text, phrase.end())
+        if phrase is None or value is None or value["after"] or _OTHER_THING.search(phrase[0]):
             return None
         group = "quoted" if value["quoted"] is not None else "bare"
         word = value[group].rstrip(".:?!")

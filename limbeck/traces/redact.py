@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from limbeck.traces.inner_texts import encoded, unescaped
 from limbeck.traces.named_secrets import NamedSecrets
-from limbeck.traces.schema import Message, Origin, PreferencePair, Trace
+from limbeck.traces.schema import Message, PreferencePair, Trace
 from limbeck.traces.secret_rules import Rule, RuleSet, kept_rules
 from limbeck.traces.secret_values import MASK, Judge
 
@@ -114,11 +114,11 @@ class Redactor:
     def _text(self, text: str, note: Note) -> str:
         # what is left may read differently without its neighbour, and a second pass must change nothing
         for _ in range(4):
-            found = sorted(self._find(_MARK.sub(lambda mark: MASK * len(mark[0]), text), 0))
-            if not found:
+            secrets = sorted(self._find(_MARK.sub(lambda mark: MASK * len(mark[0]), text), 0))
+            if not secrets:
                 break
             parts, done = list[str](), 0
-            for start, end, kind in found:
+            for start, end, kind in secrets:
                 note(kind, text[start:end])
                 parts += [text[done:start], f"[REDACTED:{kind}]"]
                 done = end
@@ -128,20 +128,20 @@ class Redactor:
     def _find(self, text: str, depth: int) -> list[Found]:
         """Secrets of a text and of the texts inside it, apart from one another."""
         lowered = text.lower()
-        found = list[Found]()
+        secrets = list[Found]()
         # in the order of the rule file, whatever literal was found first: earlier rules go before later ones
         for index in sorted({index for literal, index in self._literals if literal in lowered}):
             rule = self._rules[index]
-            text = _masked(text, ((*span, rule.id) for span in self._matches(rule, text)), found)
-        text = _masked(text, ((*span, _ASSIGNED) for span in self._named.spans(text)), found)
+            text = _masked(text, ((*span, rule.id) for span in self._matches(rule, text)), secrets)
+        text = _masked(text, ((*span, _ASSIGNED) for span in self._named.spans(text)), secrets)
         if depth < _DEPTH:
             if (inner := unescaped(text)) is not None:
                 deeper = self._find(inner.text, depth + 1)
-                text = _masked(text, sorted((inner.place(a), inner.place(b), kind) for a, b, kind in deeper), found)
+                text = _masked(text, sorted((inner.place(a), inner.place(b), kind) for a, b, kind in deeper), secrets)
             for start, end, spelt in encoded(text):
                 if deeper := self._find(spelt, depth + 1):
-                    found.append((start, end, deeper[0][2]))
-        return found
+                    secrets.append((start, end, deeper[0][2]))
+        return secrets
 
     def _matches(self, rule: Rule, text: str) -> Iterator[tuple[int, int]]:
         group: int | str = "secret" if "secret" in rule.pattern.groupindex else 0
@@ -235,13 +235,11 @@ class Redactor:
                 }
             )
 
-        def clean_origin(origin: Origin | None) -> Origin | None:
-            return None if origin is None else origin.model_copy(update={"file": self._text(origin.file, note)})
-
+        origin = trace.origin
         update = {
             "id": self._id(trace.id, note),
             "group_id": self._id(trace.group_id, note),
-            "origin": clean_origin(trace.origin),
+            "origin": origin and origin.model_copy(update={"file": self._text(origin.file, note)}),
             "messages": [self._message(message, note) for message in trace.messages],
             "tools": self._json(trace.tools, note),
             "meta": self._json(trace.meta, note),
@@ -250,12 +248,12 @@ class Redactor:
         return trace.model_copy(update=update)
 
 
-def _masked(text: str, spans: Iterable[Found], found: list[Found]) -> str:
-    """The text without what the spans hold, as long as before; ``found`` gets those that are new."""
+def _masked(text: str, spans: Iterable[Found], secrets: list[Found]) -> str:
+    """The text without what the spans hold, as long as before; ``secrets`` gets those that are new."""
     parts, done = list[str](), 0
     for start, end, kind in spans:
         if start >= done:
-            found.append((start, end, kind))
+            secrets.append((start, end, kind))
             parts += [text[done:start], MASK * (end - start)]
             done = end
     return "".join([*parts, text[done:]]) if parts else text
@@ -279,11 +277,6 @@ def default_redactor() -> Redactor:
 def redact_text(text: str, counts: Counter[str] | None = None) -> str:
     """``Redactor.text`` with the kept rules."""
     return default_redactor().text(text, counts)
-
-
-def redact_value(value: _T, counts: Counter[str] | None = None) -> _T:
-    """``Redactor.value`` with the kept rules."""
-    return default_redactor().value(value, counts)
 
 
 def redact_trace(trace: Trace) -> tuple[Trace, Counter[str]]:

@@ -344,9 +344,9 @@ class Client:
             return await asyncio.wait_for(exchange(), self.timeout)
         except (asyncio.TimeoutError, self._httpx.TimeoutException) as error:
             # asyncio's own, which before Python 3.11 is not the built-in TimeoutError
-            raise self._late() from error
+            raise HttpFailure("timeout", f"no whole answer in {self.timeout:g} s", passing=True) from error
         except self._httpx.HTTPError as error:
-            raise self._broken(error) from error
+            raise HttpFailure("connection", self.clean(str(error)) or type(error).__name__, passing=True) from error
 
     def key(self) -> str:
         """The key without outer white space, empty where none is set."""
@@ -424,9 +424,3 @@ class Client:
         if status == 200 and answer is None and headers.get("content-length") != "0":
             raise HttpFailure("bad_answer", "the body is no JSON", passing=True)
         return status, answer
-
-    def _late(self) -> HttpFailure:
-        return HttpFailure("timeout", f"no whole answer in {self.timeout:g} s", passing=True)
-
-    def _broken(self, error: Exception) -> HttpFailure:
-        return HttpFailure("connection", self.clean(str(error)) or type(error).__name__, passing=True)

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from limbeck.errors import ConfigError, DataError, one_line
 from limbeck.utils.files import write_atomic
 from limbeck.utils.jsonl import read_records
+from limbeck.utils.plugins import load_package
 from limbeck.utils.progress import Bar, Lines, Progress, current
 
 Metric = float | int | tuple[float, float]
@@ -393,21 +393,13 @@ def _try_tensorboard(arguments: Mapping[str, Any]) -> None:
 
 
 def _summary_writer() -> Any:
-    try:
-        return import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError as e:
-        raise ConfigError(
-            "logger.tensorboard_enabled needs the package tensorboard; install it or set it to false"
-        ) from e
+    why = "logger.tensorboard_enabled needs the package tensorboard; install it or set it to false"
+    return load_package("torch.utils.tensorboard", why).SummaryWriter
 
 
 def _tracker(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as e:
-        raise ConfigError(
-            f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
-        ) from e
+    why = f"logger.{name}_enabled needs the package {name}; pip install 'limbeck[{name}]' or set it to false"
+    return load_package(name, why)
 
 
 class _TensorBoard:

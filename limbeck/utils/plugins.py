@@ -1,4 +1,4 @@
-"""Objects that a user names as ``module:name``: the user's own code, imported on request."""
+"""Imports on request: objects that a user names as ``module:name``, and packages that need not be installed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from importlib import import_module
 from typing import Any
 
 from limbeck.errors import ConfigError, one_line
+
+
+def load_package(name: str, why: str) -> Any:
+    """An optional package; a ``ConfigError`` with ``why`` where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(why) from error
 
 
 def load_object(name: str, what: str) -> Any:

@@ -28,7 +28,8 @@ MOST_OPERATIONS = 20
 
 SECTIONS = {
     "data": "waiting for the next batch",
-    "generate": "the student writes what it learns from",
+    "sample": "the student writes what it learns from",
+    "hand_over": "the prompts of the next step, to what writes ahead",
     "teacher": "forward passes of teachers, or reading their stored signals",
     "forward": "forward pass of the student's body",
     "layout": "which rows carry which loss, micro-batches, copies to the device",

@@ -131,7 +131,6 @@ class Verifier(BaseModel):
         return verdict
 
     def verify_all(self, answers: Sequence[Answer], records: Sequence[Record], workers: int = 4) -> list[Verdict]:
-        """Verdicts in order."""
         if not self.parallel or len(answers) < 2:
             return [self.verify(*one) for one in zip(answers, records, strict=True)]
         with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -146,7 +145,6 @@ class ReferenceVerifier(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return (self.answer_key, "messages")
 
     def reference(self, record: Record) -> Any:
@@ -166,5 +164,4 @@ class ReferenceVerifier(Verifier):
         return reference
 
     def check(self, record: Record) -> None:
-        """See the base class."""
         self.reference(record)

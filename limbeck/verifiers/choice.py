@@ -28,11 +28,9 @@ class Choice(ReferenceVerifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return (self.answer_key, "answerKey", self.choices_key, "messages")
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         self._expected(record)
 
     def _expected(self, record: Record) -> tuple[str, list[str], list[str]]:
@@ -54,7 +52,6 @@ class Choice(ReferenceVerifier):
         return letter, labels, texts
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         expected, labels, texts = self._expected(record)
         letter = _letter(answer.final, labels) or _by_text(answer.final, labels, texts)
         if letter is None:

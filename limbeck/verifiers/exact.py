@@ -14,7 +14,6 @@ class Exact(ReferenceVerifier):
     """Which verifier."""
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         if not answer.final:
             return no_answer("the answer is empty")
         expected = str(self.reference(record)).strip()

@@ -23,11 +23,9 @@ class Function(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return None
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         _ = self._loaded
 
     @cached_property
@@ -38,7 +36,6 @@ class Function(Verifier):
         return function
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         verdict, why = self._loaded(answer.text, dict(record)), ""
         if isinstance(verdict, tuple) and len(verdict) == 2:
             verdict, why = verdict

@@ -34,15 +34,12 @@ class FunctionCall(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return (self.answer_key,)
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         accepted_calls(record.get(self.answer_key), self.answer_key)
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         accepted = accepted_calls(record.get(self.answer_key), self.answer_key)
         calls = answer.tool_calls()
         if not accepted:

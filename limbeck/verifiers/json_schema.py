@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from limbeck.errors import ConfigError, DataError
+from limbeck.utils.plugins import load_package
 from limbeck.verifiers.base import RIGHT, Answer, Record, Verdict, Verifier, no_answer, shown, wrong
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
@@ -31,17 +32,14 @@ class JsonSchema(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return (self.answer_key, "messages")
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         _library()
         if self.file is not None:
             self._compiled({})
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         self._compiled(record)
 
     @cached_property
@@ -68,7 +66,6 @@ class JsonSchema(Verifier):
         return self._known[key]
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         compiled = self._compiled(record)
         fenced = _FENCED.findall(answer.final)
         written = fenced[-1] if fenced else answer.final
@@ -102,9 +99,5 @@ def _loaded(schema: Any, key: str) -> Any:
 
 
 def _library() -> Any:
-    try:
-        return import_module("jsonschema")
-    except ImportError as error:
-        raise ConfigError(
-            "the verifier 'json_schema' needs the package jsonschema; pip install 'limbeck[verify]'"
-        ) from error
+    why = "the verifier 'json_schema' needs the package jsonschema; pip install 'limbeck[verify]'"
+    return load_package("jsonschema", why)

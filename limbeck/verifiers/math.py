@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from importlib import import_module
 from typing import Any, Literal
 
-from limbeck.errors import ConfigError
+from limbeck.utils.plugins import load_package
 from limbeck.verifiers.base import RIGHT, Answer, Record, ReferenceVerifier, Verdict, no_answer, shown, wrong
 
 SECONDS = 5
@@ -20,11 +19,9 @@ class Math(ReferenceVerifier):
     """Which verifier."""
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         _library()
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         library = _library()
         # its limits of time are alarms, which Python hands to the main thread alone
         seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
@@ -39,7 +36,6 @@ class Math(ReferenceVerifier):
 
 
 def _library() -> Any:
-    try:
-        return import_module("math_verify")
-    except ImportError as error:
-        raise ConfigError("the verifier 'math' needs the package math-verify; pip install 'limbeck[verify]'") from error
+    return load_package(
+        "math_verify", "the verifier 'math' needs the package math-verify; pip install 'limbeck[verify]'"
+    )

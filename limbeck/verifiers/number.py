@@ -32,7 +32,6 @@ class Number(ReferenceVerifier):
     """Which verifier."""
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         self._expected(record)
 
     def _expected(self, record: Record) -> Fraction:
@@ -43,7 +42,6 @@ class Number(ReferenceVerifier):
         return expected
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         expected, number = self._expected(record), number_of(answer.final)
         if number is None:
             return no_answer("no number in the answer")

@@ -49,20 +49,16 @@ class Python(Verifier):
 
     @property
     def keys(self) -> tuple[str, ...] | None:
-        """See the base class."""
         return ("test", "tests", "test_list", "test_setup_code", "entry_point", "prompt")
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         if os.name != "posix":
             raise ConfigError(f"the verifier 'python' limits processes as Linux and macOS do; this is {os.name}")
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         _tests(record)
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         tests, code = _tests(record), code_of(answer.said)
         if not code.strip():
             return no_answer("no code in the answer")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, Literal
 
 from limbeck.errors import ConfigError, DataError
+from limbeck.utils.plugins import load_package
 from limbeck.verifiers.base import RIGHT, Answer, Record, ReferenceVerifier, Verdict, no_answer, shown, wrong
 
 SECONDS = 1.0
@@ -21,7 +21,6 @@ class Regex(ReferenceVerifier):
     """Regular expression that must match somewhere in the answer; default: the record's right answer is one."""
 
     def ready(self) -> None:
-        """See ``Verifier.ready``."""
         engine = _engine()
         if self.pattern is not None:
             try:
@@ -30,12 +29,10 @@ class Regex(ReferenceVerifier):
                 raise ConfigError(f"the verifier's pattern {shown(self.pattern, 80)!r} is none: {error}") from error
 
     def check(self, record: Record) -> None:
-        """See ``Verifier.check``."""
         if self.pattern is None and not isinstance(self.reference(record), str):
             raise DataError(f"{self.answer_key!r} of the record is {shown(self.reference(record), 80)!r}, no pattern")
 
     def judge(self, answer: Answer, record: Record) -> Verdict:
-        """See ``Verifier.judge``."""
         if not answer.final:
             return no_answer("the answer is empty")
         pattern = self.pattern if self.pattern is not None else str(self.reference(record))
@@ -44,8 +41,5 @@ class Regex(ReferenceVerifier):
 
 
 def _engine() -> Any:
-    try:
-        # unlike Python's own, it can be stopped
-        return import_module("regex")
-    except ImportError as error:
-        raise ConfigError("the verifier 'regex' needs the package regex; pip install regex") from error
+    # unlike Python's own, it can be stopped
+    return load_package("regex", "the verifier 'regex' needs the package regex; pip install regex")

@@ -141,14 +141,6 @@ def test_the_number_of_problems_follows_the_time_of_the_run(monkeypatch: pytest.
     assert [asked(late, step) for step in (25, 50)] == [12, 12]
 
 
-@pytest.fixture(scope="module")
-def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stuff")
-    runs.write_data(folder)
-    runs.write_tokenizers(folder)
-    return folder
-
-
 def with_task(stuff: Path, run_dir: Path, problems: str, **more: Any) -> dict[str, Any]:
     own = settings(stuff, run_dir, **more)
     return {**own, "distillation": {**own["distillation"], "tasks": [task(problems)]}}

@@ -170,13 +170,6 @@ def test_repeat_reorder_dict_and_pickle() -> None:
     assert rows_of(copy) == [0, 1]
 
 
-def test_moves_tensors_and_keeps_lists() -> None:
-    batch = make_batch(2)
-    assert batch.to("meta") is batch
-    assert batch["input_ids"].device.type == "meta"
-    assert batch["idx"] == [0, 1]
-
-
 def test_batches_beyond_the_end() -> None:
     batch = make_batch(5)
     assert rows_of(batch.get_batch(1, 3)) == [3, 4]

@@ -29,7 +29,6 @@ from tests.losses.cases import (
     make_projection,
     of_mode,
     run,
-    teacher_ids,
 )
 from tests.losses.test_modes import compare, expected, settings_for
 from tests.losses.test_tree_kl import (
@@ -41,6 +40,7 @@ from tests.losses.test_tree_kl import (
     gradients,
     models_of,
     same_in_layout,
+    sums_over_chunks,
     text_batch,
 )
 from tests.projection import worlds
@@ -223,20 +223,6 @@ class Enumerated:
         return divergence(*both, self.direction)
 
 
-def sums_over_chunks(pair: Pair, batch: dict[str, Any], models: Models, parts_of: Any) -> dict[str, Tensor]:
-    """`parts_of(student ids, teacher ids, student rows, teacher rows, student row behind)`, summed over a batch."""
-    p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
-    p_t = torch.softmax(models.teacher_hidden[0] @ models.teacher_weight[0].t(), -1)
-    p_t = p_t.view(*teacher_ids(batch).shape, -1)
-    total: dict[str, Tensor] = {}
-    for b, s, t in chunks_of(batch):
-        ids = batch["input_ids"][b, s].tolist(), teacher_ids(batch)[b, t].tolist()
-        rows = [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t]
-        for name, value in parts_of(*ids, *rows, p_s[b, s[-1]]).items():
-            total[name] = total.get(name, 0) + value
-    return total
-
-
 def check(fn: CrossTokenizerDistillationLossFn, pair: Pair, want: dict[str, Tensor], batch: Any, models: Any) -> Any:
     """The loss, its gradients and its parts are those that were enumerated."""
     loss, metrics = run(fn, batch, models)
@@ -261,32 +247,22 @@ def test_escd_is_its_definition(name: str, direction: str) -> None:
         following = p_s[1] if len(s) > 1 else behind
         return {"root_kl": plain.root(p_s[0], p_t[0]), "child_loss": plain.child(s[0], p_t[0], following)}
 
-    want = sums_over_chunks(pair, batch, models, parts)
+    want = sums_over_chunks(batch, models, parts)
     metrics = check(loss_of(pair, mode="escd", direction=direction), pair, want, batch, models)
     assert -1e-9 <= float(metrics["teacher_0/child_kl"][0]) <= float(metrics["teacher_0/child_loss"][0]) + 1e-9
 
 
+@pytest.mark.parametrize(("mode", "parts"), [("bpm", Enumerated.every_row), ("partition", Enumerated.partition)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("name", list(PAIRS))
-def test_bpm_is_its_definition(name: str, direction: str) -> None:
+def test_bpm_and_partition_are_their_definitions(name: str, direction: str, mode: str, parts: Any) -> None:
     pair = PAIRS[name]
     batch = text_batch(pair, samples=5)
     models = models_of(batch, pair)
     plain = Enumerated(pair, direction)
-    want = sums_over_chunks(pair, batch, models, lambda *sides: plain.every_row(*sides[:4]))
-    metrics = check(loss_of(pair, mode="bpm", direction=direction), pair, want, batch, models)
-    assert float(metrics["teacher_0/blank_rows"][0]) == 0
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
-@pytest.mark.parametrize("name", list(PAIRS))
-def test_partition_is_its_definition(name: str, direction: str) -> None:
-    pair = PAIRS[name]
-    batch = text_batch(pair, samples=5)
-    models = models_of(batch, pair)
-    plain = Enumerated(pair, direction)
-    want = sums_over_chunks(pair, batch, models, lambda *sides: plain.partition(*sides[:4]))
-    check(loss_of(pair, mode="partition", direction=direction), pair, want, batch, models)
+    want = sums_over_chunks(batch, models, lambda *sides: parts(plain, *sides[:4]))
+    metrics = check(loss_of(pair, mode=mode, direction=direction), pair, want, batch, models)
+    assert mode != "bpm" or float(metrics["teacher_0/blank_rows"][0]) == 0
 
 
 def test_factors_of_partition() -> None:
@@ -300,7 +276,7 @@ def test_factors_of_partition() -> None:
         alone = len(s) == len(t) == 1
         return {"sum": parts["boundary_kl"] if alone else 0.5 * (parts["chunk_kl"] + 0.3 * parts["boundary_kl"])}
 
-    want = sums_over_chunks(pair, batch, models, weighted)["sum"] / len(chunks_of(batch))
+    want = sums_over_chunks(batch, models, weighted)["sum"] / len(chunks_of(batch))
     loss, metrics = run(loss_of(pair, mode="partition", chunk_weight=0.5, root_weight=0.3), batch, models)
     torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
     assert 0 < float(metrics["teacher_0/spelled_chunks"][0]) <= float(metrics["teacher_0/spelled_chunks"][1])

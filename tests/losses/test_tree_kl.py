@@ -182,14 +182,19 @@ def chunks_of(batch: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
 def enumerated(pair: Pair, batch: dict[str, Any], models: Models, **options: Any) -> dict[str, Tensor]:
     """Sums of all parts over a batch."""
     reference = Enumerated(pair, **options)
+    return sums_over_chunks(batch, models, lambda s, t, p_s, p_t, behind: reference.chunk((s, t), p_s, p_t))
+
+
+def sums_over_chunks(batch: dict[str, Any], models: Models, parts_of: Any) -> dict[str, Tensor]:
+    """`parts_of(student ids, teacher ids, student rows, teacher rows, student row behind)`, summed over a batch."""
     p_s = torch.softmax(models.hidden @ models.weight.t(), -1).view(*batch["input_ids"].shape, -1)
     logits = models.teacher_hidden[0] @ models.teacher_weight[0].t()
     p_t = torch.softmax(logits, -1).view(*teacher_ids(batch).shape, -1)
     total: dict[str, Tensor] = {}
     for b, s, t in chunks_of(batch):
-        ids = [batch["input_ids"][b, i].item() for i in s], [teacher_ids(batch)[b, i].item() for i in t]
-        parts = reference.chunk(ids, [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t])
-        for name, value in parts.items():
+        ids = batch["input_ids"][b, s].tolist(), teacher_ids(batch)[b, t].tolist()
+        rows = [p_s[b, i - 1] for i in s], [p_t[b, i - 1] for i in t]
+        for name, value in parts_of(*ids, *rows, p_s[b, s[-1]]).items():
             total[name] = total.get(name, 0) + value
     return total
 

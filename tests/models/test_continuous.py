@@ -22,15 +22,6 @@ needs_engine = pytest.mark.skipif(not continuous.SUPPORTED, reason="the installe
 PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7]), torch.tensor([5, 9, 40]), torch.arange(3, 50)]
 
 
-@pytest.fixture(scope="module")
-def model() -> Policy:
-    made = student()
-    with torch.no_grad():
-        # far from uniform
-        made.model.get_output_embeddings().weight.mul_(20)
-    return made
-
-
 def same(found: list[Sample], expected: list[Sample]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert (one.prompt, one.ids_T.tolist(), one.ended) == (other.prompt, other.ids_T.tolist(), other.ended)

@@ -16,18 +16,9 @@ from limbeck.errors import DataError
 from limbeck.models.attention import NAME, register_varlen_attention
 from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
 from limbeck.models.policy import Policy
-from tests.helpers.tiny import LLAMA, config, student, tokenizer
+from tests.helpers.tiny import LLAMA, config, tokenizer
 
 PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7]), torch.tensor([5, 9, 40])]
-
-
-@pytest.fixture(scope="module")
-def model() -> Policy:
-    made = student()
-    with torch.no_grad():
-        # far from uniform
-        made.model.get_output_embeddings().weight.mul_(20)
-    return made
 
 
 def written(model: Policy, prompts: list[Tensor] = PROMPTS, *, end: tuple[int, ...] = (), **more: Any) -> list[Sample]:

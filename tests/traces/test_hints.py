@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from limbeck.errors import TemplateError
-from limbeck.tokens.chat import PLACEMENTS
+from limbeck.tokens.chat import PLACEMENTS, insert_hint, probe_placement
 from limbeck.traces.errors import ERROR_KINDS
 from limbeck.traces.hints import (
     HintGenerator,
@@ -26,9 +26,7 @@ from limbeck.traces.hints import (
     LayeredHints,
     RawErrorHints,
     TemplateHints,
-    insert_hint,
     leaks,
-    probe_placement,
 )
 from limbeck.traces.readers import read_traces
 from limbeck.traces.schema import Trace

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from limbeck.errors import TraceError
-from limbeck.traces.redact import Redactor, redact_text, redact_trace, redact_value
+from limbeck.traces.redact import Redactor, redact_text, redact_trace
 from limbeck.traces.schema import Origin, PreferencePair, ToolCall, Trace
 from limbeck.traces.secret_rules import RuleSet, read_rules
 from tests.helpers.chats import answer, say
@@ -104,7 +104,7 @@ def test_fields_named_after_secrets_are_redacted_by_their_name() -> None:
         "api_key": SECRETS["openai_key"],
     }
     counts: Counter[str] = Counter()
-    assert redact_value(value, counts) == {
+    assert Redactor().value(value, counts) == {
         "db": {"password": "[REDACTED:assigned_secret]", "max_tokens": 4096, "token": "none", "note": secret},
         "api_key": "[REDACTED:openai_key]",
     }
@@ -335,7 +335,7 @@ NAMES = st.text(st.characters(exclude_characters="cjkpsCJKPS"), max_size=3)
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(NAMES, x)))
 def test_values_without_secrets_keep_their_structure(value: object) -> None:
-    assert json.dumps(redact_value(value)) == json.dumps(value)
+    assert json.dumps(Redactor().value(value)) == json.dumps(value)
 
 
 @pytest.mark.parametrize(

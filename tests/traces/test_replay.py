@@ -18,7 +18,7 @@ from limbeck.errors import TraceError
 from limbeck.traces.endpoint import Budget, EndpointConfig, EndpointProposer
 from limbeck.traces.files import attach_pairs
 from limbeck.traces.readers import read_traces
-from limbeck.traces.redact import redact_value
+from limbeck.traces.redact import Redactor
 from limbeck.traces.replay import (
     CallableProposer,
     NoAnswer,
@@ -205,7 +205,7 @@ def test_neither_questions_nor_answers_carry_secrets(tmp_path: Path) -> None:
     assert pair.chosen.content == "Use [REDACTED:github_token] again."
     assert replayer.redacted == Counter(github_token=1)
 
-    cache = JsonCache(tmp_path, redact_value)
+    cache = JsonCache(tmp_path, Redactor().value)
     cache.put("k" * 64, {"message": {"content": secret}})
     assert cache.get("k" * 64) == {"message": {"content": "[REDACTED:github_token]"}}
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import limbeck
 from limbeck.errors import DataError
+from limbeck.report import run_charts
 from limbeck.report.profile_page import profile_page, write_profile
 from limbeck.utils import profiling
 from limbeck.utils.profiling import SECTIONS, StepProfile
@@ -17,6 +20,14 @@ from tests.helpers import runs
 from tests.report.browser import drive, needs_chromium
 
 CPU = torch.device("cpu")
+
+
+def test_every_section_that_is_timed_has_a_name_on_the_pages() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in Path(limbeck.__file__).parent.rglob("*.py")]
+    timed = {name for source in sources for name in re.findall(r'timer\.time\("(\w+)"\)', source)}
+    assert "sample" in timed
+    assert timed <= set(SECTIONS)
+    assert timed - {"validation"} <= set(run_charts._TIMES)
 
 
 class _Clock:

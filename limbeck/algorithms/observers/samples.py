@@ -22,7 +22,6 @@ from limbeck.models.loading import ModelConfig
 from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.chat.render import render_chat
 from limbeck.tokens.tokenizer import read_template
-from limbeck.tokens.vocab import is_end
 
 USUAL_NUMBER = 2
 _RECORDS_TRIED = 64
@@ -120,8 +119,7 @@ class Writer:
         new = min(max_new_tokens, max(1, longest // 2))
         # the front is lost: what is continued stands at the end
         ids = [self.encode(prompt)[-(longest - new) :] for prompt in prompts]
-        vocab, size = self.tokenizer.vocab, self.model.vocab_size
-        ends = [i for i, role in vocab.roles.items() if is_end(role) and i < size]
+        ends = self.tokenizer.vocab.end_ids(self.model.vocab_size)
         greedy = SamplingConfig(max_new_tokens=new, temperature=0)
         written = LocalSampler(self.model, greedy, ends).sample(ids)
         return [sample_row(self.name, n, prompts[n].shown, s, self.tokenizer) for n, s in enumerate(written)]

@@ -15,7 +15,6 @@ from limbeck.models.continuous import make_local_sampler
 from limbeck.models.generate import LocalSampler
 from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.tokenizer import read_template
-from limbeck.tokens.vocab import is_end
 from limbeck.utils.metrics import Pairs
 
 SHARE = 0.2
@@ -95,7 +94,7 @@ class TaskScores(Observer):
         tokenizer = ByteTokenizer.of(student.tokenizer)
         vocab = tokenizer.vocab
         if self._sampler is None:
-            ends = [i for i, role in vocab.roles.items() if is_end(role) and i < student.vocab_size]
+            ends = vocab.end_ids(student.vocab_size)
             self._sampler = make_local_sampler(student, "auto", self.config.sampling(), ends, vocab)
         # a continuous sampler writes with a copy of the weights
         self._sampler.sync(student, run.state.total_steps)

@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor, nn
 
-from limbeck.config import near_name, resolve
+from limbeck.config import resolve
 from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, LossError
+from limbeck.key_names import near_name
 from limbeck.losses.objectives.config import FORMS, ObjectiveConfig
 from limbeck.losses.signals import TeacherRows, TeacherScores, is_one_of, log_prob_of_any
 from limbeck.losses.vocab.axis import WHOLE, VocabAxis

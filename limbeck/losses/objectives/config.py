@@ -61,7 +61,6 @@ class ComparesBySpec(BaseModel):
 
     @property
     def spec(self) -> DivergenceSpec:
-        """The divergence."""
         raise NotImplementedError
 
     @model_validator(mode="after")

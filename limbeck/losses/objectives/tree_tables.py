@@ -153,11 +153,10 @@ class Buckets:
         return chunk_sum(values, self.owner, self.coarse_end.numel())
 
 
-def ranges(start: Tensor, stop: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """All integers of half-open ranges, one range after another, and the range that each belongs to. total: how many
-    they are, where the host knows it: then it does not wait for a device."""
+def ranges(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """All integers of half-open ranges, one range after another, and the range that each belongs to."""
     size = stop - start
-    owner = torch.repeat_interleave(torch.arange(size.numel(), device=size.device), size, output_size=total)
+    owner = torch.repeat_interleave(torch.arange(size.numel(), device=size.device), size)
     within = torch.arange(owner.numel(), device=size.device) - (size.cumsum(0) - size)[owner]
     return start[owner] + within, owner
 

@@ -76,7 +76,6 @@ class Listed(Probabilities):
 
     @property
     def rows(self) -> Tensor:
-        """Row of each entry."""
         return self.keys // self.size
 
     @property

@@ -408,7 +408,6 @@ class CacheReader:
         return self._find(np.asarray(ids)) is not None
 
     def keys(self) -> Iterator[str]:
-        """Keys of all documents."""
         return iter(self._entries)
 
     def _find(self, ids: npt.NDArray[Any]) -> str | None:
@@ -453,7 +452,6 @@ class CacheReader:
         return CachedDocument(**{k: v[: n if k == "ids" else n - 1] for k, v in arrays.items()})
 
     def document(self, key: str) -> CachedDocument:
-        """A whole document by its key."""
         return CachedDocument(**self._read(key))
 
     def _read(self, key: str) -> dict[str, npt.NDArray[Any]]:

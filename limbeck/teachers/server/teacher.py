@@ -295,11 +295,11 @@ class ServerTeacher(TeacherKind):
         # the first of the processes that read these rows asks for all of them, as in `_shared`
         if self._readers.rank != 0:
             return
-        rows, found = {document_key(ids): ids for ids in self._rows(batch).values()}, self._found
+        rows, answered = {document_key(ids): ids for ids in self._rows(batch).values()}, self._found
         with self._lock:
             new = {key: ids for key, ids in rows.items() if key not in self._ahead}
         # the step under way forgets what it does not need itself
-        kept = {key: one for key in new if isinstance(one := found.get(key), ScoredDocument)}
+        kept = {key: one for key in new if isinstance(one := answered.get(key), ScoredDocument)}
         missing = {key: ids for key, ids in new.items() if key not in kept}
         asked = dict(zip(missing, self._ask(list(missing.values())), strict=True))
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _NAMED_BLOCK = re.compile(r"([\w.:-]+)\s*```(?:json)?\s*(?=\{)")
@@ -20,6 +21,25 @@ class WrittenCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str | None = None
+
+
+def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat servers take it: arguments as JSON text, and no key that is ours alone."""
+    wire = {key: value for key, value in message.items() if key not in ("supervise", "reasoning_content", "tool_calls")}
+    if message.get("tool_calls"):
+        wire["tool_calls"] = [_wire_call(number, call) for number, call in enumerate(message["tool_calls"])]
+    return wire
+
+
+def _wire_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.get("id") or f"call{number:05}",
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": text},
+    }
 
 
 def written_calls(text: str) -> list[WrittenCall]:

@@ -456,7 +456,6 @@ class RenderedChat:
     rule: Rule = AS_IS
 
     def string(self, span: PlaceholderSpan) -> SourceString:
-        """The string that lies at a span."""
         return self.chat.strings[self.chat.placeholders[span.placeholder].string]
 
     def check(self) -> None:

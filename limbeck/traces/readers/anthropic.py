@@ -16,7 +16,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -24,6 +23,7 @@ from limbeck.traces.readers.base import (
     as_text,
     characters,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -45,10 +45,8 @@ class AnthropicReader(RecordReader):
         return any(block.get("type") in _OWN_BLOCKS for block in blocks) or bool(plain_text(body.get("system")))
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         body = _body(record.data)
-        if not _messages(record.data):
-            raise SkipRecord("no_messages", f"keys {sorted(record.data)[:6]}")
+        present(_messages(record.data), record)
         tools = [_tool(tool) for tool in as_dicts(body.get("tools")) if as_text(tool.get("name"))]
         builder = Builder(log, record.line, tools)
         builder.say("system", builder.text(body.get("system")))
@@ -66,7 +64,6 @@ class AnthropicReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the system prompt, the messages and the response."""
         system = Totals(characters=characters(plain_text(_body(record.data).get("system"))))
         return sum(map(_totals, _messages(record.data)), system)
 

@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -24,6 +23,7 @@ from limbeck.traces.readers.base import (
     characters,
     openai_tools,
     plain_text,
+    present,
     sampled_tokens,
 )
 from limbeck.traces.schema import Trace
@@ -39,11 +39,8 @@ class ATIFReader(RecordReader):
         return str(data.get("schema_version")).startswith("ATIF-")
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per trajectory."""
         data = record.data
-        steps = as_dicts(data.get("steps"))
-        if not steps:
-            raise SkipRecord("no_steps", f"keys {sorted(data)[:6]}")
+        steps = present(as_dicts(data.get("steps")), record, "steps")
         agent = as_dict(data.get("agent"))
         builder = Builder(log, record.line, openai_tools(agent.get("tool_definitions")))
         for step in steps:
@@ -57,7 +54,6 @@ class ATIFReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of all steps."""
         return sum(map(_totals, as_dicts(record.data.get("steps"))), Totals())
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -46,6 +46,16 @@ class SkipRecord(TraceError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
         self.reason, self.detail = reason, detail
+
+
+PartsT = TypeVar("PartsT", bound=Sequence[Any])
+
+
+def present(parts: PartsT, record: Record, what: str = "messages") -> PartsT:
+    """The parts that a record was found to have; ``SkipRecord`` where there are none."""
+    if not parts:
+        raise SkipRecord(f"no_{what}", f"keys {sorted(record.data)[:6]}")
+    return parts
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ class ClaudeCodeReader(Reader):
         yield from _traces(forest, log)
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the blocks of an event."""
         return _totals(record.data)
 
 

@@ -56,7 +56,6 @@ class CodexReader(Reader):
         yield from session.finish()
 
     def totals(self, record: Record) -> Totals:
-        """Totals of an item, the instructions, or the summary at a compaction."""
         kind, payload = _line(record.data)
         if kind == "response_item":
             return item_totals(payload)

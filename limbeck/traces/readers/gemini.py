@@ -48,7 +48,6 @@ class GeminiReader(RecordReader):
         yield from super().read(_sessions(records), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per session or list of contents."""
         data = record.data
         messages, contents = _messages(data), _contents(data)
         if not messages and not contents:
@@ -63,7 +62,6 @@ class GeminiReader(RecordReader):
         return builder.trace(name)
 
     def totals(self, record: Record) -> Totals:
-        """Totals of a message, or of all messages and contents of an object."""
         data = record.data
         if _is_message(data):
             return _message_totals(data)

@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -23,6 +22,7 @@ from limbeck.traces.readers.base import (
     as_text,
     characters,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Trace
 
@@ -46,11 +46,8 @@ class InspectReader(RecordReader):
         yield from super().read(_samples(records), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One sample."""
         sample = record.data
-        messages = _messages(sample)
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(sample)[:6]}")
+        messages = present(_messages(sample), record)
         builder = Builder(log, record.line, _tools(sample))
         for message in messages:
             _add(builder, message)
@@ -62,11 +59,9 @@ class InspectReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the messages of a sample, or of all samples of a log."""
         return sum(map(self.trace_totals, _samples(iter([record]))), Totals())
 
     def trace_totals(self, record: Record) -> Totals:
-        """Totals of one sample."""
         return sum(map(_totals, _messages(record.data)), Totals())
 
 

@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -24,6 +23,7 @@ from limbeck.traces.readers.base import (
     characters,
     openai_tools,
     parse_arguments,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -40,18 +40,14 @@ class LLaMAFactoryReader(RecordReader):
         return bool(parts) and "type" in parts[0] and "value" in parts[0]
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
-        messages = as_dicts(data.get("messages"))
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        messages = present(as_dicts(data.get("messages")), record)
         builder = Builder(log, record.line, openai_tools(data.get("tools")))
         for number, message in enumerate(messages):
             _add(builder, message, number)
         return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of all messages."""
         return sum(map(_totals, as_dicts(record.data.get("messages"))), Totals())
 
 

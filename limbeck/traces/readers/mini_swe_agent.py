@@ -17,7 +17,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -26,6 +25,7 @@ from limbeck.traces.readers.base import (
     openai_call_count,
     openai_tool_calls,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -51,9 +51,7 @@ class MiniSWEAgentReader(RecordReader):
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """One trace per trajectory."""
         data = record.data
-        messages = as_dicts(data.get("messages"))
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        messages = present(as_dicts(data.get("messages")), record)
         builder = Builder(log, record.line)
         command: str | None = None
         for number, message in enumerate(messages):

@@ -15,7 +15,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -29,6 +28,7 @@ from limbeck.traces.readers.base import (
     openai_tool_calls,
     openai_tools,
     parse_arguments,
+    present,
     sampled_tokens,
 )
 from limbeck.traces.schema import Message, PreferencePair, Role, ToolCall, Trace
@@ -57,11 +57,8 @@ class OpenAIChatReader(RecordReader):
         return bool(_raw_messages(data)) and not data.keys() & _OTHERS
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
-        raw = _raw_messages(data)
-        if not raw:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        raw = present(_raw_messages(data), record)
         lists = (source.get(key) for key in ("tools", "functions") for source in _sources(data))
         tools = openai_tools(next((listed for listed in lists if listed), None))
         messages: list[Message] = []
@@ -91,7 +88,6 @@ class OpenAIChatReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the messages, and of the answers beside them."""
         return sum(map(_totals, [*_raw_messages(record.data), *_answers(record.data)]), Totals())
 
 

@@ -18,7 +18,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -27,6 +26,7 @@ from limbeck.traces.readers.base import (
     characters,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Role, ToolCall, Trace
 
@@ -50,11 +50,8 @@ class OpenAIResponsesReader(RecordReader):
         return bool(items) and all("type" in item for item in items[-1:]) and any(map(_is_own, items))
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
-        items = _items(data)
-        if not items:
-            raise SkipRecord("no_items", f"keys {sorted(data)[:6]}")
+        items = present(_items(data), record, "items")
         builder = Builder(log, record.line, _tools(data))
         for others in _transitions(data)[1:]:
             builder.skip("other_transition", f"{len(others)} items", sum(map(item_totals, others), Totals()))
@@ -65,7 +62,6 @@ class OpenAIResponsesReader(RecordReader):
         return builder.trace(name, final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the instructions and all items."""
         instructions = Totals(characters=characters(plain_text(_field(record.data, "instructions"))))
         others = [item for items in _transitions(record.data)[1:] for item in items]
         return sum(map(item_totals, [*_items(record.data), *others]), instructions)

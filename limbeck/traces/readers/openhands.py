@@ -54,7 +54,6 @@ class OpenHandsReader(RecordReader):
         yield from super().read(gather_events(records, _is_event), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """All events of a run."""
         data = record.data
         events = _events(data)
         if not events or not any(_is_event(event) for event in events):
@@ -74,7 +73,6 @@ class OpenHandsReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of an event, or of all events of a run."""
         events = [record.data] if _is_event(record.data) else _events(record.data)
         return sum(map(_totals, events), Totals())
 

@@ -60,7 +60,6 @@ class OpenHandsV1Reader(RecordReader):
         yield from super().read(gather_events(records, _is_event), log)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """All events of a run."""
         data = record.data
         events = as_dicts(data.get("history"))
         if not any(map(_is_event, events)):
@@ -73,7 +72,6 @@ class OpenHandsV1Reader(RecordReader):
         return run.builder.trace(name, group_id=name, final_reward=as_number(report.get("resolved")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of an event, or of all events of a run."""
         events = [record.data] if _is_event(record.data) else as_dicts(record.data.get("history"))
         return sum(map(_totals, events), Totals())
 

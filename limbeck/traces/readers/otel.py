@@ -67,7 +67,6 @@ class OpenTelemetryReader(Reader):
             yield from _longest(name, spans, log)
 
     def totals(self, record: Record) -> Totals:
-        """Totals of all spans."""
         return sum((_totals(_spoken(span)) for span in _spans(record.data)), Totals())
 
 

@@ -17,7 +17,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -27,6 +26,7 @@ from limbeck.traces.readers.base import (
     openai_tools,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import ToolCall, Trace
 
@@ -44,11 +44,8 @@ class ShareGPTReader(RecordReader):
         return bool(turns) and "from" in turns[0] and "value" in turns[0]
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per object."""
         data = record.data
-        turns = as_dicts(data.get("conversations"))
-        if not turns:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        turns = present(as_dicts(data.get("conversations")), record)
         builder = Builder(log, record.line, openai_tools(data.get("tools")))
         builder.say("system", as_text(data.get("system")) or "")
         for number, turn in enumerate(turns):
@@ -56,7 +53,6 @@ class ShareGPTReader(RecordReader):
         return builder.trace(as_text(data.get("id")), final_reward=as_number(data.get("reward")))
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the system prompt and all turns."""
         system = Totals(characters=characters(as_text(record.data.get("system"))))
         return sum(map(_totals, as_dicts(record.data.get("conversations"))), system)
 

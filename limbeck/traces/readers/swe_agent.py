@@ -44,7 +44,6 @@ class SWEAgentReader(RecordReader):
         return bool(history) and "role" in history[0] and "agent" in history[0]
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per trajectory."""
         data = record.data
         steps = _steps(data)
         if not steps:
@@ -65,7 +64,6 @@ class SWEAgentReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the prompts and all steps."""
         prompts, turns = _history(record.data)
         totals = Totals(characters=sum(characters(plain_text(item.get("content"))) for item in prompts))
         for step, seen, reply in _paired(_steps(record.data), turns):

@@ -16,7 +16,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -26,6 +25,7 @@ from limbeck.traces.readers.base import (
     openai_call_count,
     openai_tool_calls,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Trace
 
@@ -47,9 +47,7 @@ class Tau2Reader(RecordReader):
     def convert(self, record: Record, log: ReadLog) -> Trace:
         """One simulation."""
         data = record.data
-        messages = _messages(data)
-        if not messages:
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        messages = present(_messages(data), record)
         builder = Builder(log, record.line)
         builder.say("system", as_text(data.get("policy")) or "")
         for message in messages:

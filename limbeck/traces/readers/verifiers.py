@@ -16,7 +16,6 @@ from limbeck.traces.readers.base import (
     ReadLog,
     Record,
     RecordReader,
-    SkipRecord,
     Totals,
     as_dict,
     as_dicts,
@@ -28,6 +27,7 @@ from limbeck.traces.readers.base import (
     openai_tools,
     parse_arguments,
     plain_text,
+    present,
 )
 from limbeck.traces.schema import Trace
 
@@ -44,10 +44,8 @@ class VerifiersReader(RecordReader):
         return bool(_messages(data.get("completion"))) and "prompt" in data and any(key in data for key in _MARKS)
 
     def convert(self, record: Record, log: ReadLog) -> Trace:
-        """One trace per row."""
         data = record.data
-        if not _messages(data.get("completion")):
-            raise SkipRecord("no_messages", f"keys {sorted(data)[:6]}")
+        present(_messages(data.get("completion")), record)
         info = _object(data.get("info"))
         builder = Builder(log, record.line, openai_tools(info.get("oai_tools") or data.get("tools")))
         tokens = _tokens(data)
@@ -63,7 +61,6 @@ class VerifiersReader(RecordReader):
         )
 
     def totals(self, record: Record) -> Totals:
-        """Totals of the prompt and the completion."""
         return sum(map(_totals, _raw(record.data)), Totals())
 
 
