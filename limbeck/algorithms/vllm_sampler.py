@@ -13,6 +13,7 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError, LimbeckError
 from limbeck.models.generate import SamplingConfig
 from limbeck.models.policy import Policy
+from limbeck.utils.state import capture_rng, restore_rng
 
 
 def load_vllm() -> Any:
@@ -53,7 +54,12 @@ class VllmSampler(EngineSampler):
             if self._engine is None:
                 # the trainer's own precision: its log-probabilities are compared with the engine's
                 options = {"dtype": str(model.precision).removeprefix("torch."), **(self.config.vllm or {})}
-                self._engine = self._vllm.LLM(model=self.config.weights, **options)
+                # vLLM seeds this process's generators, whose numbers are the run's
+                state = capture_rng()
+                try:
+                    self._engine = self._vllm.LLM(model=self.config.weights, **options)
+                finally:
+                    restore_rng(state)
                 return
             self._engine.collective_rpc("reload_weights")
             # kept keys and values are those of the old weights

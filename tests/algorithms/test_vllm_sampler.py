@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from limbeck.algorithms.vllm_sampler import VllmSampler
 from limbeck.errors import ConfigError, LimbeckError, LossError
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.policy import Policy
+from limbeck.utils.state import seed_everything
 from tests.helpers.tiny import LLAMA, config, student, tokenizer
 
 PROMPTS = [torch.tensor([5, 9, 40]), torch.tensor([7])]
@@ -28,6 +31,8 @@ class Engine:
 
     def __init__(self, model: str, dtype: str, **options: Any) -> None:
         self.folder, self.dtype, self.options, self.resets = model, dtype, options, 0
+        # as vLLM does, with a seed of its own
+        seed_everything(0)
         self.collective_rpc("reload_weights")
         Engine.made.append(self)
 
@@ -84,6 +89,15 @@ def test_it_is_given_new_weights_and_writes_what_this_process_writes(tmp_path: P
     ]
     (made,) = engine.made
     assert (made.options, made.dtype, made.resets) == ({"gpu_memory_utilization": 0.4}, "float32", 1)
+
+
+def test_it_leaves_the_random_state_of_the_run_alone(tmp_path: Path, engine: type[Engine]) -> None:
+    seed_everything(5)
+    expected = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    seed_everything(5)
+    sampler(tmp_path / "weights").sync(student(), 0)
+    assert engine.made
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
 
 
 def test_what_the_engine_may_not_answer(tmp_path: Path, engine: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:

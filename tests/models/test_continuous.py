@@ -13,7 +13,7 @@ from limbeck.errors import ConfigError, LimbeckError
 from limbeck.models import attention, continuous
 from limbeck.models.attention import PAGED
 from limbeck.models.continuous import ContinuousSampler, make_local_sampler
-from limbeck.models.generate import LocalSampler, Sample, SamplingConfig
+from limbeck.models.generate import LocalSampler, Sample, SamplingConfig, answers_at_once
 from limbeck.models.policy import Policy
 from limbeck.tokens import ByteVocab
 from tests.helpers.tiny import student, tokenizer
@@ -163,3 +163,16 @@ def test_another_engine_is_refused_in_one_sentence(model: Policy, monkeypatch: p
     monkeypatch.setattr(continuous, "SUPPORTED", False)
     with pytest.raises(ConfigError, match=r"transformers 5\.20"):
         ContinuousSampler(model, SamplingConfig())
+
+
+def test_answers_at_once_go_by_the_memory_of_the_device(model: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers_at_once(model, SamplingConfig(batch_size=3)) == 3
+    assert answers_at_once(model, SamplingConfig()) == 32
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    # keys and values of two layers of two heads of eight numbers of two bytes, for 1,024 and 976 tokens
+    answer = 2 * 2 * 2 * 8 * 2 * 2000
+    for answers, expected in ((0, 8), (20, 20), (4000, 256)):
+        monkeypatch.setattr(
+            "limbeck.models.generate.memory_total", lambda device, n=answers: int(n * answer / 0.15) + 9
+        )
+        assert answers_at_once(model, SamplingConfig(max_new_tokens=976)) == expected

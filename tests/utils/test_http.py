@@ -70,6 +70,11 @@ def test_other_statuses_are_the_callers_to_judge(ask, status: int, tries: int) -
         assert (found, one.error_text(answer), len(server.requests)) == (status, "no", tries)
 
 
+def test_a_body_that_is_announced_as_empty_is_an_answer(ask) -> None:
+    with endpoint(lambda n, body: (200, b"")) as server:
+        assert ask(client(server.url, [])) == (200, None)
+
+
 def test_the_last_failure_is_raised(ask) -> None:
     with endpoint(lambda n, body: (503, {"error": "busy"})) as server, pytest.raises(HttpFailure) as failed:
         ask(client(server.url, []))
