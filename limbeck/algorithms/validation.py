@@ -22,8 +22,10 @@ from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError
 from limbeck.evaluation.bos import bos_bits
 from limbeck.key_names import near_name
+from limbeck.losses.blocks import CHUNK_KINDS
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.objectives import Objective
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.loading import ModelConfig
 from limbeck.models.policy import Policy
@@ -40,11 +42,13 @@ from limbeck.utils.timer import Timer
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def check_metric(config: MasterConfig, foreign: Sequence[object | None], val: Any | None) -> None:
+def check_metric(
+    config: MasterConfig, foreign: Sequence[object | None], val: Any | None, objectives: Sequence[Objective]
+) -> None:
     """Refuse a metric that ranks checkpoints, or ends the run, and that no validation of this run measures.
 
-    ``foreign``: for each teacher its tokenizer, None where it is the student's; ``val``: the records. What an objective
-    alone measures (``teacher_0/...``) is left to the first validation.
+    ``foreign``: for each teacher its tokenizer, None where it is the student's; ``val``: the records. What an
+    objective of one's own measures is left to the first validation.
     """
     name = logged_name(config.checkpointing.metric_name)
     # scores of tasks are looked at with the run file
@@ -58,9 +62,11 @@ def check_metric(config: MasterConfig, foreign: Sequence[object | None], val: An
         names += ["coverage"] if foreign[0] is not None else []
         names += ["proj_accuracy"]
     names += ["tokens", "chunks", *(f"ce_loss/{of_class}" for of_class in TEXT_CLASSES)]
-    by_objective = re.match(r"val/teacher_(\d+)/", name)
-    if by_objective is not None and int(by_objective[1]) < len(foreign):
-        return
+    for i, objective in enumerate(objectives):
+        if objective.measures is None and name.startswith(f"val/teacher_{i}/"):
+            return
+        split = [f"kl_loss/{kind}" for kind in (*TEXT_CLASSES, *CHUNK_KINDS)]
+        names += [f"teacher_{i}/{one}" for one in ("kl_loss", "gate", "weight", *(objective.measures or ()), *split)]
     if error := unmeasured(name, names):
         raise error
 
