@@ -20,6 +20,7 @@ from limbeck.data.loader import rank_batches
 from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError
+from limbeck.evaluation.bits import Scorer
 from limbeck.evaluation.bos import bos_bits
 from limbeck.key_names import near_name
 from limbeck.losses.blocks import CHUNK_KINDS
@@ -236,17 +237,21 @@ def check_bos(student: Policy, teachers: Sequence[Teacher], config: MasterConfig
     for i, (teacher, teacher_config) in enumerate(zip(teachers, config.all_teachers, strict=True)):
         if teacher.model is not None:
             sections.append((f"teachers.{i}" if several else "teacher", teacher.model, teacher_config))
-    warnings = []
-    for name, policy, section in sections:
-        # it expects nothing yet
-        if section.init == "random":
-            continue
-        tokenizer = ByteTokenizer.of(policy.tokenizer)
-        bits = bos_bits(policy, tokenizer)
-        if bits is not None and bits.expected not in (None, tokenizer.adds_bos):
-            wanted = str(bits.expected).lower()
-            warnings.append(f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={wanted}")
-    return warnings
+    # one of random weights expects nothing yet
+    warnings = [
+        bos_warning(name, policy, policy.tokenizer) for name, policy, section in sections if section.init != "random"
+    ]
+    return [line for line in warnings if line]
+
+
+def bos_warning(name: str, model: Scorer, tokenizer: object) -> str:
+    """Sentence about a model whose texts begin otherwise than it expects; empty where they do not. ``name``: its
+    section."""
+    own = ByteTokenizer.of(tokenizer)
+    bits = bos_bits(model, own)
+    if bits is None or bits.expected in (None, own.adds_bos):
+        return ""
+    return f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={str(bits.expected).lower()}"
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
