@@ -163,6 +163,7 @@ class DistillationTrainer(Trainer):
         several = len(self.teachers) > 1
         sides: list[tuple[str, Any, Any]] = []
         if self.run_config.policy.init != "random":
+            assert self.model is not None
             sides.append(("policy", _Logits(unwrap(self.model)), self.processing_class))
         for teacher in self.teachers:
             if teacher.model is not None:

@@ -580,10 +580,9 @@ class CrossTokenizerCollator:
                     if side is None or i not in asked:
                         theirs.append(None)
                     else:
-                        theirs.append(
-                            mine if i in shares else side.render_messages(record, self.train_on, context=True)
-                        )
-                        skipped[CONTEXT_MOVED] += theirs[-1].skipped.get(CONTEXT_MOVED, 0)
+                        read = mine if i in shares else side.render_messages(record, self.train_on, context=True)
+                        skipped[CONTEXT_MOVED] += read.skipped.get(CONTEXT_MOVED, 0)
+                        theirs.append(read)
                 return mine, theirs
             skipped[str(record["skip_reason"])] += 1
         except LimbeckError as error:

@@ -41,8 +41,8 @@ class ChunkScorer:
         options = options or EvalOptions()
         specs = (student, teacher)
         self._sides = [_Side(spec, options, own) for spec, own in zip(specs, tokenizers, strict=True)]
-        tokenizers = [side.model.tokenizer for side in self._sides]
-        projection = load_or_build(*tokenizers, trees=True)
+        student_side, teacher_side = self._sides
+        projection = load_or_build(student_side.model.tokenizer, teacher_side.model.tokenizer, trees=True)
         trees = projection.trees
         assert trees is not None
         self._unmapped = torch.from_numpy(~reached_ids(projection))

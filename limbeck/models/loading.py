@@ -495,7 +495,7 @@ def _random(
             base = auto_config.for_model(**overrides)
             usual = type(base)()
             # any key becomes an attribute; older names of others are read and do not
-            _refuse_unknown([key for key in overrides if hasattr(base, key) and not hasattr(usual, key)], usual)
+            _refuse_unknown([key for key in overrides if key in vars(base) and key not in vars(usual)], usual)
         # only the CPU's generator draws; by default those of all GPUs would be saved, too
         with torch.random.fork_rng(devices=[]), device if device == META else nullcontext():
             if seed is not None:

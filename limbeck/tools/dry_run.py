@@ -138,7 +138,7 @@ class _Check:
                 model = ModelBuilder(here, trained=trained, size=size, seed=0, weights=weights).outline()
                 if not section.trust_remote_code:
                     refuse_weights_behind_body(model)  # code of its own may hold weights that it does not use
-                if section.packed and getattr(unwrap(model), "_is_stateful", False):
+                if section.packed and unwrap(model)._is_stateful:
                     self.say(
                         f"warning: {name} carries a state along the sequence: the run refuses sequence_packing for it "
                         "unless its kernels keep packed documents apart"
