@@ -5,6 +5,7 @@ A model that is to be sharded is read by rank 0 alone. The others build it witho
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -494,8 +495,9 @@ def _random(
         else:
             base = auto_config.for_model(**overrides)
             usual = type(base)()
-            # any key becomes an attribute; older names of others are read and do not
-            _refuse_unknown([key for key in overrides if key in vars(base) and key not in vars(usual)], usual)
+            # any key becomes an attribute, older names of others do not; keys of other families are read past
+            unknown = [key for key in overrides if key in vars(base) and key not in vars(usual)]
+            _refuse_unknown([key for key in unknown if difflib.get_close_matches(key, vars(usual), 1, 0.8)], usual)
         # only the CPU's generator draws; by default those of all GPUs would be saved, too
         with torch.random.fork_rng(devices=[]), device if device == META else nullcontext():
             if seed is not None:
