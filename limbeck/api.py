@@ -299,7 +299,7 @@ def _facts(model: Any, section: Mapping[str, Any], tokenizer: Any) -> Model:
     known = known or read_tokenizer(str(tokenizer or _source(model)))
     drawn = body_size(model) if section.get("init") == "random" else None
     return Model(
-        section["model_name"], True, known, positions(model.config), sum(p.numel() for p in model.parameters()), drawn
+        section["model_name"], "", known, positions(model.config), sum(p.numel() for p in model.parameters()), drawn
     )
 
 

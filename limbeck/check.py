@@ -57,6 +57,7 @@ def check_pair(
     seconds: float = MOST_SECONDS,
     memory_gib: float | None = None,
     progress: Progress | None = None,
+    run: Any = None,
 ) -> Report:
     """Everything that is known about a pair before a run.
 
@@ -64,6 +65,8 @@ def check_pair(
     are read. ``score``: load the weights, where they lie here, and score ``scored_bytes`` bytes of the rows,
     for ``seconds`` at most.
     ``memory_gib``: of a GPU that the estimate is for; None: of this machine's device.
+    ``run``: configuration of a run of the pair, by whose tokenizers and batches it goes; None: the models' own, and the
+    usual ones.
 
     Returns plain data: ``alignment``, ``vocabulary``, ``roles``, ``templates``, ``headroom``, ``estimate`` (the last
     two None where they were skipped), ``pilot`` (None, see `check_run`), ``views`` (the rows as `limbeck.align.view`
@@ -73,7 +76,10 @@ def check_pair(
     progress = progress or Silent()
     student, teacher = model_path(student), model_path(teacher)
     bar = progress.begin("reading tokenizers and rows")
-    tokenizers = read_tokenizer(student), read_tokenizer(teacher)
+    if run is None:
+        tokenizers = read_tokenizer(student), read_tokenizer(teacher)
+    else:
+        tokenizers = _tokenizer_of(run.policy), _tokenizer_of(run.all_teachers[0])
     sample = sample_rows(list(data), rows, text_key=text_key)
     bar.close()
     report: Report = {"student": student, "teacher": teacher, "data": list(data), "rows": len(sample), "skipped": {}}
@@ -83,8 +89,8 @@ def check_pair(
     report["alignment"] = _alignment(report["views"])
     report["vocabulary"] = _vocabulary(tokenizers, sample, progress)
     report["roles"] = _roles(tokenizers)
-    report["headroom"] = _headroom(report, score, scored_bytes, seconds, progress)
-    report["estimate"] = _estimate(report, memory_gib)
+    report["headroom"] = _headroom(report, tokenizers, score, scored_bytes, seconds, progress)
+    report["estimate"] = _estimate(report, memory_gib, run)
     report["pilot"] = None
     report["findings"] = _findings(report)
     report["verdict"] = verdict(report)
@@ -114,7 +120,7 @@ def check_run(
     train = config.data.train
     files = [train] if isinstance(train, str) else list(train)
     options = {"text_key": config.data.text_key, **options, "score": options.get("score", True) and not without_weights}
-    report = check_pair(spec_of(student), spec_of(teacher), files, progress=progress, **options)
+    report = check_pair(spec_of(student), spec_of(teacher), files, progress=progress, run=config, **options)
     if without_weights:
         report["skipped"]["headroom"] = f"the {' and the '.join(without_weights)} begins with random weights"
     if len(config.all_teachers) > 1:
@@ -125,6 +131,14 @@ def check_run(
 def spec_of(model: Any) -> str:
     """What a run file's model is audited by: its folder or hub id, or the tokenizer of one with random weights."""
     return str((model.tokenizer.name if model.init == "random" else None) or model.model_name or model.tokenizer.name)
+
+
+def _tokenizer_of(section: Any) -> ByteTokenizer:
+    """The tokenizer of a run file's model, with its BOS token and its template."""
+    from limbeck.algorithms.build import chat_tokenizer_of, tokenizer_of
+
+    make = tokenizer_of if section.tokenizer.chat_template is None else chat_tokenizer_of
+    return ByteTokenizer.of(make(section))
 
 
 def add_pilot(
@@ -297,7 +311,14 @@ def _special(tokenizer: ByteTokenizer, role: str, ids: Sequence[int]) -> str | N
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def _headroom(report: Report, score: bool, most: int, seconds: float, progress: Progress) -> Report | None:
+def _headroom(
+    report: Report,
+    tokenizers: tuple[ByteTokenizer, ByteTokenizer],
+    score: bool,
+    most: int,
+    seconds: float,
+    progress: Progress,
+) -> Report | None:
     """Bits per byte of both models on the same chunks of the rows; adds scores to the views that were read."""
     specs = report["student"], report["teacher"]
     missing = [spec for spec in specs if not has_weights(spec)]
@@ -314,7 +335,7 @@ def _headroom(report: Report, score: bool, most: int, seconds: float, progress: 
     views = [view for view in report["views"] if "problem" not in view]
     total = min(most, sum(view["summary"]["target_bytes"] for view in views))
     bar = progress.begin("loading both models")
-    scorer = ChunkScorer(*specs)
+    scorer = ChunkScorer(*specs, tokenizers=tokenizers)
     bar.close()
     bar = progress.begin("scoring bytes with both models", total)
     # behind the loading: the time of a pilot is estimated by what scoring takes
@@ -372,9 +393,10 @@ def _has_numbers(spec: str) -> bool:
     return path.suffix == ".gguf" or (path / "config.json").is_file()
 
 
-def _estimate(report: Report, memory_gib: float | None) -> Report | None:
-    """Memory and time of a plain run of the pair on one device, from the formulas of `limbeck plan`."""
-    missing = [spec for spec in (report["student"], report["teacher"]) if not _has_numbers(spec)]
+def _estimate(report: Report, memory_gib: float | None, run: Any) -> Report | None:
+    """Memory and time of a run, or of a plain one of the pair, on one device, from the formulas of `limbeck plan`."""
+    specs = (report["student"], report["teacher"]) if run is None else ()
+    missing = [spec for spec in specs if not _has_numbers(spec)]
     if missing:
         report["skipped"]["memory and time"] = f"no config.json at {' and '.join(missing)}"
     elif importlib.util.find_spec("torch") is None:
@@ -393,7 +415,7 @@ def _estimate(report: Report, memory_gib: float | None) -> Report | None:
         "teacher": {"model_name": report["teacher"], "precision": "bfloat16"},
         "data": {"train": report["data"]},
     }
-    work = workload_of(resolve(MasterConfig, settings))
+    work = workload_of(resolve(MasterConfig, settings) if run is None else run)
     # not only one that fits: how much is missing is worth telling
     best = plan(work, 1, machine)[0]
     speed = work.tokens_per_step / best.step_seconds

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from limbeck.algorithms.build import common_ends, make_collator, tokenizer_of
 from limbeck.algorithms.config import MasterConfig
 from limbeck.algorithms.dispatch import DEFAULT, resolve_run
+from limbeck.algorithms.validation import bos_warning
 from limbeck.algorithms.xtoken_off_policy_distillation import foreign_tokenizers, make_loss
 from limbeck.config import merge, with_settings
 from limbeck.data.batched_data_dict import BatchedDataDict
@@ -46,7 +48,9 @@ from limbeck.models.policy import Policy
 from limbeck.teachers.build import TeacherConfig, make_teacher
 from limbeck.teachers.live import LiveTeacher
 from limbeck.tokens import ByteVocab
+from limbeck.tokens.bos import set_bos
 from limbeck.utils.metrics import Metrics
+from limbeck.utils.progress import say
 from limbeck.utils.state import load_state, save_state
 
 __all__ = ["DistillationTrainer"]
@@ -113,7 +117,12 @@ class DistillationTrainer(Trainer):
             settings = {"loss_fn": loss_fn, **settings}
         config = _run_config(unwrap(model), teachers, spoken, kwargs, settings)
         self.run_config = config
-        processing_class = processing_class or tokenizer_of(config.policy)
+        bos = config.policy.tokenizer.bos
+        if processing_class is None:
+            processing_class = tokenizer_of(config.policy)
+        elif bos != "auto":
+            processing_class = deepcopy(processing_class)
+            set_bos(processing_class, bos)
         sections = config.all_teachers
         teachers, spoken = teachers[: len(sections)], spoken[: len(sections)]
         spoken = [
@@ -146,6 +155,22 @@ class DistillationTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self._trained, self._evaluated, self._step = Metrics(), Metrics(), Metrics()
         self.add_callback(_LossState(self))
+
+    def look_at_bos(self) -> None:
+        """Warn of models whose texts begin otherwise than they expect, as a run does."""
+        if Comm.world().size > 1:
+            return  # a model that is split cannot be asked by itself
+        several = len(self.teachers) > 1
+        sides: list[tuple[str, Any, Any]] = []
+        if self.run_config.policy.init != "random":
+            assert self.model is not None
+            sides.append(("policy", _Logits(unwrap(self.model)), self.processing_class))
+        for teacher in self.teachers:
+            if teacher.model is not None:
+                name = f"teachers.{teacher.number}" if several else "teacher"
+                sides.append((name, teacher.model, teacher.model.tokenizer))
+        for warning in filter(None, (bos_warning(*side) for side in sides)):
+            say(f"warning: {warning}")
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -278,11 +303,31 @@ class DistillationTrainer(Trainer):
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
 
+class _Logits:
+    """Probabilities of a model as it is, without the mark that a policy leaves on it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def get_logprobs(self, batch: BatchedDataDict) -> dict[str, Tensor]:
+        training, device = self.model.training, next(self.model.parameters()).device
+        ids, lengths = batch["input_ids"].to(device), batch["input_lengths"].to(device)
+        mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+        logits = self.model.eval()(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        self.model.train(training)
+        next_logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return {"logprobs": nn.functional.pad(next_logprobs, (1, 0))}
+
+
 class _LossState(TrainerCallback):
     """Tells the trainer of finished steps, and puts the state of the loss into its checkpoints."""
 
     def __init__(self, trainer: DistillationTrainer) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.look_at_bos()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.finish_step()

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from limbeck.algorithms.dispatch import resolve_run
+from limbeck.data.batched_data_dict import BatchedDataDict
 from limbeck.errors import ConfigError
 from limbeck.integrations import DistillationTrainer
 from limbeck.models.loading import load_model
+from limbeck.models.policy import Policy
 from limbeck.teachers.live import LiveTeacher
 from tests.helpers import tiny
 
@@ -247,6 +249,42 @@ def test_a_pretrained_student_has_the_loss_that_a_run_gives_it(tmp_path: Path) -
     assert made.run_config.loss_fn == config.loss_fn
     assert made.run_config.data.model_copy(update={"train": config.data.train}) == config.data
     assert made.run_config.teacher == config.teacher
+
+
+def test_it_warns_of_texts_that_begin_otherwise_than_a_model_expects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, torch.Tensor] = {}
+    rows = BatchedDataDict({"input_ids": torch.arange(12).reshape(2, 6), "input_lengths": torch.tensor([6, 4])})
+
+    def warn(name: str, scorer: Any, tokenizer: Any) -> str:
+        found[name] = scorer.get_logprobs(rows)["logprobs"]
+        return f"of {name}"
+
+    monkeypatch.setattr("limbeck.integrations.bos_warning", warn)
+    student = model("student")
+    own = Policy({"model_name": "m", "precision": "float32"}, None, device="cpu", model=copy.deepcopy(student))
+    trainer(tmp_path, student=student, max_steps=1, **{"policy.init": "pretrained"}).train()
+    assert "warning: of policy\nwarning: of teacher\n" in capsys.readouterr().err
+    for row, length in enumerate((6, 4)):
+        expected = own.get_logprobs(rows)["logprobs"][row, :length]
+        torch.testing.assert_close(found["policy"][row, :length], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_its_bos_setting_holds_for_a_tokenizer_that_is_given(tmp_path: Path) -> None:
+    given = copy.deepcopy(tiny.tokenizer(300))
+    given.bos_token = given.convert_ids_to_tokens(7)
+    options = {"teacher": model("teacher", 1), "teacher_tokenizer": tiny.tokenizer(340), "policy.init": "random"}
+    made = DistillationTrainer(
+        model("student"),
+        arguments(tmp_path),
+        processing_class=given,
+        train_dataset=RECORDS,
+        **{**options, "policy.tokenizer.bos": True},
+    )
+    assert made.processing_class("a").input_ids[0] == 7
+    assert given("a").input_ids[0] != 7
+    assert made.data_collator(RECORDS[:2])["input_ids"][:, 0].tolist() == [7, 7]
 
 
 def test_conversations_are_noticed_in_every_form(tmp_path: Path) -> None:

@@ -318,6 +318,8 @@ class OnPolicyLoop(off_policy.OffPolicyLoop[OnPolicyRun]):
         # before the teachers, which it asks
         if self.writer is not None:
             self.writer.close()
+        elif isinstance(self.rollouts.sampler, EngineSampler):
+            self.rollouts.sampler.close()
         self.rollouts.close()
         super().close()
 

@@ -525,7 +525,21 @@ class TraceLoop(TrainingLoop[TraceRun]):
 
     def train_step(self, batch: ComposerBatch) -> dict[str, Any]:
         run, done = self.run, self.run.state.total_steps
+        self._ask_ahead(batch, done)
         return run.step(batch, self.weights.at(done), monitored=run.step.monitor.due(done + 1), timer=run.timer)
+
+    def _ask_ahead(self, batch: ComposerBatch, done: int) -> None:
+        """Let the requests of this step and then those of the next begin, for a teacher that takes requests."""
+        for teacher in (teacher for teacher in self.run.step.teachers if teacher.asks_ahead):
+            # it must know which ranks read the same rows, also before the first step shows them
+            teacher.attach(self.run.student.layout)
+            for step, rows in ((done, batch), (done + 1, self.upcoming())):
+                if rows is not None and self.weights.at(step)["hint"]:
+                    teacher.ask_ahead(rows.channel("hint"))
+
+    def close(self) -> None:
+        for teacher in self.run.step.teachers:
+            teacher.close()
 
     def skipped_of(self, batch: ComposerBatch) -> list[dict[str, int]]:
         return [batch["skipped"]]

@@ -20,10 +20,13 @@ from limbeck.data.loader import rank_batches
 from limbeck.data.sources import RecordDataset
 from limbeck.distributed.comm import Comm
 from limbeck.errors import ConfigError
+from limbeck.evaluation.bits import Scorer
 from limbeck.evaluation.bos import bos_bits
 from limbeck.key_names import near_name
+from limbeck.losses.blocks import CHUNK_KINDS
 from limbeck.losses.contract import Teacher
 from limbeck.losses.distillation import CrossTokenizerDistillationLossFn
+from limbeck.losses.objectives import Objective
 from limbeck.models.generate import LocalSampler, SamplingConfig
 from limbeck.models.loading import ModelConfig
 from limbeck.models.policy import Policy
@@ -40,11 +43,13 @@ from limbeck.utils.timer import Timer
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def check_metric(config: MasterConfig, foreign: Sequence[object | None], val: Any | None) -> None:
+def check_metric(
+    config: MasterConfig, foreign: Sequence[object | None], val: Any | None, objectives: Sequence[Objective]
+) -> None:
     """Refuse a metric that ranks checkpoints, or ends the run, and that no validation of this run measures.
 
-    ``foreign``: for each teacher its tokenizer, None where it is the student's; ``val``: the records. What an objective
-    alone measures (``teacher_0/...``) is left to the first validation.
+    ``foreign``: for each teacher its tokenizer, None where it is the student's; ``val``: the records. What an
+    objective of one's own measures is left to the first validation.
     """
     name = logged_name(config.checkpointing.metric_name)
     # scores of tasks are looked at with the run file
@@ -58,9 +63,11 @@ def check_metric(config: MasterConfig, foreign: Sequence[object | None], val: An
         names += ["coverage"] if foreign[0] is not None else []
         names += ["proj_accuracy"]
     names += ["tokens", "chunks", *(f"ce_loss/{of_class}" for of_class in TEXT_CLASSES)]
-    by_objective = re.match(r"val/teacher_(\d+)/", name)
-    if by_objective is not None and int(by_objective[1]) < len(foreign):
-        return
+    for i, objective in enumerate(objectives):
+        if objective.measures is None and name.startswith(f"val/teacher_{i}/"):
+            return
+        split = [f"kl_loss/{kind}" for kind in (*TEXT_CLASSES, *CHUNK_KINDS)]
+        names += [f"teacher_{i}/{one}" for one in ("kl_loss", "gate", "weight", *(objective.measures or ()), *split)]
     if error := unmeasured(name, names):
         raise error
 
@@ -230,17 +237,21 @@ def check_bos(student: Policy, teachers: Sequence[Teacher], config: MasterConfig
     for i, (teacher, teacher_config) in enumerate(zip(teachers, config.all_teachers, strict=True)):
         if teacher.model is not None:
             sections.append((f"teachers.{i}" if several else "teacher", teacher.model, teacher_config))
-    warnings = []
-    for name, policy, section in sections:
-        # it expects nothing yet
-        if section.init == "random":
-            continue
-        tokenizer = ByteTokenizer.of(policy.tokenizer)
-        bits = bos_bits(policy, tokenizer)
-        if bits is not None and bits.expected not in (None, tokenizer.adds_bos):
-            wanted = str(bits.expected).lower()
-            warnings.append(f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={wanted}")
-    return warnings
+    # one of random weights expects nothing yet
+    warnings = [
+        bos_warning(name, policy, policy.tokenizer) for name, policy, section in sections if section.init != "random"
+    ]
+    return [line for line in warnings if line]
+
+
+def bos_warning(name: str, model: Scorer, tokenizer: object) -> str:
+    """Sentence about a model whose texts begin otherwise than it expects; empty where they do not. ``name``: its
+    section."""
+    own = ByteTokenizer.of(tokenizer)
+    bits = bos_bits(model, own)
+    if bits is None or bits.expected in (None, own.adds_bos):
+        return ""
+    return f"the model of {name} scores a plain text at {bits}; set {name}.tokenizer.bos={str(bits.expected).lower()}"
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def make_inputs(
         if records is not None:
             check_names_of_teachers(config, collator, records)
     collate = collator if wrap is None else wrap(collator)
-    check_metric(config, foreign, val)
+    check_metric(config, foreign, val, loss_fn.objectives)
     loader, val_loader = make_loaders(config, collate, train, val, val_collator=collator)
     _look_at_records(config, loss_fn, student_tokenizer, foreign, train, stored=wrap is None)
     identities = _identities(config, student_model, models)

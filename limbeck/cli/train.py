@@ -118,12 +118,12 @@ def _train(
 
     with display(lines=True, quiet=quiet) as screen:
         with screen.stage("starting") if first else nullcontext(), rare_collections():
+            loaded = loaded or read()  # ahead of imports that take seconds: it refuses unknown keys
             from limbeck.algorithms.dispatch import resolve_run
             from limbeck.distributed.launch import launch
             from limbeck.tools.summary import rate_by_default, summary
 
             config: Any
-            loaded = loaded or read()
             config, run = resolve_run(*loaded)
             said = [*summary(config), *rate_by_default(config, *loaded)] if first and not quiet else []
         gc.freeze()  # modules stay until the end: no collection need look at them again

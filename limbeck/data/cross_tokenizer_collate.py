@@ -56,6 +56,10 @@ class DatumSpec(TypedDict, total=False):
     """The document goes on in another record, so that this one has no end token."""
 
 
+CONTEXT_MOVED = "context_in_question"
+"""Counts contexts that stand in the first question, for the template leaves out the instructions."""
+
+
 @dataclass
 class Side:
     """One model's view of the text: its tokenizer, how long a sequence may be, and how a conversation is rendered."""
@@ -116,10 +120,22 @@ class Side:
         self, record: Mapping[str, Any], train_on: str = "all", *, context: bool = False, hint: str = "", **more: Any
     ) -> TokenizedText:
         """A record's conversation, with what its teachers alone read where ``context`` says so, and a ``hint``."""
-        to_come = bool(more.get("add_generation_prompt"))
-        conversation = self.in_context(record if context else {}, record["messages"], hint=hint, to_come=to_come)
+        to_come, given = bool(more.get("add_generation_prompt")), record if context else {}
+        conversation = self.in_context(given, record["messages"], hint=hint, to_come=to_come)
         rendering = render_chat(**self.as_given(record, conversation.messages), train_on=train_on, **more)
+        if self._drops(given.get(CONTEXT), rendering):
+            as_question = replace(self, context_as="user")
+            conversation = as_question.in_context(given, record["messages"], hint=hint, to_come=to_come)
+            rendering = render_chat(**self.as_given(record, conversation.messages), train_on=train_on, **more)
+            rendering = replace(rendering, skipped={**rendering.skipped, CONTEXT_MOVED: 1})
         return conversation.renumbered(rendering)
+
+    def _drops(self, context: Context | None, rendering: TokenizedText) -> bool:
+        """Whether the template leaves a context out with the instructions that it stands in, as some do unless a
+        question is last."""
+        if self.context_as != "system" or not isinstance(context, str):
+            return False
+        return bool(rendering.skipped.get("unrendered_context")) and context.strip().encode() not in rendering.source
 
     def as_given(self, record: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What a record's conversation is rendered with."""
@@ -564,9 +580,9 @@ class CrossTokenizerCollator:
                     if side is None or i not in asked:
                         theirs.append(None)
                     else:
-                        theirs.append(
-                            mine if i in shares else side.render_messages(record, self.train_on, context=True)
-                        )
+                        read = mine if i in shares else side.render_messages(record, self.train_on, context=True)
+                        skipped[CONTEXT_MOVED] += read.skipped.get(CONTEXT_MOVED, 0)
+                        theirs.append(read)
                 return mine, theirs
             skipped[str(record["skip_reason"])] += 1
         except LimbeckError as error:

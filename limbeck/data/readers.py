@@ -401,6 +401,12 @@ def _hub_data(spec: str, subset: str | None, split: str) -> Any:
     return data
 
 
+def data_size(path: str, hub_subset: str | None, hub_split: str) -> int:
+    """Bytes of a file, or of a data set of the hub as it is kept here."""
+    in_cache = path.startswith(HUB_PREFIX)
+    return int(_hub_data(path, hub_subset, hub_split).data.nbytes if in_cache else os.stat(path).st_size)
+
+
 class HubReader:
     """A split of a data set on the hub, which the ``datasets`` package keeps memory-mapped in its cache."""
 

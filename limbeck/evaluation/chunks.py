@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,18 @@ class ChunkScorer:
         notes: what a reader of the scores should know, such as a BOS token that had to be set.
     """
 
-    def __init__(self, student: str, teacher: str, options: EvalOptions | None = None) -> None:
+    def __init__(
+        self,
+        student: str,
+        teacher: str,
+        options: EvalOptions | None = None,
+        tokenizers: Sequence[ByteTokenizer | None] = (None, None),
+    ) -> None:
         options = options or EvalOptions()
-        self._sides = [_Side(spec, options) for spec in (student, teacher)]
-        tokenizers = [side.model.tokenizer for side in self._sides]
-        projection = load_or_build(*tokenizers, trees=True)
+        specs = (student, teacher)
+        self._sides = [_Side(spec, options, own) for spec, own in zip(specs, tokenizers, strict=True)]
+        student_side, teacher_side = self._sides
+        projection = load_or_build(student_side.model.tokenizer, teacher_side.model.tokenizer, trees=True)
         trees = projection.trees
         assert trees is not None
         self._unmapped = torch.from_numpy(~reached_ids(projection))
@@ -92,9 +100,9 @@ class _Scored:
 
 
 class _Side:
-    def __init__(self, spec: str, options: EvalOptions) -> None:
+    def __init__(self, spec: str, options: EvalOptions, tokenizer: ByteTokenizer | None) -> None:
         self.model = EvalModel(find_model(spec, options.checkpoint), options)
-        tokenizer = ByteTokenizer.of(self.model.tokenizer)
+        tokenizer = tokenizer or ByteTokenizer.of(self.model.tokenizer)
         self.vocab = tokenizer.vocab
         self.note = ""
         self._bos_id: int | None = tokenizer.bos_id

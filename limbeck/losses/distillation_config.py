@@ -27,10 +27,6 @@ Scoring = Literal["static", "ce", "entropy", "max_prob"]
 """What weighs several teachers on a text: nothing, or a score of each."""
 Gate = Literal["none", "soft"]
 
-PUBLISHED: Mapping[str, Any] = {"vocab_topk": 8192, "uncommon_topk": 8192, "exact_token_match_only": False}
-"""Published run files have these keys whatever their flags select: at these values, a mode that has them not reads past
-them."""
-
 
 class CrossTokenizerDistillationLossConfig(BaseModel):
     """Settings of `CrossTokenizerDistillationLossFn`: its own, and beside them those of the objective of `mode`.
@@ -106,9 +102,12 @@ class CrossTokenizerDistillationLossConfig(BaseModel):
             key: values.pop(key) for key in list(values) if key not in cls.model_fields or key == "objective"
         }
         objective = {"mode": values["mode"], **objective_keys}
-        form = form_of(values["mode"])
-        for key, value in PUBLISHED.items():
-            if key not in form.model_fields and objective.get(key) == value:
+        form, forms = form_of(values["mode"]), ObjectiveConfig.forms().values()
+        # published run files have the keys of every mode, a run's own configuration those of the mode it had
+        for key in objective.keys() - form.model_fields.keys():
+            # whose default would be meant is open where they differ
+            usual = [other.model_fields[key].default for other in forms if key in other.model_fields]
+            if usual and all(default == objective[key] for default in usual):
                 del objective[key]
         if values.get("reverse_kl"):
             if objective.setdefault("direction", "reverse") == "jsd":

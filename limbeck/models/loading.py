@@ -5,10 +5,11 @@ A model that is to be sharded is read by rank 0 alone. The others build it witho
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -28,6 +29,7 @@ from limbeck.distributed.mesh import MeshShape, ParallelDims, check_model, curre
 from limbeck.distributed.sharding import WholeWeights, whole_tensor
 from limbeck.distributed.tensor_parallel import probe
 from limbeck.errors import ConfigError, one_line
+from limbeck.key_names import near_name
 from limbeck.models.attention import register_varlen_attention
 from limbeck.models.causal import body_of, head_of, unwrap
 from limbeck.models.fp8 import MULTIPLE, convert_layers, lacking
@@ -291,8 +293,8 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> A
         # weights in any other format are pickles
         kwargs["use_safetensors"] = True
         _check_folder(path)
-        config, unused = _folder_config(cfg, path)
-        kwargs.update({"config": config, **unused})
+        config = _folder_config(cfg, path)
+        kwargs["config"] = config
         if (
             not cfg.allow_missing
             and device != META
@@ -320,20 +322,34 @@ def _pretrained(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> A
     return model
 
 
-def _folder_config(cfg: ModelConfig, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The transformers configuration of a model folder, and those of ``model_overrides`` that it does not know.
+def _folder_config(cfg: ModelConfig, folder: Path) -> Any:
+    """The transformers configuration of a model folder.
 
     It may name an attention of its own, such as a kernel that would be fetched and run: ours goes before it.
     """
+    config = _overridden(str(cfg.model_name), folder, cfg.trust_remote_code, cfg.model_overrides)
+    config._attn_implementation = cfg.attn_implementation
+    config._experts_implementation = None
+    return config
+
+
+def _overridden(name: str, folder: Path, trust: bool, overrides: Mapping[str, Any]) -> Any:
+    """The transformers configuration of a folder, with ``overrides``; those that it has no keys for are refused."""
     try:
         config, unused = _auto()[0].from_pretrained(
-            str(folder), trust_remote_code=cfg.trust_remote_code, return_unused_kwargs=True, **cfg.model_overrides
+            str(folder), trust_remote_code=trust, return_unused_kwargs=True, **overrides
         )
-        config._attn_implementation = cfg.attn_implementation
-        config._experts_implementation = None
     except Exception as e:  # as in _loaded
-        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {one_line(e)}") from e
-    return config, dict(unused)
+        raise ConfigError(f"model {name!r} cannot be loaded: {one_line(e)}") from e
+    _refuse_unknown(unused, config)
+    return config
+
+
+def _refuse_unknown(overrides: Iterable[str], config: Any) -> None:
+    for key in overrides:
+        near = near_name(key, vars(config))
+        hint = f"did you mean {near!r}?" if near else "give keys of the model's config.json"
+        raise ConfigError(f"unknown key 'model_overrides.{key}': {type(config).__name__} has none of that name; {hint}")
 
 
 def _loaded(name: str, source: str, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -474,16 +490,20 @@ def _random(
     try:
         if cfg.model_name:
             overrides.pop("model_type", None)
-            path, trust = model_files(cfg.model_name, "config", code=cfg.trust_remote_code), cfg.trust_remote_code
-            base = auto_config.from_pretrained(str(path), trust_remote_code=trust, **overrides)
+            path = model_files(cfg.model_name, "config", code=cfg.trust_remote_code)
+            base = _overridden(cfg.model_name, path, cfg.trust_remote_code, overrides)
         else:
             base = auto_config.for_model(**overrides)
+            usual = type(base)()
+            # any key becomes an attribute, older names of others do not; keys of other families are read past
+            unknown = [key for key in overrides if key in vars(base) and key not in vars(usual)]
+            _refuse_unknown([key for key in unknown if difflib.get_close_matches(key, vars(usual), 1, 0.8)], usual)
         # only the CPU's generator draws; by default those of all GPUs would be saved, too
         with torch.random.fork_rng(devices=[]), device if device == META else nullcontext():
             if seed is not None:
                 torch.manual_seed(seed)
             return auto_model.from_config(base, dtype=dtype, **_extras(cfg))
-    except MemoryError:
+    except (MemoryError, ConfigError):
         raise
     except Exception as e:  # as above
         raise ConfigError(f"no model can be made from {cfg.model_name or overrides}: {one_line(e)}") from e
@@ -513,9 +533,22 @@ def check_head(model: Any, vocab_size: int | None) -> None:
     difference = float((whole - apart).abs().max() / whole.abs().max().clamp(min=1e-6))
     # negated, so that NaN is refused too
     if not difference <= (1e-4 if whole.dtype == model.dtype else 5e-2):
+        refuse_weights_behind_body(model)
         raise ConfigError(
             f"{type(model).__name__} does more between its body and its logits than a linear head, scale and "
             f"softcap (its logits differ by {difference:.2g}); this model cannot be used yet"
+        )
+
+
+def refuse_weights_behind_body(model: Any) -> None:
+    """Refuse a model with weights between its body and its linear head, which `check_head` would find by its logits."""
+    parts = [body_of(model), unwrap(model).get_output_embeddings()]
+    known = {id(p) for part in parts if part is not None for p in part.parameters()}
+    others = [name for name, p in unwrap(model).named_parameters() if id(p) not in known]
+    if others:
+        raise ConfigError(
+            f"{type(model).__name__} does more between its body and its logits than a linear head ({others[0]}); this "
+            "model cannot be used yet"
         )
 
 
@@ -535,10 +568,7 @@ def model_numbers(config: ModelConfig | Mapping[str, Any], vocab_size: int | Non
         _refuse_other_file(cfg.model_name, path)
         return None
     overrides.pop("model_type", None)
-    try:
-        return _auto()[0].from_pretrained(str(path), trust_remote_code=cfg.trust_remote_code, **overrides)
-    except Exception as e:  # as above
-        raise ConfigError(f"model {cfg.model_name!r} cannot be loaded: {one_line(e)}") from e
+    return _overridden(cfg.model_name, path, cfg.trust_remote_code, overrides)
 
 
 def weight_files(config: ModelConfig | Mapping[str, Any]) -> list[Path]:

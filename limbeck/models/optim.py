@@ -20,6 +20,7 @@ from limbeck.distributed.sharding import group_by_layout
 from limbeck.errors import ConfigError, one_line
 
 ALLOWED_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "torchao.optim")
+_MOST_RATE = 1e3
 _NUMBERS_LIKE = {"lr": "1e-5", "weight_decay": "0.01", "eps": "1e-8", "momentum": "0.9"}
 _NUMBERS = _NUMBERS_LIKE.keys()
 _WAYS = {"fused", "foreach", "capturable", "differentiable"}
@@ -53,7 +54,8 @@ class OptimizerConfig(BaseModel):
     def _numbers(self) -> OptimizerConfig:
         for key in _NUMBERS & self.kwargs.keys():
             value = self.kwargs[key]
-            if value is None or isinstance(value, str | bool | list | dict) or not math.isfinite(value):
+            wrong = value is None or isinstance(value, str | bool | list | dict) or not math.isfinite(value)
+            if wrong or (key == "lr" and value > _MOST_RATE):
                 raise ValueError(f"kwargs.{key} is {value!r}; give a number, such as {_NUMBERS_LIKE[key]}")
         return self
 

@@ -28,6 +28,7 @@ _REASONS = {
     "unrendered_content": "assistant messages that the template leaves out",
     "unrendered_reasoning": "reasoning that the template leaves out",
     "unrendered_context": "other messages that the template leaves out",
+    "context_in_question": "contexts that stand in the first question, for the template leaves the instructions out",
     "unrendered_tools": "tools given to a template that reads none",
     "no_end_of_turn": "answers without an end-of-turn token",
     "outside_generation": "answers outside the template's generation markers",

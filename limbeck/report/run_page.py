@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from limbeck.align.view import summary_lines
+from limbeck.errors import ConfigError
 from limbeck.report.alignment import viewer
 from limbeck.report.comparison import comparison_page
 from limbeck.report.page import Page
@@ -48,14 +49,22 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     runs = find_runs([folder])
     target = Path(out) if out is not None else folder / PAGE_NAME
     if runs == [folder]:
-        return run_page(read_run(folder)).write(target)
+        return run_page(_read(folder)).write(target)
     return write_comparison(runs, target)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write one page that lays the curves of several runs over each other and return its path."""
-    runs = [read_run(folder) for folder in find_runs([Path(d) for d in run_dirs])]
+    runs = [_read(folder) for folder in find_runs([Path(d) for d in run_dirs])]
     return comparison_page(runs).write(out)
+
+
+def _read(folder: Path) -> RunData:
+    """A run, refused where nothing of its configuration and none of its steps can be read."""
+    run = read_run(folder)
+    if run.problems and not run.config and not run.steps:
+        raise ConfigError(f"{str(folder)!r} holds no run that can be read; {' '.join(run.problems).rstrip('.')}")
+    return run
 
 
 def run_page(run: RunData) -> Page:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from limbeck.algorithms.build import BYTES_PER_TOKEN, tokenizer_of
 from limbeck.algorithms.config import MasterConfig, OffPolicyDistillationConfig
 from limbeck.config import resolve
-from limbeck.data.readers import HUB_PREFIX, expand, is_plain_text
+from limbeck.data.readers import data_size, expand, is_plain_text
 from limbeck.data.sources import DataConfig, build_dataset, detect_mode
 from limbeck.errors import ConfigError, LimbeckError
 from limbeck.models.loading import ModelBuilder, ModelConfig, positions
@@ -49,14 +49,14 @@ class Model:
 
     Attributes:
         name: as given; empty where it has none.
-        known: whether it could be looked at, here or on the hub.
+        unknown: why it could not be looked at, here or on the hub; empty where it could.
         positions: the longest sequence it was made for, where its configuration says.
         parameters: numbers in its weights' files.
         drawn: of a model of random weights, those of its body: embedding and head left out.
     """
 
     name: str
-    known: bool
+    unknown: str = ""
     tokenizer: ByteTokenizer | None = None
     positions: int | None = None
     parameters: int | None = None
@@ -83,7 +83,7 @@ def look_at_section(section: Mapping[str, Any], *, tokenizer: ByteTokenizer | No
         model = look_at_model(str(name), needed=True, tokenizer=tokenizer)
     else:
         # drawn anew, or its signals come from elsewhere
-        model = Model(str(name or ""), True, tokenizer, positions(section.get("model_overrides") or {}))
+        model = Model(str(name or ""), "", tokenizer, positions(section.get("model_overrides") or {}))
     return replace(model, drawn=drawn_body(section, model.tokenizer))
 
 
@@ -119,10 +119,10 @@ def look_at_model(name: str, *, needed: bool = False, tokenizer: ByteTokenizer |
     if isinstance(path, HubId):
         try:
             return _look_at_hub(name, path, tokenizer)
-        except LimbeckError:
+        except LimbeckError as error:
             if needed:
                 raise
-            return Model(name, known=False)
+            return Model(name, str(error))
     positions = None
     if (path / "config.json").is_file():
         try:
@@ -133,21 +133,21 @@ def look_at_model(name: str, *, needed: bool = False, tokenizer: ByteTokenizer |
     elif path.is_dir() and not list(path.glob("*.gguf")):
         raise ConfigError(f"{name!r} holds neither config.json nor a .gguf file; give a model folder or a hub id")
     known = positions if isinstance(positions, int) else None
-    return Model(name, True, tokenizer or read_tokenizer(name), known, _parameters(path))
+    return Model(name, "", tokenizer or read_tokenizer(name), known, _parameters(path))
 
 
 def _look_at_hub(name: str, repo: HubId, tokenizer: ByteTokenizer | None) -> Model:
     """Facts in the small files of a repository; its weights stay where they are."""
     sizes = model_sizes(repo)
     if repo.file is not None or "config.json" not in sizes:
-        return Model(name, known=False)
+        return Model(name, "its weights alone would tell, and are not fetched for that")
     config = json.loads((model_files(name, "config") / "config.json").read_text(encoding="utf-8"))
     positions, dtype = config.get("max_position_embeddings"), str(config.get("dtype") or config.get("torch_dtype"))
     # transformers reads the weights at the top of a repository alone
     size = sum(size or 0 for file, size in sizes.items() if file.endswith(".safetensors") and "/" not in file)
     parameters = size // (2 if dtype.endswith("16") else 4)
     known = positions if isinstance(positions, int) else None
-    return Model(name, True, tokenizer or read_tokenizer(name), known, parameters or None)
+    return Model(name, "", tokenizer or read_tokenizer(name), known, parameters or None)
 
 
 def _parameters(path: Path) -> int | None:
@@ -278,8 +278,8 @@ def _unknowns(student: Model, teachers: Sequence[Model], mode: str, settled: Map
     for number, (model, section) in enumerate(zip(teachers, sections, strict=False)):
         sides.append(("teacher", f"teachers.{number}" if len(teachers) > 1 else "teacher", model, section))
     for side, key, model, section in sides:
-        if not model.known:
-            notes.append(f"the {side} {model.name!r} is taken for a hub id and was not looked at")
+        if model.unknown:
+            notes.append(f"the {side} {model.name!r} was not looked at: {model.unknown}")
         templates = model.tokenizer is None or model.tokenizer.templates
         if mode == "chat" and not templates and "chat_template" not in (section.get("tokenizer") or {}):
             notes.append(f"the {side}'s tokenizer has no chat template: set {key}.tokenizer.chat_template")
@@ -474,10 +474,8 @@ def _vocabularies(student: Model, teacher: Model) -> str:
 def _look_at_text(data: Mapping[str, Any], student: Model, context: int) -> _Text:
     """Count the records, and look at some of them. Texts longer than the context are split."""
     longest = BYTES_PER_TOKEN * context if data["mode"] == "text" else None
-    paths = expand(data["train"])
-    local = [Path(path) for path in paths if not path.startswith(HUB_PREFIX)]
     usual = _Text(None, 4.0 * context / 2, 4.0)
-    if len(local) < len(paths) or sum(path.stat().st_size for path in local) > _COUNT_BYTES:
+    if _too_large(data["train"], data):
         return usual
     training = {key: value for key, value in data.items() if key not in ("validation", "holdout")}
     try:
@@ -495,6 +493,13 @@ def _look_at_text(data: Mapping[str, Any], student: Model, context: int) -> _Tex
         return _Text(count, size, usual.bytes_per_token)
     tokens = mean(len(student.tokenizer.encode(text).ids) for text in texts)
     return _Text(count, size, max(size / max(tokens, 1), 0.1))
+
+
+def _too_large(files: str | Sequence[str], data: Mapping[str, Any]) -> bool:
+    """Whether counting the records of files would take long."""
+    where = DataConfig.model_fields
+    subset, split = (data.get(key, where[key].default) for key in ("hub_subset", "hub_split"))
+    return sum(data_size(path, subset, split) for path in expand(_listed(files))) > _COUNT_BYTES
 
 
 def _first_fault(data: Mapping[str, Any]) -> LimbeckError | None:
@@ -546,10 +551,10 @@ def _pace(count: int | None, batch: int, passes: int) -> str:
 
 def _count(files: Sequence[str], data: Mapping[str, Any]) -> int | None:
     """Records to validate on; None where nobody has counted them."""
-    paths = [Path(path) for path in expand(list(files)) if not path.startswith(HUB_PREFIX)]
-    if not paths or sum(path.stat().st_size for path in paths) > _COUNT_BYTES:
-        return None
     training = {key: value for key, value in data.items() if key not in ("validation", "holdout")}
+    training["hub_split"] = data.get("hub_validation_split", DataConfig.model_fields["hub_validation_split"].default)
+    if _too_large(files, training):
+        return None
     return len(build_dataset(resolve(DataConfig, {**training, "train": list(files), "on_bad_record": "skip"})))
 
 

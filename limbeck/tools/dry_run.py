@@ -26,6 +26,7 @@ from limbeck.distributed.device import default_device, memory_free
 from limbeck.distributed.planner import layouts, memory_of, with_found_microbatch
 from limbeck.errors import ConfigError, DataError, LimbeckError, one_line
 from limbeck.evaluation.tasks import Task
+from limbeck.models.causal import unwrap
 from limbeck.models.checkpoint import Checkpoint
 from limbeck.models.loading import (
     ModelBuilder,
@@ -34,6 +35,7 @@ from limbeck.models.loading import (
     check_settings,
     fit_to_device,
     model_numbers,
+    refuse_weights_behind_body,
     tokenizer_size,
     weight_files,
 )
@@ -134,6 +136,13 @@ class _Check:
             if model_numbers(section) is not None and quantized_in(weight_files(section)) is None:
                 weights = self.latest.weights if trained and self.latest is not None else None
                 model = ModelBuilder(here, trained=trained, size=size, seed=0, weights=weights).outline()
+                if not section.trust_remote_code:
+                    refuse_weights_behind_body(model)  # code of its own may hold weights that it does not use
+                if section.packed and unwrap(model)._is_stateful:
+                    self.say(
+                        f"warning: {name} carries a state along the sequence: the run refuses sequence_packing for it "
+                        "unless its kernels keep packed documents apart"
+                    )
                 if isinstance(section, PolicyConfig):
                     steps = self.config.distillation.max_num_steps
                     check_optimizer(section.optimizer, section.scheduler, steps, model.parameters())

@@ -25,10 +25,20 @@ from limbeck.algorithms.xtoken_off_policy_distillation import live_teacher
 from limbeck.errors import ConfigError, DataError, LossError, ServerError, StoppedEarly
 from limbeck.models.trainer import Trainer
 from limbeck.tokens import ByteTokenizer
+from tests.algorithms.test_episode_hints import ANSWERS, HALF
 from tests.algorithms.test_episodes import by_chance, written
 from tests.algorithms.test_episodes import settings as episode_settings
 from tests.gates import Gate, Place, wait_until
-from tests.helpers.runs import limbeck, rows, settings, start, write_data, write_run_file, write_tokenizers
+from tests.helpers.runs import (
+    limbeck,
+    rows,
+    settings,
+    start,
+    weight_bytes,
+    write_data,
+    write_run_file,
+    write_tokenizers,
+)
 from tests.helpers.servers import HOLD, ScoringServer, WritingServer, serving, writing
 from tests.helpers.tiny import tokenizer
 from tests.helpers.tokenizers import workshop
@@ -427,6 +437,45 @@ def test_a_tool_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.
     with writing(player) as engine, pytest.raises(StoppedEarly):
         resolve_and_run(episodes(tmp_path, engine))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+class Halver(Player):
+    """Halves an odd number, then an even one, then answers, whatever the weights."""
+
+    def choices(self, body: dict[str, Any], version: int) -> list[dict[str, Any]]:
+        said = self.encoder.vocab.join(body["prompt"]).decode("utf-8", "replace").count("assistant\n")
+        ids = self.encoder.encode(ANSWERS[min(said, len(ANSWERS)) - 1]).ids
+        ids = [*ids.tolist(), body["stop_token_ids"][0]]
+        return [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}, "finish_reason": "stop"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [None, {"source": {"kind": "self", "weights": "ema", "ema_decay": 0.5}}])
+def test_hints_at_failed_calls_are_those_of_a_run_that_writes_in_turn(tmp_path: Path, teacher: Any) -> None:
+    (tmp_path / "half.py").write_text(HALF)
+    own = {
+        "environment": {"kind": "functions", "source": str(tmp_path / "half.py"), "call_seconds": WAIT_SECONDS},
+        "hint_after_failure": {},
+        "samples_per_prompt": 1,
+        "reward": None,
+    }
+    with writing(Halver()) as engine:
+        for name, overlap in (("turns", 0), ("ahead", 1), ("parts", 1)):
+            values = episodes(tmp_path, engine)
+            values["on_policy"] |= {**own, "overlap": overlap}
+            values["teacher"] = values["teacher"] if teacher is None else teacher
+            values["logger"] = {**values["logger"], "log_dir": str(tmp_path / name)}
+            if name == "parts":
+                resolve_and_run({**values, "distillation": {**values["distillation"], "max_num_steps": 2}})
+            resolve_and_run(values)
+    told = {name: rows(tmp_path / name) for name in ("turns", "ahead", "parts")}
+    for found in told.values():
+        assert [row["step"] for row in found] == [1, 2, 3, 4]
+        assert all(row["train/episode/hinted"] == 1 for row in found)
+        assert [row["train/loss"] for row in found] == [row["train/loss"] for row in told["turns"]]
+    assert [row["train/sample/staleness"] for row in told["ahead"]] == [0, 1, 1, 1]
+    assert weight_bytes(tmp_path / "ahead", 4) == weight_bytes(tmp_path / "turns", 4)
+    assert weight_bytes(tmp_path / "parts", 4) == weight_bytes(tmp_path / "turns", 4)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

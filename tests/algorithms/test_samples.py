@@ -26,8 +26,11 @@ def finished(stuff: Path, run_dir: Path, **distillation: Any) -> list[dict[str, 
     return read_metrics(path) if path.exists() else []
 
 
-def test_a_run_writes_what_its_models_say_and_trains_to_the_same_bits(stuff: Path, tmp_path: Path) -> None:
+def test_a_run_writes_what_its_models_say_and_trains_to_the_same_bits(
+    stuff: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = finished(stuff, tmp_path / "on", samples=ON)
+    assert capsys.readouterr().err.count("writing samples ...") == 1
     assert finished(stuff, tmp_path / "off", samples={"number": 0}) == []
     assert runs.rows(tmp_path / "on") == runs.rows(tmp_path / "off")
     on, off = (runs.checkpoint(tmp_path / name, 2) / "policy" / "weights" for name in ("on", "off"))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from limbeck.algorithms.trace_distillation import run
+from limbeck.algorithms.trace_distillation import TraceStep, run
 from limbeck.errors import ConfigError, ServerError
 from limbeck.models.policy import Policy
+from limbeck.teachers.server.teacher import ServerTeacher
 from limbeck.utils.logger import read_metrics
 from tests.distributed.cases import together
 from tests.helpers.servers import ScoringServer, serving
@@ -55,8 +56,21 @@ def served(rank: int, world: int, where: str, far: dict[str, Any]) -> None:
     run(made(Path(where), "served", far, TENSOR))
 
 
+def events(patch: pytest.MonkeyPatch) -> list[str]:
+    """What happens from now on: rows asked for ahead, steps taken."""
+    order: list[str] = []
+
+    def noted(kind: type, name: str, event: str) -> None:
+        call = getattr(kind, name)
+        patch.setattr(kind, name, lambda *args, **more: (order.append(event), call(*args, **more))[1])
+
+    noted(ServerTeacher, "ask_ahead", "asked")
+    noted(TraceStep, "__call__", "step")
+    return order
+
+
 @pytest.mark.slow
-def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
+def test_a_hinted_teacher_behind_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near = made(tmp_path, "near")
     policy = Policy(
         near.teacher,
@@ -71,7 +85,11 @@ def test_a_hinted_teacher_behind_a_server(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match="takes up to 255 tokens"):
             run(made(tmp_path, "short", far))
         server.max_model_len, short = 5000, len(server.requests)
-        run(made(tmp_path, "far", far))
+        with monkeypatch.context() as patch:
+            order = events(patch)
+            run(made(tmp_path, "far", far))
+        # of two steps the second's rows are asked for before the first is taken
+        assert order == ["asked", "asked", "step", "asked", "step"]
         compare(tmp_path / "near", tmp_path / "far")
         asked = len(server.requests)
         together(2, served, tmp_path / "ranks", str(tmp_path), far)

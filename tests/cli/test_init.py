@@ -70,7 +70,7 @@ def test_chat_data_and_one_tokenizer_are_noticed(place: Path, capsys) -> None:
 def test_a_hub_id_is_taken_at_its_word_and_no_teacher_is_cross_entropy(place: Path, capsys) -> None:
     code, _, err = run(capsys, "init", "--student", "owner/name", "--data", "train.jsonl")
     assert code == 0
-    assert "'owner/name' is taken for a hub id" in err
+    assert "the student 'owner/name' was not looked at: " in err
     assert "teacher" not in load_config("run.yaml")
 
 

@@ -72,6 +72,15 @@ def test_every_command_that_takes_a_run_file_tells_it(tmp_path: Path, command: l
     assert int(out.split()[0]) < MOST_MODULES
 
 
+def test_a_pair_without_a_run_file_tells_it(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "train", "--student", "s", "--teacher", "t", "--data", "f", "policy.lrr=1")
+    assert code == 1
+    assert "unknown key 'policy.lrr': did you mean 'lr'?" in err
+    number, *heavy = out.split()
+    assert heavy == []
+    assert int(number) < MOST_MODULES
+
+
 def test_recipes_and_short_forms_have_known_keys() -> None:
     for path in RECIPES.glob("*.yaml"):
         refuse_unknown_keys(load_config(path), {})

@@ -28,3 +28,10 @@ def test_pages_are_written_where_asked(capsys, tmp_path: Path) -> None:
     code, _, err = run(capsys, "report", tmp_path / "pages")
     assert code == 1
     assert "holds no run" in err
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "metrics.jsonl").write_bytes(b"\xff\x00 nothing\n[1]\n")
+    for arguments in (["junk"], ["junk", "x"]):
+        code, _, err = run(capsys, "report", *(tmp_path / name for name in arguments), "-o", tmp_path / "none.html")
+        assert code == 1
+        assert "holds no run that can be read; metrics.jsonl has 2 damaged lines" in err
+    assert not (tmp_path / "none.html").exists()

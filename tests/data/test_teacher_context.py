@@ -55,6 +55,22 @@ def check_teacher_rows_alone_change(plain: BatchedDataDict[Any], told: BatchedDa
     return int(told["teacher_input_lengths"][0] - plain["teacher_input_lengths"][0])
 
 
+@pytest.mark.parametrize("own", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_template_that_leaves_instructions_out_has_the_context_in_the_question(own: list[dict[str, str]]) -> None:
+    """Mistral's shows them only where a question is last, which no conversation with an answer is."""
+    made = collator(tokenizer("qwen3"), tokenizer("mistral_nemo"), mode="chat")
+    record = {"messages": [*own, *CHAT]}
+    plain, told = made([record]), made([{**record, "teacher_context": "  It closed in 2011.\n"}])
+    length = int(told["teacher_input_lengths"][0])
+    ids = told["teacher_input_ids"][0, :length].tolist()
+    shown = made.teachers[0].encoder.vocab.join(ids).decode()  # type: ignore[union-attr]
+    assert shown.count("It closed in 2011.") == 1
+    assert shown.index("It closed in 2011.") < shown.index("What is 2011 + 1?")
+    assert torch.equal(plain["teacher_token_mask"].sum(1), told["teacher_token_mask"].sum(1)), "context is no target"
+    assert told["skipped"][0]["context_in_question"] == 1
+    assert "context_in_question" not in plain["skipped"][0]
+
+
 @pytest.mark.parametrize(("s", "t"), PAIRS)
 @settings(max_examples=25, deadline=None)
 @given(text=unicode_text(200), context=unicode_text(200))

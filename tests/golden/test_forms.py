@@ -32,9 +32,8 @@ MODES_OF_KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("strict_topk", "strict_rest", "span_weight"), ("strict",)),
     "mask_blanks": ("bpm",),
 }
-"""Keys that belong to some modes: in a form of another mode they stood for nothing, and are refused."""
-PUBLISHED = {"vocab_topk": 8192, "uncommon_topk": 8192, "exact_token_match_only": False}
-"""What published run files have whatever their flags select: read past where the mode has it not."""
+"""Keys that belong to some modes: in a form of another mode they stood for nothing, and are refused unless they have
+their default value, as in published run files whatever their flags select; that of the direction differs by mode."""
 
 
 def foreign(values: dict[str, Any]) -> set[str]:
@@ -46,7 +45,7 @@ def means_nothing(given: dict[str, Any], values: dict[str, Any]) -> bool:
     """Whether a form gave something to a mode that has no such thing."""
     if given.get("reverse_kl") and "direction" in foreign(values):
         return True
-    return any(key in given and (key, given[key]) not in PUBLISHED.items() for key in foreign(values))
+    return any(key in given and (key == "direction" or given[key] != DEFAULTS[key]) for key in foreign(values))
 
 
 def is_gone(values: dict[str, Any]) -> bool:

@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         place = revisions.get(wanted) or commits.get(wanted)
         if place is None:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {wanted}")
-        commit = next(one for one, folder in commits.items() if folder == place)
+        commit = hub.commit(name, place.name.replace("%2F", "/"), kind)
         if api and action in ("", "revision"):
             return self._send(200, self._info(name, commit, place))
         if api and action == "tree":

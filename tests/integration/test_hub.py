@@ -94,11 +94,17 @@ def test_a_first_run_file_goes_by_what_the_hub_says_of_its_models(hub: Hub, tmp_
     assert "million parameters" in rates[0]
     assert "the models take 4,096" in texts[0]
     assert not [path for path in hub.asked("GET", "") if path.endswith(".safetensors")]
+    hub.add(DATA, {"train.jsonl": records(*runs.documents(60, 1))}, kind="datasets")
+    assert limbeck("init", "data.yaml", "--yes", "--student", STUDENT, "--data", f"hf:{DATA}")[0] == 0
+    text = Path("data.yaml").read_text(encoding="utf-8")
+    assert "holdout: 0.1" in text
+    assert "one pass over 54 records" in text
     hub.add("acme/Gated-1.5", tmp_path / "s")
     hub.gated.add("acme/Gated-1.5")
     assert "'acme/Gated-1.5' is gated" in refused("train", "--student", "acme/Gated-1.5", *pair)
     _, said, err = limbeck("init", "other.yaml", "--yes", "--student", "acme/Gated-1.5", *pair)
-    assert "'acme/Gated-1.5' is taken for a hub id and was not looked at" in said + err
+    assert "'acme/Gated-1.5' was not looked at: " in said + err
+    assert "is gated" in said + err
 
 
 @pytest.mark.slow

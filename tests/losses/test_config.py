@@ -172,6 +172,14 @@ def test_a_mistyped_key_or_mode_is_answered_with_the_near_name(given: dict, near
     assert near in str(found.value)
 
 
+@pytest.mark.parametrize("mode", OBJECTIVES)
+def test_another_mode_may_be_named_over_a_run_s_own_configuration(mode: str) -> None:
+    resolved = CrossTokenizerDistillationLossConfig.model_validate({"mode": "tree_kl"}).model_dump()
+    if mode == "uld":
+        del resolved["direction"]  # the defaults of the modes that have it differ
+    assert CrossTokenizerDistillationLossConfig.model_validate({**resolved, "mode": mode}).mode == mode
+
+
 def test_reverse_flag_and_exactness() -> None:
     config = CrossTokenizerDistillationLossConfig
     assert config(reverse_kl=True).objective.spec.kind == "reverse"

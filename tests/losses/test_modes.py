@@ -209,6 +209,15 @@ def test_a_gate_keeps_the_chunks_on_which_the_teacher_is_far_ahead(mode: str, ki
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize(("mode", "kind"), SCORED)
+def test_an_objective_names_what_it_measures(mode: str, kind: str) -> None:
+    batch = make_batch(seed=3, samples=6)
+    fn = CrossTokenizerDistillationLossFn({"mode": mode, "gate": "soft"}, projections=[make_projection(23, 31)])
+    _, metrics = run(fn, batch, make_models(batch, seed=2), kind)
+    measured = {name.removeprefix("teacher_0/") for name in metrics if name.startswith("teacher_0/")}
+    assert measured <= {"kl_loss", "gate", *(OBJECTIVES[mode].measures or ())}
+
+
 def test_a_gate_holds_for_a_teacher_of_the_same_vocabulary() -> None:
     batch = make_batch(seed=8, one_to_one=True, v_t=23)
     batch["teacher_input_ids"] = batch["teacher_0_input_ids"] = batch["input_ids"]

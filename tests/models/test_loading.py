@@ -74,6 +74,21 @@ def test_bad_models(config, message):
         load_model(config)
 
 
+@pytest.mark.parametrize("init", ["pretrained", "random", "drawn"])
+def test_a_mistyped_key_of_the_configuration_is_refused(tmp_path, init):
+    load_model(random_config(), vocab_size=50).save_pretrained(tmp_path)
+    named = {} if init == "drawn" else {"model_name": str(tmp_path)}
+    arch = LLAMA if init == "drawn" else {}
+    config = {**named, "init": init.replace("drawn", "random"), "model_overrides": {**arch, "num_hiden_layers": 2}}
+    with pytest.raises(ConfigError, match=r"'model_overrides\.num_hiden_layers': .*did you mean 'num_hidden_layers'"):
+        load_model(config, vocab_size=50)
+
+
+def test_a_key_of_older_configurations_is_read() -> None:
+    model = load_model(random_config(rope_theta=5e3), vocab_size=50)
+    assert model.config.rope_parameters["rope_theta"] == 5e3
+
+
 def test_damaged_folders(tmp_path):
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path)) + ".*loaded"):
         load_model({"model_name": str(tmp_path)})

@@ -81,6 +81,8 @@ def test_bad_arguments():
         adamw(learning_rate=1)
     with pytest.raises(ConfigError, match=r"lora\.target_modules"):
         build_optimizer([], {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
+    with pytest.raises(ConfigError, match=r"kwargs\.lr is 1e\+30; give a number, such as 1e-5"):
+        adamw(lr=1e30)
     opt = adamw()
     for bad in (
         [LINEAR, CONSTANT],

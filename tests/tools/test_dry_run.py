@@ -84,6 +84,14 @@ def test_an_unusable_run_file_is_a_problem_too(stuff: Path, tmp_path: Path) -> N
     assert "kwargs.lr is 'fast'; give a number, such as 1e-5" in said
 
 
+BERT = {
+    "model_type": "bert",
+    "is_decoder": True,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 ONE_CYCLE = {"max_lr": 0.1, "total_steps": 5}
 
 ON_POLICY = {"algorithm": "on_policy_distillation"}
@@ -185,6 +193,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a rate that is no number": ({"policy": {"optimizer": {"kwargs": {"lr": float("inf")}}}}, "kwargs.lr is inf"),
     "a pattern that is none": ({"policy": {"lora": {"target_modules": "[("}}}, "'[(' is no pattern"),
     "whole modules that are not there": ({"policy": {"lora": {"modules_to_save": ["embed"]}}}, "names 'embed'"),
+    "a rate that no run survives": ({"policy": {"optimizer": {"kwargs": {"lr": 1e30}}}}, "kwargs.lr is 1e+30"),
+    "a mistyped key of a model": (
+        {"policy": {"model_overrides": {"num_hiden_layers": 2}}},
+        "did you mean 'num_hidden_layers'?",
+    ),
+    "a head with weights of its own": (
+        {"policy": {"model_overrides": BERT}},
+        "does more between its body and its logits than a linear head (cls.predictions",
+    ),
+    "a metric that no objective measures": (
+        {"checkpointing": {"metric_name": "val/teacher_0/rootkl"}},
+        "take val/teacher_0/",
+    ),
     "a file that is no model": ({"teacher": {"init": "pretrained", "model_name": "FILE"}}, "'FILE' is a file"),
     "budgets of more teachers than there are": (
         {
@@ -246,7 +267,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "set cluster.launcher to ray",
     ),
 }
-ABSENT = {"a file that is no model": ("teacher", "model_overrides")}
+ABSENT = {
+    "a file that is no model": ("teacher", "model_overrides"),
+    "a head with weights of its own": ("policy", "model_overrides"),
+}
 """Keys that a case is without."""
 MISSING = {"Ray is not installed": "ray", "peft is not installed": "peft"}
 CHAT = {"messages": [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]}

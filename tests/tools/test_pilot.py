@@ -284,7 +284,7 @@ def test_the_command_tries_a_run_file(pair: Path, tmp_path: Path) -> None:
     file = write_run_file(tmp_path / "run.yaml", of_pair(pair, tmp_path / "run"))
     # models of random weights are not scored, so that nobody knows what a pilot costs
     code, found = report_of(file)
-    assert (code, found["pilot"], set(found["skipped"])) == (0, None, {"headroom", "memory and time", "pilot"})
+    assert (code, found["pilot"], set(found["skipped"])) == (0, None, {"headroom", "pilot"})
     code, found = report_of(file, "distillation.max_num_steps=20", "--pilot", "--pilot-seconds", 600, "--pilot-write")
     assert (code, found["pilot"]["choice"]) == (ExitCode.NOT_WORTH_IT, "cross_entropy")
     assert not found["verdict"]["worth"]
@@ -309,6 +309,16 @@ def test_a_cheap_pilot_needs_not_be_asked_for(pair: Path, tmp_path: Path) -> Non
     found = report_of(file, "--no-pilot")[1]
     assert (found["pilot"], found["skipped"]["pilot"]) == (None, "not asked for")
     assert report_of(file, "--pilot-seconds", 1)[1]["pilot"] is None
+
+
+def test_a_run_file_is_audited_by_its_own_tokenizers_and_batches(stuff: Path, tmp_path: Path) -> None:
+    values = settings(stuff, tmp_path / "run")
+    values["policy"]["tokenizer"] |= {
+        "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    }
+    report = check_run(resolved(values), pilot=False)
+    assert [report["templates"][side]["usable"] for side in ("student", "teacher")] == [True, False]
+    assert report["estimate"]["sequence"] == values["data"]["max_input_seq_length"]
 
 
 def test_what_has_no_pair_is_refused(stuff: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ from limbeck.models.loading import ModelConfig
 from limbeck.tokens import ByteTokenizer
 from limbeck.tokens.chat.render import render_chat
 from limbeck.tokens.tokenizer import read_template
+from limbeck.utils.progress import stage
 
 USUAL_NUMBER = 2
 _RECORDS_TRIED = 64
@@ -60,8 +62,10 @@ class Samples(Observer):
         if not self.writes or run.val_loader is None:
             return
         try:
-            self.prompts = self.prompts or self._prompts(run)
-            written = self.prompts.write()
+            # the first time teachers write, too, which takes as long as many steps where there is no GPU
+            with nullcontext() if self.prompts else stage("writing samples"):
+                self.prompts = self.prompts or self._prompts(run)
+                written = self.prompts.write()
         except Exception as error:
             if self.config.number is not None:
                 raise

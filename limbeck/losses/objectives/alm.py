@@ -13,6 +13,7 @@ from limbeck.losses.signals import TeacherScores
 class ALM(ProjectedObjective):
     """Chunk likelihoods only: binary divergence between both models' probability of each chunk."""
 
+    measures = ()
     kernel = "limbeck.losses.fast.alm:alm"
     lane_kinds = ("first", "first")
     reads_text_alone = True

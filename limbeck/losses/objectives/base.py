@@ -190,6 +190,7 @@ class Objective(nn.Module, ABC):
             begins with a space which one tokenizer writes by itself.
         chooses_ids: `choose_ids` picks some of the teacher's ids for each micro-batch.
         vocab: the map between the vocabularies; None where both sides share one.
+        measures: names of its metrics beside `kl` and `gate`; None: not said.
         ends: tokens that are compared as one event, the end of an answer, where both sides share a vocabulary but end
             with different tokens of it.
     """
@@ -204,6 +205,7 @@ class Objective(nn.Module, ABC):
     needs_trees: ClassVar[bool] = False
     reads_text_alone: ClassVar[bool] = False
     chooses_ids: ClassVar[bool] = False
+    measures: ClassVar[tuple[str, ...] | None] = None
     cfg: ObjectiveConfig
     vocab: VocabMap | None
     ends: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ class BoundaryKL(ProjectedObjective):
     """KL of the teacher's next-token distribution to the projected student at each chunk's start, where both have
     read the same text; plus, for chunks of several tokens on a side, the binary KL of the chunk's probability."""
 
+    measures = ("boundary_kl", "chunk_kl", "proj_accuracy", "uncovered_mass")
     kernel = "limbeck.losses.fast.boundary_kl:boundary_kl"
     lane_kinds = ("first", "first")
 

@@ -61,6 +61,8 @@ class BPM(PrefixObjective):
     realised teacher token get their share of its mass from the teacher's next rows, as far as the chunk goes.
     """
 
+    measures = ("root_kl", "inner_student_kl", "blank_rows", "uncovered_mass", "proj_accuracy")
+
     class Config(DivergenceConfig):
         mode: Literal["bpm"] = "bpm"
         direction: Direction = "jsd"

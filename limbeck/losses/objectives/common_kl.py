@@ -33,6 +33,7 @@ class CommonKL(ProjectedObjective):
     apart.
     """
 
+    measures = ("common_kl", "uncommon_l1", "proj_accuracy")
     needs_logits = True
     kernel = "limbeck.losses.fast.common_kl:common_kl"
     lane_kinds = ("mean", "mean")

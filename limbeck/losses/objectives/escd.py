@@ -51,6 +51,8 @@ class ESCD(PrefixObjective):
     the chunk's first student token, the mass of teacher events that go on from it, each against all student tokens that
     go on so."""
 
+    measures = ("root_kl", "child_loss", "child_kl", "uncovered_mass", "proj_accuracy")
+
     class Config(DivergenceConfig):
         mode: Literal["escd"] = "escd"
 

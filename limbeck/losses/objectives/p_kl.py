@@ -26,6 +26,7 @@ class PKL(ProjectedObjective):
     """Projection KL on the micro-batch's teacher ids K: student (W^T p_S on K, mean over the chunk, normalised) against
     the mean of the teacher's log-softmax within K. The teacher's logits are asked for at K only."""
 
+    measures = ("proj_accuracy",)
     needs_logits = True
     kernel = "limbeck.losses.fast.p_kl:p_kl"
     lane_kinds = ("first", "mean")

@@ -37,6 +37,7 @@ class Partition(SharedVocabulary):
     times `root_weight`.
     """
 
+    measures = ("boundary_kl", "chunk_kl", "spelled_chunks", "proj_accuracy")
     needs_trees = True
 
     class Config(DivergenceConfig):

@@ -25,6 +25,7 @@ class SameVocabulary(Objective):
     an end, so that a student is not taught to leave out its own because the teacher has another.
     """
 
+    measures = ("proj_accuracy",)
     kernel = "limbeck.losses.fast.common_kl:common_kl"
     lane_kinds = ("mean", "mean")
 

@@ -19,6 +19,8 @@ class SimCT(SharedVocabulary):
     """SimCT: at a chunk's start, the shared tokens by their log-probability and, where the chunk has several tokens on
     a side, the chunk as one more unit by the mean log-probability of its tokens; softmax of both sides over these."""
 
+    measures = ("shared_mass_student", "shared_mass_teacher", "proj_accuracy")
+
     class Config(DivergenceConfig):
         mode: Literal["simct"] = "simct"
         direction: Direction = "reverse"

@@ -22,6 +22,16 @@ class Strict(SharedVocabulary):
     Both sides are normalised over those tokens, or keep what is left in a rest bucket (`strict_rest`).
     """
 
+    measures = (
+        "strict_kl",
+        "span_loss",
+        "shared_mass_student",
+        "shared_mass_teacher",
+        "kept_mass_student",
+        "kept_mass_teacher",
+        "proj_accuracy",
+    )
+
     class Config(DivergenceConfig):
         mode: Literal["strict"] = "strict"
         direction: Direction = "reverse"

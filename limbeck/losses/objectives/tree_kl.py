@@ -120,6 +120,18 @@ def teacher_node_divergence(b: Buckets, spec: DivergenceSpec, *, listed: bool) -
 class TreeKL(ProjectedObjective):
     """Root over cells, student tree, teacher tree, chunk term; see the module's text."""
 
+    measures = (
+        "root_kl",
+        "inner_student_kl",
+        "inner_teacher_kl",
+        "chunk_kl",
+        "uncovered_mass",
+        "proj_accuracy",
+        "cell_error",
+        "uncovered_root_student",
+        "uncovered_root_teacher",
+    )
+
     default_ce_scale = 0.3
     gates_pretrained = True
     needs_trees = True

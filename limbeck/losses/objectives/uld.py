@@ -16,6 +16,8 @@ from limbeck.losses.signals import TeacherScores
 class ULD(ProjectedObjective):
     """L1 distance of the sorted probabilities at each chunk's start: the `uncommon_topk` largest, then both tails."""
 
+    measures = ()
+
     class Config(ChunkConfig):
         mode: Literal["uld"] = "uld"
         uncommon_topk: int = Field(default=8192, ge=1)
