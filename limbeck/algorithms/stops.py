@@ -15,7 +15,7 @@ from limbeck.utils.checkpoint import CheckpointManager
 
 # no Exception, which code on the way may catch
 class BrokenOff(KeyboardInterrupt):
-    """A signal came during a validation, which may be left out."""
+    """Ctrl-C came during a validation, which may be left out."""
 
 
 class Stops:
@@ -38,7 +38,7 @@ class Stops:
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._checkpointer.install_signal_handler(self._break_off)
+        self._checkpointer.install_signal_handler()
         # a shell's background jobs ignore Ctrl-C, which is meant for others
         if before[signal.SIGINT] is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._on_interrupt)
@@ -51,11 +51,11 @@ class Stops:
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """A block that a signal ends by ``BrokenOff``; several ranks must reach its end together, so there it waits."""
+        """A block that Ctrl-C ends by ``BrokenOff``; several ranks must reach its end together, so there it waits."""
         self._may_break_off = Comm.world().size == 1
         try:
-            if self._checkpointer.save_on_signal:
-                self._break_off()
+            if self._may_break_off and self.interrupted:
+                raise BrokenOff
             yield
         finally:
             self._may_break_off = False
@@ -66,8 +66,5 @@ class Stops:
         self.interrupted = self._checkpointer.save_on_signal = True
         # past the stream's buffer, which the interrupted code may be writing to
         os.write(2, b"\nCtrl-C: the run is saved after this step; press it again to end at once\n")
-        self._break_off()
-
-    def _break_off(self) -> None:
         if self._may_break_off:
             raise BrokenOff

@@ -205,6 +205,8 @@ def _port_nemo(source: dict[str, Any], missing: list[str]) -> Port:
     if mode == "partition":
         note = "the arithmetic nearest to v6; the default here is tree_kl: limbeck docs losses"
         port.put("loss_fn.mode", mode, was="loss_fn.prefix_bidir_*", note=note)
+    elif not {"gold_loss", "xtoken_loss", "mode"} & {**(kept.get("loss_fn") or {}), **first}.keys():
+        port.put("loss_fn.mode", mode, note="NeMo RL's where no flag selects another; the default here is tree_kl")
     known = set(stored_keys("xtoken_off_policy_distillation").dotted())
     for path, value in _leaves(kept, (), known):
         if path[0] != "loss_fn" or path[-1] not in first:  # a teacher's own flag counts
@@ -489,9 +491,6 @@ def _port_trl(source: dict[str, Any]) -> Port:
                 put("policy.precision", word, key)
         elif key in arguments:
             taken.add(key)
-    for key, bits in (("load_in_4bit", "4bit"), ("load_in_8bit", "8bit")):
-        if take(key):
-            put("policy.quantization", bits, key)
     if take("use_peft") is False:
         port.values.get("policy", {}).pop("lora", None)
     optimizer = str(take("optim") or "adamw_torch")

@@ -13,9 +13,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +129,15 @@ class CheckpointManager:
 
     # -- when -------------------------------------------------------------------------------------------------------
 
-    def install_signal_handler(self, then: Callable[[], None] = lambda: None) -> None:
-        """Let SIGTERM ask for a checkpoint and a clean stop instead of ending the process. ``then`` is called in the
-        signal's handler."""
+    def install_signal_handler(self) -> None:
+        """Let SIGTERM ask for a checkpoint and a clean stop instead of ending the process."""
         # only the main thread may set handlers; under Ray a run lives in another, and Ray itself ends workers
         if self.config.save_on_sigterm and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, partial(self._on_signal, then))
+            signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _on_signal(self, then: Callable[[], None], signum: int, frame: Any) -> None:
+    def _on_signal(self, signum: int, frame: Any) -> None:
         # no more than that: a signal comes at any moment, and all ranks must stop at the same step
         self.save_on_signal = True
-        then()
 
     def should_stop(self) -> bool:
         """Whether the run must end now, after saving: SIGTERM arrived or the deadline passed. Collective."""

@@ -173,3 +173,14 @@ def test_a_setting_that_is_new_since_a_run_began_does_not_stop_it(tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps(before))
     with pytest.raises(ConfigError, match=r"policy.lr: 0.1 -> 0.2"):
         opened(Run(policy=Part(lr=0.2)), tmp_path)
+
+
+def test_a_server_may_stand_elsewhere_but_must_give_as_much() -> None:
+    def served(**more: object) -> dict:
+        return {"teacher": {"source": {"kind": "server", "k": 20, **more}}}
+
+    differences = functools.partial(run_folder.differences, MasterConfig)
+    old = served(url="http://here:8000/v1", concurrency=8)
+    assert differences(old, served(url="http://there:9000/v1", concurrency=2)) == []
+    fewer = served(url="http://here:8000/v1", concurrency=8, k=5)
+    assert differences(old, fewer) == ["teacher.source.k: 20 -> 5"]

@@ -16,6 +16,7 @@ from limbeck.algorithms.caching import cache_teachers
 from limbeck.config import merge, resolve
 from limbeck.data.loader import PartSampler
 from limbeck.errors import ConfigError
+from limbeck.losses.objectives.boundary_kl import BoundaryKL
 from limbeck.models.loading import fit_to_device
 from limbeck.models.optim import OptimizerConfig
 from limbeck.models.policy import Policy, PolicyConfig
@@ -74,7 +75,13 @@ def test_a_metric_that_is_of_no_validation_is_refused(stuff: Path, tmp_path: Pat
 
 
 NOWHERE = "val/teacher_0/bqb"
-"""A metric of an objective: only a validation knows that there is none."""
+"""A metric of an objective: where that does not say what it measures, only a validation knows that there is none."""
+
+
+@pytest.fixture
+def own_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objective of these runs says as little of what it measures as one of a user's own."""
+    monkeypatch.setattr(BoundaryKL, "measures", None)
 
 
 def ranked_by_nothing(stuff: Path, run_dir: Path, metric: str = NOWHERE, **loop: Any) -> dict[str, Any]:
@@ -84,6 +91,7 @@ def ranked_by_nothing(stuff: Path, run_dir: Path, metric: str = NOWHERE, **loop:
 
 
 @pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.usefixtures("own_objective")
 def test_a_metric_that_the_first_validation_does_not_give_is_told_before_a_step(
     stuff: Path, tmp_path: Path, stops: bool
 ) -> None:
@@ -95,6 +103,7 @@ def test_a_metric_that_the_first_validation_does_not_give_is_told_before_a_step(
     assert [row["step"] for row in runs.rows(tmp_path / "run")] == [0]
 
 
+@pytest.mark.usefixtures("own_objective")
 def test_with_no_validation_at_the_start_nothing_is_lost(stuff: Path, tmp_path: Path) -> None:
     values = ranked_by_nothing(stuff, tmp_path / "run", val_period=2)
     with pytest.raises(ConfigError):
@@ -106,6 +115,7 @@ def test_with_no_validation_at_the_start_nothing_is_lost(stuff: Path, tmp_path: 
     assert runs.weight_bytes(tmp_path / "run", 3) == runs.weight_bytes(tmp_path / "whole", 3)
 
 
+@pytest.mark.usefixtures("own_objective")
 def test_a_run_that_is_validated_at_its_end_alone_is_complete(
     stuff: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,17 +141,16 @@ def test_a_second_interrupt_ends_the_run_at_once(
     assert said.splitlines()[-1] == "limbeck: ended at once, nothing was saved; the next start begins at step 1"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_breaks_off_a_validation_and_saves(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+def test_an_interrupt_breaks_off_a_validation_and_saves(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def validate(self: TrainingLoop[Any]) -> None:
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
     monkeypatch.setattr("limbeck.algorithms.xtoken_off_policy_distillation.OffPolicyLoop.validate", validate)
-    found, _, said = limbeck("train", run_file, f"logger.log_dir={tmp_path}", "distillation.val_at_start=false")
-    assert found == code
+    code, _, said = limbeck("train", run_file, f"logger.log_dir={tmp_path}", "distillation.val_at_start=false")
+    assert code == 130
     assert "stopped at step 3 of 6; it is saved" in said
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
 

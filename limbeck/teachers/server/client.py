@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from limbeck.config import SECRET
+from limbeck.config import FREE, SECRET
 from limbeck.errors import ServerError
 from limbeck.utils.http import HOPELESS, Client, HttpFailure, TokenBucket
 
@@ -22,31 +22,31 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
-    url: str = Field(json_schema_extra=SECRET)
+    url: str = Field(json_schema_extra=SECRET | FREE)
     """Base address, up to and including ``/v1``."""
     model: str | None = None
     """Name of the model at the server; default: the only one that it serves."""
-    api_key_env: str = Field(default="LIMBECK_API_KEY", json_schema_extra=SECRET)
+    api_key_env: str = Field(default="LIMBECK_API_KEY", json_schema_extra=SECRET | FREE)
     """Environment variable with the key; not set: no key is sent. The key itself never stands in a run file."""
     k: int = Field(default=20, ge=1)
     """Most likely tokens per position; vLLM gives up to its ``--max-logprobs`` (20 unless it was started with more)."""
-    concurrency: int = Field(default=8, ge=1)
+    concurrency: int = Field(default=8, ge=1, json_schema_extra=FREE)
     """Requests in flight from each training process."""
-    prompts_per_request: int = Field(default=4, ge=1)
+    prompts_per_request: int = Field(default=4, ge=1, json_schema_extra=FREE)
     """Rows that travel in one request."""
-    tokens_per_request: int = Field(default=8192, ge=1)
+    tokens_per_request: int = Field(default=8192, ge=1, json_schema_extra=FREE)
     """Prompts are put together up to this many tokens; a longer one travels alone."""
-    timeout: float = Field(default=120.0, gt=0)
+    timeout: float = Field(default=120.0, gt=0, json_schema_extra=FREE)
     """Seconds for one request, from first to last byte."""
-    retries: int = Field(default=5, ge=0)
+    retries: int = Field(default=5, ge=0, json_schema_extra=FREE)
     """Further attempts after a failed one that may pass: time-out, lost connection, HTTP 408, 409, 429, 5xx."""
-    backoff: float = Field(default=1.0, ge=0)
+    backoff: float = Field(default=1.0, ge=0, json_schema_extra=FREE)
     """Seconds before the second attempt; doubles with each."""
-    max_backoff: float = Field(default=60.0, ge=0)
+    max_backoff: float = Field(default=60.0, ge=0, json_schema_extra=FREE)
     """Longest wait between two attempts, in seconds."""
-    tokens_per_minute: float = Field(default=0.0, ge=0)
+    tokens_per_minute: float = Field(default=0.0, ge=0, json_schema_extra=FREE)
     """Limit of each training process; 0: none."""
-    requests_per_minute: float = Field(default=0.0, ge=0)
+    requests_per_minute: float = Field(default=0.0, ge=0, json_schema_extra=FREE)
     """Limit of each training process; 0: none."""
     on_failure: Literal["stop", "skip"] = "stop"
     """Treatment of a row that cannot be scored: stop the run, or train it without this teacher and count it."""
